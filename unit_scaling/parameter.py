@@ -120,8 +120,8 @@ def tag(
         check_whole("mup_scaling_depth", mup_scaling_depth)
     before = tags_of(parameter)
     scale = before.mup_scale if mup_scale is None else mup_scale
-    if not (scale > 0 and math.frexp(scale)[0] == 0.5):
-        raise ValueError(f"mup_scale must be a power of two: got {scale}")
+    if not (0 < scale < math.inf):
+        raise ValueError(f"mup_scale must be positive and finite: got {scale}")
     divisor = before.mup_divisor if mup_divisor is None else mup_divisor
     stacked = before.mup_stacked if mup_stacked is None else mup_stacked
     tags = Tags(mup_type, mup_scaling_depth, scale, divisor, stacked)

@@ -44,7 +44,7 @@ UNCAST = Casts()
 
 def static_exponent(weight: object) -> int:
     """That of a parameter's tag ``mup_scale``; 0 without one."""
-    return math.frexp(getattr(weight, "mup_scale", 1.0))[1] - 1
+    return round(math.log2(getattr(weight, "mup_scale", 1.0)))
 
 
 @cache

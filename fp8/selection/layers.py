@@ -41,7 +41,9 @@ def auto_of(module: nn.Module) -> Recipe:
     """The recipe that "auto" stands for in a layer."""
     if is_unit_scaled(module):
         return UNIT
-    return STATIC if has_scales(module) else PLAIN
+    # Operands have RMS 1, and weights the RMS of their tag: static scales hold.
+    sized = any(getattr(p, "mup_divisor", None) for p in module.parameters(recurse=False))
+    return STATIC if sized or has_scales(module) else PLAIN
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:

@@ -102,8 +102,8 @@ def lr_scale_for_depth(param: Any) -> float:
 def lr_scale(rule: str, param: Any) -> float:
     """Returns the factor of a rule. Raises ValueError for a mup_type that it does not cover.
 
-    A weight w of `unit_scale(init="preserve")` takes the steps of u = w / mup_scale, whose gradient
-    is mup_scale times that of w: SGD's updates are in proportion to it, Adam's and Muon's are not.
+    A weight w with a tag mup_scale takes the steps of u = w / mup_scale, whose gradient is
+    mup_scale times that of w: SGD's updates are in proportion to it, Adam's and Muon's are not.
 
     A weight of `unit_scale` has the gradient of the loss and not one of RMS 1. A layer u / sqrt(n)
     of fan-in n is the plain layer w: SGD's step -lr * g_w of w is the step -lr * n * g_u of u.
@@ -119,9 +119,9 @@ def lr_scale(rule: str, param: Any) -> float:
             f"{tuple(param.shape)}"
         )
     shape = _shape(param)
-    if row.proportional and getattr(param, "mup_divisor", None):
-        return 5.0 * fan_in(shape) if kind in ("weight", "output") else 1.0
     scale: float = getattr(param, "mup_scale", 1.0) ** (2 if row.proportional else 1)
+    if row.proportional and getattr(param, "mup_divisor", None):
+        return scale * (5.0 * fan_in(shape) if kind in ("weight", "output") else 1.0)
     return row.factors[kind](shape) * lr_scale_for_depth(param) * scale
 
 

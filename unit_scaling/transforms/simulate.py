@@ -14,11 +14,13 @@ from fp8.common.threads import Stack
 from fp8.formats.format import Format, get_format
 from fp8.modes.autocast import autocast, outside_compiler
 from fp8.recipes.cast import Cast
-from fp8.recipes.recipe import Recipe
+from fp8.recipes.recipe import RECIPES, STATIC, Recipe
+from fp8.surgery.convert import convert
 
 from ..formats import FPFormat
 from .compile import M, copied
 from .install import Call, Given, Scope, install, run_in_mode, warn_of_break
+from .values.set_values import has_values_set
 
 
 class Simulate(Scope):
@@ -93,10 +95,16 @@ def simulate_fp8(module: M) -> M:
     """Returns a copy of ``module`` whose products run in FP8: E4M3 operands and E5M2 gradients.
 
     The casts use scale 1, saturate and round to nearest even, as an H100 computes on tensors cast
-    without scales.
+    without scales. In a model of ``unit_scale(model, batch=...)``, layers have recipe "static" and
+    other products recipe "tensor": its weights and gradients have sizes of their own.
 
     Source: OCP 8-bit Floating Point Specification.
     """
+    check_module("simulation", module)
+    if has_values_set(unwrapped(module)):
+        result = copied(module, "simulate_fp8")
+        convert(unwrapped(result), STATIC, backend="simulate")
+        return _install(result, RECIPES["tensor"])
     casts = Cast(format="e4m3"), Cast(format="e5m2")
     return _simulate(module, "simulate_fp8", "simulate_fp8", *casts)
 
@@ -104,7 +112,10 @@ def simulate_fp8(module: M) -> M:
 def _simulate(model: M, transform: str, name: str, forward: Cast, backward: Cast) -> M:
     check_module("simulation", model)
     recipe = Recipe(name=name, input=forward, weight=forward, grad=backward)
-    result = copied(model, transform)
+    return _install(copied(model, transform), recipe)
+
+
+def _install(result: M, recipe: Recipe) -> M:
     install(unwrapped(result), Simulate(recipe))
     forget_checks(unwrapped(result))
     return result

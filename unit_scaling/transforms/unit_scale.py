@@ -12,11 +12,12 @@ from torch import nn
 
 from fp8.common.mixin import check_module
 from fp8.common.report import Report
-from fp8.common.step import unwrapped
+from fp8.common.step import Batch, unwrapped
 from fp8.common.validation import check_name
 from fp8.surgery.convert import choose_recipes
 
 from ..checks.trained import warn_if_trained
+from ..parameter import tags_of
 from .compile import M, copied
 from .install import find_scope, install, is_in_fsdp, is_sharded, uninstall
 from .plan.plan import CallRow, ModelPlan
@@ -24,6 +25,7 @@ from .plan.planner import RESIDUALS
 from .plan.weights import prepare, refuse_weights
 from .record.kinds import KINDS
 from .run.transform import Replacements, UnitScale
+from .values.set_values import REPORTS, set_values
 
 
 def unit_scale(
@@ -33,12 +35,15 @@ def unit_scale(
     init: str = "unit",
     residual: str = "completep",
     plan: ModelPlan | None = None,
+    batch: Batch | None = None,
 ) -> M:
     """Returns a unit-scaled copy of ``module``.
 
-    The first call finds the factors of products and residual adds from the model's data flow;
-    `unit_scaling.report` shows them. All gradients are those of the resulting function. The copy
-    may be edited, and is otherwise the same model.
+    With ``batch`` it multiplies parameters by numbers and leaves: the copy is a plain model, of the
+    same classes, graph and state_dict, and `unit_scaling.optim` has its learning rates. Without it
+    the factors stay in the model: its first call finds those of products and residual adds from
+    the data flow. `unit_scaling.report` shows what was done. All gradients are those of the
+    resulting function. The copy may be edited, and is otherwise the same model.
 
     Warns (`fp8.warnings.ConvertWarning`) for a trained model, which init="unit" would ruin.
 
@@ -55,6 +60,9 @@ def unit_scale(
             0.01 for attention branches, as in unit-scaling 0.3.5.
         plan: the result of `unit_scaling.plan` for a model of the same architecture, init and
             residual. The weights are divided by the same numbers and the model is not recorded.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments
+            of the model, which is run on copies of it, in its mode. Cannot be combined with other
+            options.
 
     Returns:
         The copy. Its first call raises ValueError for a function (not a module) under
@@ -68,12 +76,11 @@ def unit_scale(
         ValueError: an option is unknown, a replacement is for something other than a torch
             function, a hook computes a weight (`torch.nn.utils.weight_norm`), processes have
             divided the weights, ``init="preserve"`` is used on a model of which a submodule was
-            scaled with ``init="unit"``, or the model is unit-scaled already in another way.
+            scaled with ``init="unit"``, the model is unit-scaled already in another way, or a
+            number of ``batch`` is not finite.
     """
     check_module("unit_scale", module)
-    check_name("init", init, ("unit", "preserve"))
-    check_name("residual", residual, RESIDUALS)
-    _check(replace, plan)
+    _check(replace, init, residual, plan)
     refuse_weights(module)
     if is_sharded(module) and not is_in_fsdp(module):
         raise ValueError(
@@ -82,6 +89,11 @@ def unit_scale(
         )
     result = copied(module, "unit_scale")
     inner = unwrapped(result)
+    if batch is not None:
+        _check_alone(replace, init, residual, plan, inner)
+        warn_if_trained(unwrapped(module))
+        set_values(inner, unwrapped(module), batch)
+        return result
     others = {function: _out_of_place(other) for function, other in dict(replace or {}).items()}
     if (known := find_scope(inner, UnitScale)) is not None:
         _check_same(known, init, residual, others, plan)
@@ -89,10 +101,7 @@ def unit_scale(
     if init == "unit" and plan is None:
         warn_if_trained(unwrapped(module))
     if plan is not None:
-        for name, value, default in (("init", init, "unit"), ("residual", residual, RESIDUALS[0])):
-            if value not in (default, planned := getattr(plan, name)):
-                raise ValueError(f"plan: it was made with {name}={planned!r}, got {name}={value!r}")
-        init, residual = plan.init, plan.residual
+        init, residual = _of_plan(plan, init, residual)
     scope = UnitScale(ModelPlan(init, residual), others)
     scope.plan.rows += prepare(inner, init)
     scope.check_parts(inner)
@@ -101,6 +110,25 @@ def unit_scale(
         scope.adopt(inner, plan, rescale=True)
     choose_recipes(inner)
     return result
+
+
+def _of_plan(plan: ModelPlan, init: str, residual: str) -> tuple[str, str]:
+    """The init and residual of a plan. Raises ValueError for others in the call."""
+    for name, value, default in (("init", init, "unit"), ("residual", residual, RESIDUALS[0])):
+        planned = getattr(plan, name)
+        if value not in (default, planned):
+            raise ValueError(f"plan: it was made with {name}={planned!r}, got {name}={value!r}")
+    return plan.init, plan.residual
+
+
+def _check_alone(replace: Any, init: str, residual: str, plan: Any, model: nn.Module) -> None:
+    """Raises ValueError for options and models that `set_values` does not have."""
+    if replace or plan is not None or (init, residual) != ("unit", RESIDUALS[0]):
+        raise ValueError("batch: cannot be combined with replace, init, residual or plan")
+    if find_scope(model, UnitScale) is not None or any(
+        tags_of(p).mup_divisor for p in model.parameters()
+    ):
+        raise ValueError("batch: the model is unit-scaled already: transform the plain model")
 
 
 def _check_same(
@@ -116,7 +144,9 @@ def _check_same(
         )
 
 
-def _check(replace: Any, plan: Any) -> None:
+def _check(replace: Any, init: str, residual: str, plan: Any) -> None:
+    check_name("init", init, ("unit", "preserve"))
+    check_name("residual", residual, RESIDUALS)
     if not isinstance(plan, ModelPlan | None):
         raise TypeError(f"plan: what unit_scaling.plan returns, got a {type(plan).__name__}")
     if not isinstance(replace, Mapping | None):
@@ -171,6 +201,9 @@ def report(model: nn.Module) -> Report[CallRow]:
         TypeError: ``model`` is not an `nn.Module`.
         ValueError: the model has no `unit_scale`.
     """
+    check_module("report", model)
+    if (values := REPORTS.get(unwrapped(model))) is not None:
+        return values
     plan = _scope("report", model).plan
     notes = [] if plan.entries else ["The model has not run yet: its calls are not known."]
     return Report(plan.rows, notes, heading="call")

@@ -16,6 +16,7 @@ from torch.func import debug_unwrap
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp8.casts.operands import static_exponent
 from fp8.common.compiler import FIRST_LOOK
 from fp8.common.copies import deep_copy
 from fp8.common.mixin import check_module
@@ -302,11 +303,13 @@ _SAME = {"scale_bwd", "residual_split"}
 @dataclass(frozen=True)
 class _Origin:
     """The origin of a tensor. sources: the nearest products above it. parameter: whether it is a
-    parameter, or a view or copy of one. probabilities: whether it is the softmax of scores."""
+    parameter, or a view or copy of one. probabilities: whether it is the softmax of scores.
+    exponent: that of the static scale of a weight that `unit_scale` has set for a batch."""
 
     sources: frozenset[_Product] = frozenset()
     parameter: bool = False
     probabilities: bool = False
+    exponent: int | None = None
 
 
 @dataclass
@@ -390,7 +393,8 @@ class Watch(Observer):
     def _origin(self, tensor: Tensor) -> _Origin:
         tensor = debug_unwrap(tensor)
         if id(tensor) in self._parameters:
-            return _Origin(parameter=True)
+            is_set = getattr(tensor, "mup_divisor", None)
+            return _Origin(parameter=True, exponent=static_exponent(tensor) if is_set else None)
         return self._origins.get(tensor, _Origin())
 
     def _joined(self, kind: str, origins: list[_Origin]) -> _Origin:
@@ -403,7 +407,7 @@ class Watch(Observer):
                 product.scores = True
             return _Origin(probabilities=bool(scores))
         first = origins[0] if origins and kind in TRANSPARENT | _SAME else _Origin()
-        return _Origin(sources, first.parameter, first.probabilities)
+        return _Origin(sources, first.parameter, first.probabilities, first.exponent)
 
     def _product(self, function: Callable[..., Any], kind: str, args: Args, kwargs: Kwargs) -> Any:
         product = _Product(self.path.items[-1], kind)
@@ -414,7 +418,9 @@ class Watch(Observer):
         if replay is not None:
             replay.latest = replay.place = None
         output = function(*args, **kwargs)
-        if replay is not None:
+        if replay is None:
+            _cast_by_tags(product)
+        else:
             scales = replay.transform.gradients.tensors()
             product.scale = scales.get(replay.place, torch.zeros(()))
             for slot, exponent in () if replay.latest is None else replay.latest.static:
@@ -482,6 +488,15 @@ class Watch(Observer):
                 logits = product.scores or operand.label in ("query", "key")
                 (small if logits or product in small else other).update(operand.origin.sources)
         return small
+
+
+def _cast_by_tags(product: _Product) -> None:
+    """Of weights that `unit_scale` has set for a batch: they are cast at the power of two next to
+    their RMS, and the gradient at a static scale."""
+    for operand in product.operands.values():
+        if operand.origin.exponent is not None:
+            operand.rms *= 2.0**-operand.origin.exponent
+            product.scale = torch.zeros(())
 
 
 def _is_measurable(tensor: Tensor) -> bool:

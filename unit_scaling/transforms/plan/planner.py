@@ -90,9 +90,13 @@ class Planner:
         self.inner = self._inner_readouts()
 
     def _residuals(self) -> dict[int, Decision]:
+        return _find_residuals(self.flow, self.branches(), self.plan.residual)
+
+    def branches(self) -> list[Branch]:
+        """The residual branches, in the order of their adds."""
         layers = filter(self._is_layer, range(len(self.nodes)))
         once = {index for index in layers if self.nodes[index].place not in self.loops}
-        return _find_residuals(self.flow, once, self.plan.residual)
+        return _find_branches(self.flow, once)
 
     def _is_layer(self, index: int) -> bool:
         """Whether a call is a product of values and a weight that was divided by its RMS."""
@@ -310,27 +314,36 @@ class Flow:
 
 
 @dataclass
-class _Branch:
-    """A residual branch. skip, end: the arguments of the add. region: its nodes from origin on."""
+class Branch:
+    """A residual branch. add: the call that adds it. skip, end: the arguments of the add. region:
+    its nodes from origin on. number, count: its index in its stream, and their number."""
 
+    add: int
     skip: Input
     end: Input
     origin: int
     region: list[int]
+    number: int = 0
+    count: int = 1
 
 
-def _find_residuals(flow: Flow, layers: set[int], rule: str) -> dict[int, Decision]:
-    """The decision for each residual add of a model. layers: the products with weights of RMS 1.
-    rule: one of `RESIDUALS`."""
-    adds: dict[int, _Branch] = {}
+def _find_branches(flow: Flow, layers: set[int]) -> list[Branch]:
+    """The residual branches of a model. layers: the products with weights of RMS 1."""
+    adds: dict[int, Branch] = {}
     for index, node in enumerate(flow.nodes):
         suitable = node.kind == "add" and not node.inside
         if suitable and (branch := _branch(flow, layers, adds, index)) is not None:
             adds[index] = branch
-    places = _places(flow, adds)
+    for index, (number, count) in _places(flow, adds).items():
+        adds[index].number, adds[index].count = number, count
+    return list(adds.values())
+
+
+def _find_residuals(flow: Flow, branches: list[Branch], rule: str) -> dict[int, Decision]:
+    """The decision for each residual add of a model. rule: one of `RESIDUALS`."""
     decisions: dict[int, Decision] = {}
-    for index, branch in adds.items():
-        number, count = places[index]
+    for branch in branches:
+        index, number, count = branch.add, branch.number, branch.count
         joined = flow.nodes[branch.end.node].kind == "add"  # of attention and another branch
         attention = not joined and any(map(flow.is_attention, branch.region))
         if rule == "fixed":
@@ -346,7 +359,7 @@ def _find_residuals(flow: Flow, layers: set[int], rule: str) -> dict[int, Decisi
     return decisions
 
 
-def _branch(flow: Flow, layers: set[int], adds: dict[int, _Branch], index: int) -> _Branch | None:
+def _branch(flow: Flow, layers: set[int], adds: dict[int, Branch], index: int) -> Branch | None:
     terms = flow.values(index)
     if len(terms) != 2:
         return None
@@ -355,11 +368,11 @@ def _branch(flow: Flow, layers: set[int], adds: dict[int, _Branch], index: int) 
             continue  # broadcast over positions: a shift
         origin, region = _origin(flow, adds, skip.node, end.node)
         if not layers.isdisjoint(region):
-            return _Branch(skip, end, origin, region)
+            return Branch(index, skip, end, origin, region)
     return None
 
 
-def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[int, list[int]]:
+def _origin(flow: Flow, adds: dict[int, Branch], skip: int, end: int) -> tuple[int, list[int]]:
     """(origin of the branch, nodes of the branch); the origin is the nearest common ancestor."""
     at = skip
     while not (region := flow.between(at, end)):
@@ -373,7 +386,7 @@ def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[
     return at, region
 
 
-def _places(flow: Flow, adds: dict[int, _Branch]) -> dict[int, tuple[int, int]]:
+def _places(flow: Flow, adds: dict[int, Branch]) -> dict[int, tuple[int, int]]:
     """For each residual add, its index in its stream and the number of adds in the stream."""
     found: dict[int, tuple[int, int]] = {}  # (the first add of the stream, index in it)
     for index, branch in adds.items():

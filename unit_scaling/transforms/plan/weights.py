@@ -51,10 +51,10 @@ def keep_values(
         parameter.mul_(divisor)
         tags = tags_of(parameter)._replace(mup_divisor=None)
         if name in added:
-            tags = tags._replace(mup_type="bias", mup_scale=_nearest_power(added[name]))
+            tags = tags._replace(mup_type="bias", mup_scale=nearest_power(added[name]))
         else:
             kind = "weight" if tags.mup_type == "output" else tags.mup_type
-            tags = tags._replace(mup_type=kind, mup_scale=_nearest_power(divisor))
+            tags = tags._replace(mup_type=kind, mup_scale=nearest_power(divisor))
         retag(parameter, tags)
         _scale_bias(parameters, name)
 
@@ -66,7 +66,7 @@ def _scale_bias(parameters: Mapping[str, nn.Parameter], name: str) -> None:
     bias = parameters.get(owner + dot + leaf.removesuffix("_orig").replace("weight", "bias"))
     weight = parameters[name]
     if bias is not None and bias is not weight and tags_of(weight).mup_type == "weight":
-        scale = _nearest_power(tags_of(weight).mup_scale * fan_in(weight.shape) ** 0.5)
+        scale = nearest_power(tags_of(weight).mup_scale * fan_in(weight.shape) ** 0.5)
         tag(bias, *tags_of(bias)._replace(mup_scale=scale))
 
 
@@ -92,7 +92,8 @@ def demoted(model: nn.Module, path: str, names: Collection[str]) -> list[CallRow
     return [CallRow(owner, leaf, "tagged as weight", "not the readout") for owner, _, leaf in split]
 
 
-def _nearest_power(rms: float) -> float:
+def nearest_power(rms: float) -> float:
+    """The power of two next to an RMS, at most 32 octaves from 1."""
     return float(2.0 ** min(max(round(math.log2(rms)), -32), 32))
 
 
@@ -257,7 +258,7 @@ def _rescale(parameter: nn.Parameter, init: str) -> Done:
     if not math.isfinite(rms):
         return left, "holds Inf or NaN"
     if init == "preserve":
-        scale = _nearest_power(rms)
+        scale = nearest_power(rms)
         tag(parameter, *tags_of(parameter)._replace(mup_scale=scale))
         return "unchanged", f"static scale {scale:g}"
     return _divided(parameter, rms)

@@ -1,0 +1,380 @@
+"""`unit_scale` with a batch: parameters times numbers, in a plain model."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+import unit_scaling as uu
+from tests.transforms.models import KINDS, Net, loss_of, rms
+from unit_scaling.parameter import tags_of
+from unit_scaling.transforms import simulate_fp8, unit_scale
+
+every_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def plain(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return KINDS[name].make().to(dtype)
+
+
+def calls(model: nn.Module, x: Tensor) -> int:
+    """The Python calls of a step."""
+    loss_of(model, x).backward()
+    count = 0
+
+    def counted(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(counted)
+    try:
+        loss_of(model, x).backward()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@every_kind
+def test_the_result_is_a_plain_model(name: str) -> None:
+    """Classes, names, hooks, buffers, state_dict and calls are those of the plain model, which
+    computes the same from the values."""
+    model, x = plain(name), KINDS[name].batch()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    ours = unit_scale(model, batch=x)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    kinds = [
+        [(n, type(m), *map(len, hooks(m))) for n, m in each.named_modules()]
+        for each in (model, ours)
+    ]
+    assert kinds[0] == kinds[1]
+    assert [n for n, _ in ours.named_buffers()] == [n for n, _ in model.named_buffers()]
+    other = plain(name)
+    other.load_state_dict(ours.state_dict(), strict=True)
+    pickled = [] if name == "parametrized" else [pickle.loads(pickle.dumps(ours))]
+    for mode in (True, False):
+        results = []
+        for each in (ours, other, copy.deepcopy(ours), *pickled):
+            torch.manual_seed(1)
+            results.append(loss_of(copy.deepcopy(each).train(mode), x))
+        assert all(torch.equal(result, results[0]) for result in results[1:])
+    assert calls(ours, x) == calls(other, x)
+
+
+def hooks(module: nn.Module) -> list[Any]:
+    return [value for name, value in vars(module).items() if name.endswith("_hooks")]
+
+
+@every_kind
+def test_results_of_products_have_rms_one(name: str) -> None:
+    """Those of residual branches that of their stream times a weight, those of a readout less."""
+    ours = unit_scale(plain(name), batch=KINDS[name].batch())
+    sizes = [
+        float(row.why.split("RMS ")[1].split(";")[0]) for row in uu.report(ours) if "RMS" in row.why
+    ]
+    inside = sum(2**-3 <= size <= 4 for size in sizes)
+    assert sizes
+    assert inside >= len(sizes) - 1
+    assert all(2**-12 <= p.mup_scale <= 2**4 for p in ours.parameters())
+    assert all(tags_of(p).mup_divisor is None or p.isfinite().all() for p in ours.parameters())
+
+
+def losses(
+    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer, steps: int
+) -> list[float]:
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    ("name", "close"), [("MLP", 1e-9), ("Mamba", 1e-9), ("ViT", 1e-3), ("GPT", 1e-3)]
+)
+def test_training_equals_that_with_factors_in_the_graph(
+    name: str, close: float, optimizer: str
+) -> None:
+    """A weight times a number and a rate times it are a factor in the graph: streams of branches
+    are measured to `CLOSE`, and gradients have other units, of which Adam's eps is one."""
+    x, found = KINDS[name].batch(), []
+    for batch in (None, x):
+        model = unit_scale(plain(name), batch=batch)
+        loss_of(model, x)
+        make = getattr(uu.optim, optimizer)
+        options = {"eps": 1e-30} if optimizer == "AdamW" else {}
+        found.append(losses(model, x, make(model.parameters(), weight_decay=1e-4, **options), 12))
+    assert found[1] == pytest.approx(found[0], rel=close)
+    assert found[0][-1] < found[0][0]
+
+
+def test_a_compiled_graph_is_that_of_the_plain_model() -> None:
+    x, graphs = KINDS["GPT"].batch(), []
+    for model in (plain("GPT"), unit_scale(plain("GPT"), batch=x)):
+        nodes: list[str] = []
+
+        def keep(
+            graph: torch.fx.GraphModule, inputs: Any, nodes: list[str] = nodes
+        ) -> Callable[..., Any]:
+            nodes += [str(node.target) for node in graph.graph.nodes if node.op.startswith("call")]
+            return graph.forward
+
+        torch._dynamo.reset()
+        torch.compile(model, backend=keep, fullgraph=True)(x)
+        graphs.append(nodes)
+    assert graphs[0] == graphs[1]
+
+
+def test_batches_are_those_of_a_call() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(64, 8)
+    made = [unit_scale(model, batch=batch) for batch in (x, (x,), [x], {"input": x})]
+    assert all(torch.equal(each.weight, made[0].weight) for each in made)
+
+
+def test_an_operand_off_rms_one_is_in_the_number() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for size, number in ((0.01, 100.0), (1.0, 1.0), (2.0, 1.0), (1000.0, 0.001)):
+        x = size * torch.randn(512, 64)
+        ours = unit_scale(model, batch=x)
+        assert ours[0].weight.mup_scale == pytest.approx(number / 8, rel=0.05)
+        assert ours[1].weight.mup_scale == pytest.approx(1 / 64, rel=0.05)  # the readout
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_the_factor_of_a_tied_head_is_in_the_gain_before_it(shift: float) -> None:
+    """Also in a gain 1 + w, as Gemma's."""
+
+    def run(m: Any, ids: Tensor) -> Tensor:
+        x = m.table(ids)
+        x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return F.linear(x * (shift + m.gain), m.table.weight)
+
+    torch.manual_seed(0)
+    gain = nn.Parameter(torch.full((64,), 1 - shift))
+    ids = torch.randint(100, (8, 32))
+    model = Net(run, table=nn.Embedding(100, 64))
+    model.gain = gain
+    ours = unit_scale(model, batch=ids)
+    assert rms(ours.table.weight) == pytest.approx(1, rel=1e-4)
+    assert ours.gain.mean().item() + shift == pytest.approx(1 / 8, rel=0.05)
+    assert ours.gain.mup_scale == pytest.approx(1 / 8, rel=0.05)
+    assert rms(ours(ids)) == pytest.approx(1, rel=0.3)
+
+
+def test_what_no_parameter_can_hold_is_reported() -> None:
+    """A tied head without a gain before it, and a branch that ends in an activation."""
+    tied = Net(lambda m, i: F.linear(m.table(i), m.table.weight), table=nn.Embedding(100, 64))
+    branch = Net(lambda m, x: m.b(x + F.silu(m.a(x))), a=nn.Linear(64, 64), b=nn.Linear(64, 64))
+    for model, batch in ((tied, torch.randint(100, (8, 8))), (branch, torch.randn(32, 64))):
+        (row,) = uu.report(unit_scale(model, batch=batch)).left_alone
+        assert "which no parameter scales alone" in row.why
+
+
+def test_layers_of_zeros_keep_them_and_have_the_number_of_their_rule() -> None:
+    """A branch that begins at zeros: the rate is that of its rule and its weight."""
+    model = Net(
+        lambda m, x: m.head(x + m.down(F.relu(m.up(x)))),
+        up=nn.Linear(64, 64),
+        down=nn.Linear(64, 64),
+        head=nn.Linear(64, 4),
+    )
+    nn.init.zeros_(model.down.weight)
+    nn.init.zeros_(model.down.bias)
+    ours = unit_scale(model, batch=torch.randn(256, 64))
+    assert not ours.down.weight.any()
+    assert ours.down.weight.mup_scale == pytest.approx(2**-0.5 / 8, rel=0.05)
+    nn.init.normal_(model.down.weight)
+    assert unit_scale(model, batch=torch.randn(256, 64)).down.weight.mup_scale == pytest.approx(
+        2**-0.5 / 8, rel=0.5
+    )
+
+
+def test_an_expert_that_the_batch_does_not_reach_is_as_its_siblings() -> None:
+    experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+    model = Net(
+        lambda m, x: m.head(m.experts[0](x) + m.experts[1](x)),
+        experts=experts,
+        head=nn.Linear(16, 4),
+    )
+    ours = unit_scale(model, batch=torch.randn(64, 16))
+    sizes = [(rms(e.weight), e.weight.mup_scale) for e in ours.experts]
+    assert sizes[2] == pytest.approx(sizes[0], rel=1e-5)
+
+
+def coordinates(m: Any, x: Tensor) -> Tensor:
+    """Layers move points by what they compute of their distances, as an equivariant network."""
+    for layer in (m.a, m.b):
+        distances = torch.cdist(x, x).unsqueeze(-1)
+        x = x + ((x[:, None] - x[None]) * m.out(F.silu(layer(distances)))).mean(1)
+    return x
+
+
+def stages(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    first = x + m.a(x)
+    return first, first + m.b(F.relu(first))
+
+
+def logits(m: Any, x: Tensor) -> Tensor:
+    """A position bias computed by a layer, and heads that talk before the softmax."""
+    scores = m.q(x) @ m.k(x).mT / 8
+    scores = scores + m.talk(scores)
+    return m.head(scores.softmax(-1) @ x)
+
+
+NO_STREAMS: dict[str, tuple[Any, dict[str, tuple[int, int]], tuple[int, int]]] = {
+    "coordinates": (
+        coordinates,
+        {"a": (1, 16), "b": (1, 16), "out": (16, 1)},
+        (16, 3),
+    ),
+    "stages": (stages, {"a": (16, 16), "b": (16, 16)}, (64, 16)),
+    "logits": (
+        logits,
+        {"q": (64, 64), "k": (64, 64), "head": (64, 64), "talk": (32, 32)},
+        (32, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_STREAMS)
+def test_sums_that_are_no_streams_keep_their_terms(name: str) -> None:
+    """Their layers have the number of their rule alone: results of RMS 1 but for readouts."""
+    torch.manual_seed(0)
+    forward, sizes_of, shape = NO_STREAMS[name]
+    modules = {layer: nn.Linear(*size) for layer, size in sizes_of.items()}
+    ours = unit_scale(Net(forward, **modules), batch=100 * torch.randn(shape))
+    rows = uu.report(ours)
+    assert not rows.left_alone
+    sizes = [float(row.why.split("RMS ")[1].split(";")[0]) for row in rows if "RMS" in row.why]
+    assert all(abs(math.log2(size)) < 0.3 or size < 0.35 for size in sizes)
+
+
+def test_a_stream_between_layers_has_weights() -> None:
+    modules = {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "head": nn.Linear(16, 4)}
+    model = Net(lambda m, x: m.head(stages(m, x)[1]), **modules)
+    ours = unit_scale(model, batch=torch.randn(64, 16))
+    assert ours.a.weight.mup_scale == pytest.approx(2**-0.5 / 4, rel=0.1)
+
+
+def test_a_bias_that_carries_information_is_kept() -> None:
+    """As that of a spatial transformer beside a weight of zeros, and that of rare classes; not the
+    noise of an initialization."""
+    rare = nn.Linear(64, 64)
+    nn.init.constant_(rare.bias, -4.6)
+    last = nn.Linear(64, 6)
+    nn.init.zeros_(last.weight)
+    last.bias.data.copy_(torch.tensor([1.0, 0, 0, 0, 1, 0]))
+    model = nn.Sequential(nn.Linear(64, 64), rare, nn.Linear(64, 64), last)
+    ours = unit_scale(model, batch=torch.randn(128, 64))
+    assert not ours[0].bias.any()
+    assert torch.equal(ours[1].bias, rare.bias)
+    assert torch.equal(ours[3].bias, last.bias)
+    kept = {row.path for row in uu.report(ours) if "information" in row.why}
+    assert kept == {"1", "3"}
+
+
+CELLS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_recurrent_layers_compute_those_of_unit_scaling_but_for_their_size(cell: str) -> None:
+    """torch's kernel with weights by rule: gates have RMS 1. A GRU has one factor more, of its
+    reset gate."""
+    torch.manual_seed(0)
+    layer, x = CELLS[cell](64, 64, batch_first=True), torch.randn(16, 12, 64)
+    body = Net(lambda m, x: m.head(m.body(x)[0]), body=layer, head=nn.Linear(64, 4))
+    ours = unit_scale(body, batch=x)
+    theirs = unit_scale(body)
+    theirs(x)
+    got, expected = ours.body(x)[0], theirs.body(x)[0]
+    ratio = rms(expected) / rms(got)
+    close = 0.4 if cell == "GRU" else 1e-3
+    assert rms(got * ratio - expected) < close * rms(expected)
+
+
+def test_values_that_come_out_non_finite_are_an_error() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model[1].weight.fill_(math.inf)
+    with pytest.raises(ValueError, match=r"unit_scale: 1.weight .*not finite"):
+        unit_scale(model, batch=torch.randn(8, 4))
+    assert torch.equal(model[0].weight, before["0.weight"])
+
+
+def test_parameters_that_are_replaced_get_their_tags_back() -> None:
+    """As FSDP2 replaces them, and ``load_state_dict(assign=True)``."""
+    ours = unit_scale(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), batch=torch.randn(8, 16))
+    before = [tags_of(p) for p in ours.parameters()]
+    ours.load_state_dict(copy.deepcopy(ours.state_dict()), assign=True)
+    with pytest.raises(ValueError, match="restore_tags"):
+        uu.optim.AdamW(ours.parameters())
+    uu.parameter.restore_tags(ours)
+    assert [tags_of(p) for p in ours.parameters()] == before
+    uu.optim.AdamW(ours.parameters())
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "replace": ({"replace": {F.relu: F.gelu}}, "cannot be combined with replace"),
+    "init": ({"init": "preserve"}, "cannot be combined with replace, init"),
+    "residual": ({"residual": "fixed"}, "cannot be combined with replace, init"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_options_of_the_graph_are_refused(name: str) -> None:
+    options, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        unit_scale(nn.Linear(4, 4), batch=torch.randn(2, 4), **options)
+
+
+def test_a_model_is_transformed_once() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    for first in (unit_scale(model), unit_scale(model, batch=x)):
+        with pytest.raises(ValueError, match="unit-scaled already"):
+            unit_scale(first, batch=x)
+
+
+@pytest.mark.filterwarnings("ignore:.*stays in high precision under fp8.autocast")
+@every_kind
+def test_simulated_casts_lose_nothing(name: str) -> None:
+    """Layers have static scales, products without a layer dynamic ones."""
+    x = KINDS[name].batch()
+    x = x.float() if x.is_floating_point() else x
+    ours = simulate_fp8(unit_scale(plain(name, torch.float32), batch=x))
+    loss_of(ours, x).backward()
+    casts = fp8.stats(ours, every=1)
+    with casts:
+        loss_of(ours, x).backward()
+    rows = casts.rows()
+    assert {row.format for row in rows} == {"e4m3", "e5m2"}
+    lost = [row for row in rows if row.zero > 0.2 or row.saturated > 0.05]
+    assert len(lost) <= 0.03 * len(rows), lost
+
+
+def test_casts_are_static_and_in_range() -> None:
+    """Recipe "auto" of `fp8.convert` is "static" for its layers."""
+    model, x = plain("GPT", torch.float32), KINDS["GPT"].batch()
+    ours = fp8.convert(unit_scale(model, batch=x), backend="simulate")
+    loss_of(ours, x).backward()
+    assert {row.why.split(" ")[0] for row in fp8.report(ours) if row.done == "converted"} == {
+        "static"
+    }
+    found = uu.verify(unit_scale(model, batch=x), x)
+    assert found.share("weight") == 1
+    assert found.share("activation") > 0.9

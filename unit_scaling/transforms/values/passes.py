@@ -1,0 +1,104 @@
+"""Passes over a copy of a model: recordings that also measure the RMS of each result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8.casts.measuring import uncast
+from fp8.common.step import Batch, arguments, detached, restored, untouched
+from fp8.common.threads import apart
+
+from ..install import Args, Kwargs
+from ..record.calls import CallNode, Recorder, tensors_in
+from ..record.kinds import KINDS, canonical, kind_of
+from ..record.values import has_scale, is_strided, rms_of
+
+Before = Callable[[int, str, Args, Kwargs], None]
+"""(index of a call, its kind, its arguments): called before the call."""
+
+
+class Pass(Recorder):
+    """A recording of one forward pass. sizes: the index of a call -> the RMS of its result, 0 for
+    zeros. normalizes: whether results of products are divided by their RMS. before: may change the
+    arguments of a call in place."""
+
+    def __init__(
+        self,
+        names: dict[int, str],
+        inputs: set[int],
+        path: Callable[[], str],
+        normalizes: bool,
+        before: Before | None,
+    ) -> None:
+        super().__init__(dict(KINDS), names, inputs, path, normalizes)
+        self._in_pairs = True  # so that the passes of a model have the same calls
+        self._before = before
+        self.sizes: dict[int, float] = {}
+
+    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        if self._before is not None:
+            args, kwargs = canonical(function, args, kwargs)
+            for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
+                self._input(slot, tensor)  # its node comes before that of the call
+            kind = self.kinds.get(function) or kind_of(function)
+            with torch.no_grad(), torch.DisableTorchFunction():
+                self._before(len(self.nodes), kind, args, kwargs)
+        return super().observe(function, args, kwargs)
+
+    def _describe(self, node: CallNode, sources: Any, results: list[Tensor]) -> None:
+        super()._describe(node, sources, results)
+        result = max(results, key=Tensor.numel)
+        if node.value.live and has_scale(result) and is_strided(result):
+            with torch.no_grad(), torch.DisableTorchFunction():
+                self.sizes[len(self.nodes) - 1] = rms_of(result) if bool(result.any()) else 0.0
+
+
+def run_pass(
+    model: nn.Module, batch: Batch, normalizes: bool = False, before: Before | None = None
+) -> Pass:
+    """Runs the model on a copy of the batch. Parameters that it writes, their gradients, buffers,
+    counts and random states are as they were afterwards; ``before`` may change parameters."""
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters]
+    args, kwargs = detached(arguments(batch))
+    names = {id(p): name for name, p in model.named_parameters()}
+    inputs = {id(t) for _, t in tensors_in((args, kwargs))}
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(untouched(model, seed=0))
+            for context in (apart(), torch.inference_mode(False), torch.enable_grad(), uncast()):
+                stack.enter_context(context)
+            path = stack.enter_context(_paths(model))
+            written = stack.enter_context(restored(parameters))
+            seen = Pass(names, inputs, lambda: path[-1], normalizes, before)
+            with seen:
+                output = model(*args, **kwargs)
+            seen.changed = frozenset(n for n, p in model.named_parameters() if written.changed(p))
+            seen.buffers = {id(b): name for name, b in model.named_buffers()}
+            seen.outputs = seen.nodes_of(output)
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+    return seen
+
+
+@contextmanager
+def _paths(model: nn.Module) -> Iterator[list[str]]:
+    """Within the block, the paths of the modules that are running, innermost last."""
+    paths = [""]
+
+    def leave(*_: Any) -> None:
+        paths.pop()
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                enter = module.register_forward_pre_hook(lambda *_, name=name: paths.append(name))
+                hooks.enter_context(enter)
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+        yield paths

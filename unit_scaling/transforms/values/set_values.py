@@ -1,0 +1,319 @@
+"""Sets the values of a model's parameters so that activations have RMS 1 at initialization.
+
+A factor of a product is a number that its weight can hold: the layer computes the same function,
+and trains the same if its learning rate has the number too (the symmetry of multiplier,
+initialization and rate: Tensor Programs IV, arXiv 2011.14522; u-muP, arXiv 2407.17465, section
+2.1). So every factor of unit scaling is multiplied into a parameter, and the model stays plain.
+
+1. A pass is recorded, with the results of products at RMS 1. The planner classifies calls.
+2. A second pass sets each weight when a product first reads it: the rule of the product, divided by
+   the RMS of its operand.
+3. Further passes measure residual streams and products whose weight has another reader (a tied
+   head), and multiply what holds their scale.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8.common.report import LEFT_ALONE, Report
+from fp8.common.step import Batch
+
+from ...ops.recurrent import GRU_FACTOR, LSTM_FACTOR, RELU_FACTOR, TANH_FACTOR
+from ...parameter import remember_tags, retag, tags_of
+from ...rules.rates import fan_in
+from ..install import Args, Kwargs
+from ..plan.plan import CallRow, ModelPlan
+from ..plan.planner import Planner
+from ..plan.weights import named_tags, nearest_power, prepare
+from ..record.calls import Input, tensors_in
+from ..record.kinds import EMBEDDINGS, RECURRENT, is_added
+from ..record.values import has_scale, rms_of
+from .passes import Pass, run_pass
+from .sources import Holder, Sources
+from .streams import find_branches
+
+REACH = 1.5
+"""An operand whose RMS is within so many octaves of 1 counts as 1: batches differ."""
+
+LOWEST, HIGHEST = 2.0**-12, 2.0**4
+"""A number outside of these is reported."""
+
+CLOSE = 0.02
+"""The octaves that a residual branch may be off its weight."""
+
+ROUNDS = 4
+"""Of corrections: the branches of a stream follow each other."""
+
+REPORTS: weakref.WeakKeyDictionary[nn.Module, Report[CallRow]] = weakref.WeakKeyDictionary()
+"""A model -> what was done to its parameters."""
+
+
+class _Setter:
+    """Sets the values of ``model``, in place, to what they should be for ``batch``. plain: the
+    parameters of the model that it is a copy of, by name."""
+
+    def __init__(self, model: nn.Module, plain: dict[str, nn.Parameter], batch: Batch) -> None:
+        self.model, self.plain, self.batch = model, plain, batch
+        self.parameters = dict(model.named_parameters())
+        self.numbers: dict[str, float] = defaultdict(lambda: 1.0)
+        self.shifts: dict[str, float] = {}
+        self.rows: dict[str, CallRow] = {}
+        self.kept: dict[str, CallRow] = {}
+        self._classify()
+
+    def _classify(self) -> None:
+        for row in prepare(self.model, "unit"):
+            self.rows[_named(row.path, row.call)] = row
+        seen = run_pass(self.model, self.batch, normalizes=True)
+        self.nodes = seen.nodes
+        tags, plan = named_tags(self.model, ""), ModelPlan("unit", "completep")
+        self.planner = Planner(self.nodes, plan, tags, seen.outputs, changed=seen.changed)
+        self._keep(self.planner.kept, self.planner.added())
+        for name in self.planner.inner:
+            parameter = self.parameters[name]
+            retag(parameter, tags_of(parameter)._replace(mup_type="weight"))
+        scaled = self.planner.scaled - self.planner.kept
+        self.rules: dict[int, float] = {}
+        self.weights: dict[int, Input] = {}
+        for index, step in self.planner.decided()[0].items():
+            own = [i for i in self._factors(index) if self._origin(i) in scaled]
+            if step is not None and step.op is not None and own:
+                self.weights[index], self.rules[index] = own[-1], step.factor
+        lookups = [node.inputs for node in self.nodes if node.kind in EMBEDDINGS]
+        tables = {self._origin(i) for inputs in lookups for i in inputs}
+        #: The tables that are weights of products too.
+        read = {self._origin(i) for i in self.weights.values()}
+        self.tables = {name for name in scaled if name in read & tables}
+        flow = self.planner.flow
+        self.sources = Sources(self.nodes, flow, self.weights, self.tables)
+        self.branches = find_branches(flow, self.planner.branches(), seen.outputs)
+        first: dict[str | None, int] = {}
+        for index, i in self.weights.items():
+            first.setdefault(self._origin(i), index)
+        self.first = set(first.values())
+
+    def _origin(self, i: Input) -> str | None:
+        return self.nodes[i.node].value.origin
+
+    def _factors(self, index: int) -> list[Input]:
+        """The arguments that a call multiplies."""
+        node = self.nodes[index]
+        return [i for i in node.inputs if not is_added(node.kind, i.slot)]
+
+    @torch.no_grad()
+    def _keep(self, kept: frozenset[str], added: dict[str, float]) -> None:
+        """Gives weights that calls read in other ways than as weights their plain values."""
+        for name in sorted(kept):
+            parameter = self.parameters[name]
+            tags = tags_of(parameter)
+            scale = nearest_power(added.get(name) or tags.mup_divisor or 1.0)
+            parameter.copy_(self.plain[name])
+            kind = "bias" if name in added else tags.mup_type.replace("output", "weight")
+            retag(parameter, tags._replace(mup_type=kind, mup_divisor=None, mup_scale=scale))  # type: ignore[arg-type]
+            why = "added to values" if name in added else "read by calls that are no products"
+            self.rows[name] = CallRow(*_split(name), "keeps its values", why)
+
+    # the second pass
+
+    def before(self, index: int, kind: str, args: Args, kwargs: Kwargs) -> None:
+        """Sets the weights of a call before it runs."""
+        if index >= len(self.nodes) or kind != self.nodes[index].kind or index not in self.first:
+            return
+        tensors = dict((*tensors_in(args), *tensors_in(kwargs)))
+        if kind in RECURRENT:
+            self._set_recurrent(index, kind, tensors)
+            return
+        node, weight = self.nodes[index], self.weights[index]
+        name = self._origin(weight)
+        assert name is not None
+        if name in self.tables:
+            return
+        factors = [i.slot for i in self._factors(index) if i is not weight]
+        operands = [tensors[slot] for slot in factors if has_scale(tensors[slot])]
+        number = self.rules[index] / math.prod(map(_off_one, operands))
+        self._multiply(Holder(name), number)
+        moved, parameter = tensors[weight.slot], self.parameters[name]
+        if moved.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            moved.mul_(number)  # a copy in another dtype or order
+        for i in node.inputs:
+            bias = self._origin(i)
+            if is_added(kind, i.slot) and bias in self.parameters:
+                self._multiply(Holder(bias), number)
+                self._restore(bias, parameter)
+
+    @torch.no_grad()
+    def _restore(self, name: str, weight: Tensor) -> None:
+        """Gives a bias that carries information its plain values: one of a layer of zeros, or one
+        that no initialization of torch gives, which is zeros or within 1/sqrt(fan_in) of 0."""
+        bias = self.plain[name]
+        bound = 1.001 * fan_in(weight.shape) ** -0.5
+        if not bool(weight.any()) or bool((bias.abs() > bound).any()):
+            self.parameters[name].copy_(bias)
+            why = "carries information: no initialization of torch gives its values"
+            self.kept[name] = CallRow(*_split(name), "keeps its values", why)
+
+    def _set_recurrent(self, index: int, kind: str, tensors: dict[Any, Tensor]) -> None:
+        """Sets the weights of torch's own recurrent layer to those of `unit_scaling.ops.recurrent`,
+        whose hidden state is torch's times ``size``."""
+        size, gates = _CELLS[kind.removesuffix("_cell")]
+        node = self.nodes[index]
+        norm = (1 + 1 / gates) ** -0.5
+        names = [self._origin(i) for i in node.inputs]
+        for name in [n for n in names if n in self.parameters and "weight_" in n]:
+            outputs, inputs = self.parameters[name].shape
+            number = norm * outputs**-0.5 * size
+            if "weight_ih" in name:
+                number = norm * inputs**-0.5
+                number *= size if "_l0" not in name else 1 / _off_one(tensors[node.inputs[0].slot])
+            self._multiply(Holder(name), number)
+            if (bias := name.replace("weight_", "bias_")) in self.parameters:
+                fan = inputs if "weight_ih" in name else outputs
+                self._multiply(Holder(bias), norm * fan**-0.5)
+
+    @torch.no_grad()
+    def _multiply(self, holder: Holder, number: float) -> None:
+        name, shift = holder.parameter, holder.shift
+        # number * (shift + w) = shift + w'
+        self.parameters[name].add_(shift).mul_(number).sub_(shift)
+        self.numbers[name] *= number
+        self.shifts[name] = shift
+
+    # the passes that correct
+
+    def correct(self, seen: Pass, is_first: bool) -> bool:
+        """Brings branches to their weights, and products of tables to their rule. Returns whether
+        something was off."""
+        done = set[Holder]()
+        asked = [(b.add, b.end, b.weight * seen.sizes.get(b.stream, 1.0)) for b in self.branches]
+        for index, weight in self.weights.items():
+            factors = [i for i in self._factors(index) if i is not weight]
+            if self._origin(weight) in self.tables and len(factors) == 1:
+                asked.append((index, factors[0].node, self.rules[index]))
+        changed = [self._bring(seen, *each, done, is_first) for each in asked]
+        return any(changed)
+
+    def _bring(
+        self, seen: Pass, reader: int, end: int, wanted: float, done: set[Holder], is_first: bool
+    ) -> bool:
+        """Brings the result of the call ``end``, as ``reader`` reads it, to an RMS."""
+        size = seen.sizes.get(end, 1.0)
+        if not wanted or not (size or is_first):
+            return False  # zeros have the number of their rule since the first pass
+        ratio = wanted / (size or 1.0)
+        if abs(math.log2(ratio)) < CLOSE:
+            return False
+        holders = self.sources.holders(end, reader)
+        node = self.nodes[reader]
+        if holders is None:
+            kind = self.nodes[end].kind or "an input"
+            why = f"ends in {kind}, which no parameter scales alone: {ratio:.3g} is missing"
+            key = f"{node.path}.{node.name} {node.where}"
+            self.rows[key] = CallRow(node.path, node.name, LEFT_ALONE, why)
+            return False
+        if not done.isdisjoint(holders):
+            return False
+        done.update(holders)
+        for holder in holders:
+            self._multiply(holder, ratio)
+        return True
+
+    # the result
+
+    @torch.no_grad()
+    def finish(self) -> Report[CallRow]:
+        """Rounds each parameter once, tags it, and reports it."""
+        last = run_pass(self.model, self.batch)
+        results = {self._origin(w): last.sizes.get(i, 0.0) for i, w in self.weights.items()}
+        self._set_siblings()
+        for name, parameter in self.parameters.items():
+            tags, number = tags_of(parameter), self.numbers[name]
+            if not math.isfinite(number) or not bool(parameter.isfinite().all()):
+                raise ValueError(
+                    f"unit_scale: {name} came out as {number:.3g} times what it was, as the batch "
+                    "gives values that are not finite. The model is as it was"
+                )
+            total = number / (tags.mup_divisor or 1.0)
+            if tags.mup_divisor and not self.shifts.get(name):
+                parameter.copy_(self.plain[name].double() * total)  # rounded once
+            retag(parameter, tags._replace(mup_scale=tags.mup_scale * number))
+            row = self.kept.get(name) or self.rows.get(name)
+            is_multiplied = (tags.mup_divisor or number != 1.0) and bool(parameter.any())
+            if is_multiplied and name not in self.kept:
+                why = f"multiplied by {total:.4g}"
+                if name in results:
+                    why += f": its result has RMS {results[name]:.3g}"
+                if not LOWEST <= number <= HIGHEST:
+                    why += f"; {number:.3g} times the weight of RMS 1 is outside of 2^-12 to 2^4"
+                self.rows[name] = CallRow(*_split(name), "scaled", why)
+            elif row is not None:
+                self.rows[name] = row
+        remember_tags(self.model)
+        return Report(self.rows.values(), heading="parameter")
+
+    @torch.no_grad()
+    def _set_siblings(self) -> None:
+        """Sets weights that the batch has not reached (an expert) as those of their siblings: the
+        same parameter of other items of a list of modules."""
+        read = {self._origin(i) for i in self.weights.values()}
+        for name, parameter in self.parameters.items():
+            tags = tags_of(parameter)
+            if name not in self.planner.kept or name in read:
+                continue
+            pattern = re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name))
+            alike = [n for n in read if n and re.fullmatch(pattern, n)]
+            like = [n for n in alike if self.parameters[n].shape == parameter.shape]
+            if like and "." in name and pattern != re.escape(name):
+                size = rms_of(parameter)
+                number = self.numbers[like[0]]
+                self.numbers[name] = number
+                parameter.mul_(number / size)
+                retag(parameter, tags._replace(mup_scale=1.0, mup_divisor=size))
+
+
+_CELLS = {
+    "lstm": (LSTM_FACTOR, 4),
+    "gru": (GRU_FACTOR, 3),
+    "rnn_tanh": (TANH_FACTOR, 1),
+    "rnn_relu": (RELU_FACTOR, 1),
+}
+"""Kind of a recurrent layer -> (its hidden state over torch's, its gates)."""
+
+
+def _off_one(tensor: Tensor) -> float:
+    """The RMS of an operand, 1 within `REACH`."""
+    size = rms_of(tensor)
+    return size if abs(math.log2(size)) > REACH else 1.0
+
+
+def _named(path: str, leaf: str) -> str:
+    return f"{path}.{leaf}" if path else leaf
+
+
+def _split(name: str) -> tuple[str, str]:
+    path, _, leaf = name.rpartition(".")
+    return path, leaf
+
+
+def has_values_set(model: nn.Module) -> bool:
+    """Whether `unit_scale` has set the values of a parameter of ``model`` for a batch."""
+    tags = [tags_of(p) for p in model.parameters()]
+    return any(each.mup_divisor and each.mup_scale != 1.0 for each in tags)
+
+
+def set_values(model: nn.Module, plain: nn.Module, batch: Batch) -> None:
+    """Sets the parameters of ``model``, a copy of ``plain``, in place, and tags them. Raises
+    ValueError where a number or a value comes out non-finite."""
+    setter = _Setter(model, dict(plain.named_parameters()), batch)
+    run_pass(model, batch, before=setter.before)
+    for number in range(ROUNDS):
+        if not setter.correct(run_pass(model, batch), is_first=not number):
+            break
+    REPORTS[model] = setter.finish()
