@@ -104,7 +104,7 @@ NUMBERS: dict[str, Number] = {
         ours=("0.0000",),
         miss="the published code takes the inner products of the correction of values divided by "
         "the scale of their block; ours of the values themselves, which has no bias (standard "
-        "error 0.0001)",
+        "error 0.00004)",
     ),
     "eden_emulated": Number(
         quantity="the same by the published code",

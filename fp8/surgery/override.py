@@ -143,10 +143,7 @@ def _apply(layer: Any, record: Overridden) -> list[str]:
     """Sets the recipe of a layer from that without blocks and the rules of the open ones. Drops
     those that have no recipe without a block that was closed, and returns why."""
     inside, dropped = layer._buffers, []
-    for key in _RESTORED:
-        vars(layer).pop(key, None)
-    vars(layer).update(record.before | {"_buffers": dict(record.before["_buffers"])})
-    recipe = layer.fp8_recipe
+    recipe = record.before["fp8_recipe"]
     sources: tuple[Source, ...] = (recipe,) * len(CASTS)
     for number, rules in list(record.rules.items()):
         changed = _changed(sources, rules)
@@ -156,13 +153,22 @@ def _apply(layer: Any, record: Overridden) -> list[str]:
         except ValueError as error:
             del record.rules[number]
             dropped.append(f"fp8.override: {rules[0]} needs a block that was closed: {error}")
-    if not record.rules:
+    # Of an object with attributes of its own: other threads see all of the change at once.
+    made: Any = object.__new__(type(layer))
+    outside = {key: value for key, value in vars(layer).items() if key not in _RESTORED}
+    buffers = dict(record.before["_buffers"])
+    object.__setattr__(made, "__dict__", outside | record.before | {"_buffers": buffers})
+    if record.rules:
+        if recipe is not None and recipe.keeps_history:  # of open blocks, perhaps with set scales
+            buffers |= {k: b for k, b in inside.items() if k not in buffers}
+        set_recipe(made, sources)
+        made.fp8_since = "override"
+    else:
         del vars(layer)[OVERRIDDEN]
-        return dropped
-    if recipe is not None and recipe.keeps_history:  # of open blocks, perhaps with set scales
-        layer._buffers |= {k: b for k, b in inside.items() if k not in layer._buffers}
-    set_recipe(layer, sources)
-    vars(layer)["fp8_since"] = "override"
+    vars(layer).update({key: vars(made)[key] for key in _RESTORED if key in vars(made)})
+    for key in _RESTORED:
+        if key not in vars(made):
+            vars(layer).pop(key, None)
     return dropped
 
 

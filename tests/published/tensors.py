@@ -60,7 +60,7 @@ def e2m1() -> Measured:
     return measured([float((error * density).sum() / density.sum())], [0.0])
 
 
-def statistics(cast: fp8.Cast, *, spread: float, rows: int = 16384) -> Tensor:
+def statistics(cast: fp8.Cast, *, spread: float, rows: int) -> Tensor:
     """(2, rows): for each row of 128 values its relative squared error, and 1 - <x, Q(x)> / <x, x>.
     Magnitudes of rows go up to 2**spread, as in the notebook."""
     torch.manual_seed(0)
@@ -70,9 +70,9 @@ def statistics(cast: fp8.Cast, *, spread: float, rows: int = 16384) -> Tensor:
     return torch.stack([(y - x).square().sum(1) / square, 1 - (x * y).sum(1) / square])
 
 
-def means(casts: list[fp8.Cast], which: int, *, spread: float = 0.0) -> Measured:
+def means(casts: list[fp8.Cast], which: int, *, spread: float = 0.0, rows: int = 16384) -> Measured:
     """Means over rows of one of the `statistics`."""
-    found = torch.stack([statistics(cast, spread=spread)[which] for cast in casts])
+    found = torch.stack([statistics(cast, spread=spread, rows=rows)[which] for cast in casts])
     return measured(found.mean(1).tolist(), (found.std(1) / found.shape[1] ** 0.5).tolist())
 
 
@@ -260,7 +260,7 @@ MEASURES = {
     "stochastic_recipe": lambda: means([fp8.RECIPES["nvfp4"].grad], 0, spread=8),
     "stochastic_misalignment": lambda: means([GUARDED, fp8.RECIPES["nvfp4"].grad], 1, spread=8),
     "eden": lambda: means([EDEN], 0, spread=8),
-    "eden_misalignment": lambda: means([EDEN], 1, spread=8),
+    "eden_misalignment": lambda: means([EDEN], 1, spread=8, rows=65536),
     "eden_emulated": eden_emulated,
     "sums": sums,
     "mx_scales": mx_scales,

@@ -185,7 +185,10 @@ def test_tags_of_a_parameter():
 REFUSED = [  # a call, its error
     (lambda: Parameter(torch.ones(2), "wieght"), "unknown mup_type 'wieght'; choose one of 'weig"),
     (lambda: Parameter(torch.ones(2), "weight", 0), "mup_scaling_depth must be .* from 1, got 0"),
-    (lambda: tag(nn.Parameter(torch.ones(2)), "bias", mup_scale=0.3), "a power of two: got 0.3"),
+    (
+        lambda: tag(nn.Parameter(torch.ones(2)), "bias", mup_scale=0.0),
+        "positive and finite: got 0.0",
+    ),
 ]
 
 
