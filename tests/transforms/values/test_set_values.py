@@ -329,6 +329,14 @@ def test_parameters_that_are_replaced_get_their_tags_back() -> None:
     uu.optim.AdamW(ours.parameters())
 
 
+def test_a_batch_or_a_model_without_numbers_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="output of Sequential has NaN"):
+        unit_scale(model, batch=torch.full((8, 4), math.nan))
+    with pytest.raises(ValueError, match=r"0.weight is on the meta device"):
+        unit_scale(model.to("meta"), batch=torch.randn(8, 4))
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "replace": ({"replace": {F.relu: F.gelu}}, "cannot be combined with replace"),
     "init": ({"init": "preserve"}, "cannot be combined with replace, init"),

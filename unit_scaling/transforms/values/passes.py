@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.casts.measuring import uncast
-from fp8.common.step import Batch, arguments, detached, restored, untouched
+from fp8.common.step import Batch, arguments, detached, restored, tensors_within, untouched
 from fp8.common.threads import apart
 
 from ..install import Args, Kwargs
@@ -24,7 +24,7 @@ Before = Callable[[int, str, Args, Kwargs], None]
 
 class Pass(Recorder):
     """A recording of one forward pass. sizes: the index of a call -> the RMS of its result, 0 for
-    zeros. normalizes: whether results of products are divided by their RMS. before: may change the
+    zeros. has_nan: whether the output has NaN. normalizes: whether results of products are divided by their RMS. before: may change the
     arguments of a call in place."""
 
     def __init__(
@@ -39,6 +39,7 @@ class Pass(Recorder):
         self._in_pairs = True  # so that the passes of a model have the same calls
         self._before = before
         self.sizes: dict[int, float] = {}
+        self.has_nan = False
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if self._before is not None:
@@ -81,6 +82,8 @@ def run_pass(
             seen.changed = frozenset(n for n, p in model.named_parameters() if written.changed(p))
             seen.buffers = {id(b): name for name, b in model.named_buffers()}
             seen.outputs = seen.nodes_of(output)
+            results = [t for t in tensors_within(output) if has_scale(t) and is_strided(t)]
+            seen.has_nan = any(bool(t.isnan().any()) for t in results)
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -231,6 +231,11 @@ class _Setter:
     def finish(self) -> Report[CallRow]:
         """Rounds each parameter once, tags it, and reports it."""
         last = run_pass(self.model, self.batch)
+        if last.has_nan:
+            kind = type(self.model).__name__
+            raise ValueError(
+                f"unit_scale: the output of {kind} has NaN for this batch. The model is as it was"
+            )
         results = {self._origin(w): last.sizes.get(i, 0.0) for i, w in self.weights.items()}
         self._set_siblings()
         for name, parameter in self.parameters.items():
@@ -310,7 +315,10 @@ def has_values_set(model: nn.Module) -> bool:
 
 def set_values(model: nn.Module, plain: nn.Module, batch: Batch) -> None:
     """Sets the parameters of ``model``, a copy of ``plain``, in place, and tags them. Raises
-    ValueError where a number or a value comes out non-finite."""
+    ValueError for values that are not finite, and for parameters without values."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"unit_scale: {name} is on the meta device: give it values before")
     setter = _Setter(model, dict(plain.named_parameters()), batch)
     run_pass(model, batch, before=setter.before)
     for number in range(ROUNDS):
