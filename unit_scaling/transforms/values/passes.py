@@ -24,8 +24,8 @@ Before = Callable[[int, str, Args, Kwargs], None]
 
 class Pass(Recorder):
     """A recording of one forward pass. sizes: the index of a call -> the RMS of its result, 0 for
-    zeros. has_nan: whether the output has NaN. normalizes: whether results of products are divided by their RMS. before: may change the
-    arguments of a call in place."""
+    zeros. has_nan: whether the output has NaN. normalizes: whether results of products are divided
+    by their RMS. before: may change the arguments of a call in place."""
 
     def __init__(
         self,

@@ -231,11 +231,6 @@ class _Setter:
     def finish(self) -> Report[CallRow]:
         """Rounds each parameter once, tags it, and reports it."""
         last = run_pass(self.model, self.batch)
-        if last.has_nan:
-            kind = type(self.model).__name__
-            raise ValueError(
-                f"unit_scale: the output of {kind} has NaN for this batch. The model is as it was"
-            )
         results = {self._origin(w): last.sizes.get(i, 0.0) for i, w in self.weights.items()}
         self._set_siblings()
         for name, parameter in self.parameters.items():
@@ -260,6 +255,11 @@ class _Setter:
                 self.rows[name] = CallRow(*_split(name), "scaled", why)
             elif row is not None:
                 self.rows[name] = row
+        if last.has_nan:
+            kind = type(self.model).__name__
+            raise ValueError(
+                f"unit_scale: the output of {kind} has NaN for this batch. The model is as it was"
+            )
         remember_tags(self.model)
         return Report(self.rows.values(), heading="parameter")
 
