@@ -31,7 +31,6 @@ class Change:
 
     lr: float = 1.0
     mult: Mapping[Kind, float] = field(default_factory=dict)
-    residual: str = "completep"
 
     def way(self) -> Way:
         """unit_scale and AdamW with the change."""
@@ -39,7 +38,7 @@ class Change:
         def make(parameters: Iterator[nn.Parameter], _: float) -> Optimizer:
             return uu.optim.AdamW(parameters, lr=RATE * self.lr, lr_mult=self.mult)
 
-        return Way(partial(unit_scale, residual=self.residual), make)
+        return Way(unit_scale, make)
 
 
 CHANGES = {
@@ -51,7 +50,6 @@ CHANGES = {
     "kernels at the rate of matrices": Change(mult={"kernel": 1.0}),
     "readout at the rate of u-muP": Change(mult={"output": 1.0}),
     "u-muP's rates": Change(mult=UMUP),
-    'residual="fixed"': Change(residual="fixed"),
 }
 """Name -> the change; the first is what the others are compared with."""
 

@@ -27,7 +27,7 @@ from .layers.transformer import *
 from .parameter import MupType, Parameter
 from .rules.batch import batch_multiplier
 from .rules.elementwise import unit_scaled
-from .transforms import fold, report, verify
+from .transforms import report, verify
 from .transforms.unit_scale import plan
 from .version import __version__
 
@@ -42,7 +42,6 @@ __all__ = [
     "completep_residual_scaling_rule",
     "constraints",
     "core",
-    "fold",
     "formats",
     "functional",
     "modules",

@@ -42,7 +42,6 @@ __all__ = [
     "ParameterData",
     "TaggedModule",
     "Tags",
-    "forget_tags",
     "has_parameter_data",
     "remember_tags",
     "restore_tags",
@@ -210,13 +209,6 @@ def remember_tags(model: nn.Module) -> None:
         tags = _tags(module)
         if tags:
             module.mup_tags = {**getattr(module, "mup_tags", {}), **tags}  # type: ignore[assignment]
-
-
-def forget_tags(module: nn.Module) -> None:
-    """Removes the tags of a module's own parameters, unless it is a `TaggedModule`."""
-    if not isinstance(module, TaggedModule):
-        vars(module).pop("mup_tags", None)
-        _untag(module)
 
 
 def tagged_parameters(model: nn.Module) -> list[tuple[nn.Parameter, Tags]]:

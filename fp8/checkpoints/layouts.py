@@ -130,13 +130,9 @@ def misfit(layout: Layout, shape: torch.Size) -> str:
     return f"its shape {tuple(shape)} is not made of whole {size} blocks: take recipe 'row'"
 
 
-def stored(
-    layout: Layout, weight: Tensor, cast: Cast, scale: Tensor | None, factor: float
-) -> dict[str, Tensor]:
+def stored(layout: Layout, weight: Tensor, cast: Cast, scale: Tensor | None) -> dict[str, Tensor]:
     """The tensors of a float32 weight, rounded as its cast does, by the last part of their names.
-    scale: of a cast that does not compute it. factor: the one that the weight lacks."""
-    if layout.dtype == torch.uint8:  # its scales are powers of two; those of others take the factor
-        weight, factor = weight * factor, 1.0
+    scale: of a cast that does not compute it."""
     format, (down, along) = get_format(cast.format), cast.tile or (0, 0)
     if scale is None:
         rule = lowered(cast).rule
@@ -151,7 +147,6 @@ def stored(
     if scale.dim():
         sizes = [n // by if by else 1 for n, by in zip((down, along), layout.tile, strict=True)]
         scale = widened(scale, shape, (sizes[0], sizes[1]))
-    scale = scale * factor
     if layout.dtype == torch.uint8:
         scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
     return {"weight": values.contiguous(), layout.scale: scale.to(layout.dtype).reshape(shape)}

@@ -42,9 +42,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     quantization_config and, in "tied", the names that share a tensor: other name -> name.
 
     The weight of a linear layer is stored as its recipe casts it; docs/export.md has the layouts
-    and the scales of inputs. Everything else keeps its dtype. The files of a unit-scaled model,
-    which has run once, are those of the plain model. All processes of a sharded model (FSDP2,
-    tensor parallelism) call it; the first one writes.
+    and the scales of inputs. Everything else keeps its dtype. All processes of a sharded model
+    (FSDP2, tensor parallelism) call it; the first one writes.
 
     Args:
         model: the converted model.
@@ -56,8 +55,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     Raises:
         TypeError: if ``model`` is not a module.
         ValueError: if nothing is in FP8, as of a "delayed" or "static" model that has not run;
-            inside of `fp8.override`; for layers of another library; for factors that no weight can
-            hold (modules of `unit_scaling`, and what `fold` rejects).
+            inside of `fp8.override`; for layers of another library; for factors that are in no
+            weight: modules of `unit_scaling`, and ``unit_scale`` without a batch.
         ImportError: without safetensors.
     """
     check_module("export", model)
@@ -129,7 +128,7 @@ class Weights:
         self.model = model = unwrapped(model)
         check_not_overridden("export", model)
         modules: dict[str, Any] = {bare_name(name): m for name, m in model.named_modules()}
-        self._factors, self._ratios = _factors(model)
+        self._exponents = _exponents(model)
         rows, self._layers = _layers(modules)
         if all(row.done == LEFT_ALONE for row in rows):
             why = "; ".join(sorted({row.why for row in rows})) or "fp8.convert was not called"
@@ -157,9 +156,9 @@ class Weights:
         return len(self.manifest)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, (tensor, source) in state_of(self.model).items():
+        for name, (tensor, _) in state_of(self.model).items():
             if name not in self.tied:
-                yield from self._stored(name, tensor, self._factors.get(id(source), 1.0))
+                yield from self._stored(name, tensor)
 
     def _entries(self, name: str, tensor: Tensor) -> dict[str, Entry]:
         path, _, last = name.rpartition(".")
@@ -173,15 +172,15 @@ class Weights:
         return {f"{path}.{part}": entry for part, entry in parts.items()}
 
     @torch.no_grad()
-    def _stored(self, name: str, tensor: Tensor, factor: float) -> list[tuple[str, Tensor]]:
-        """The tensors that are stored for one of the state_dict. factor: the one it lacks."""
+    def _stored(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """The tensors that are stored for one of the state_dict."""
         tensor = whole(tensor)
         path, _, last = name.rpartition(".")
         if last == "weight" and path in self._layers:
-            ratio = self._ratios.get(path, 1.0)
-            parts = _parts(self._layers[path], tensor.float(), factor, ratio)
+            exponent = self._exponents.get(path, 0)
+            parts = _parts(self._layers[path], tensor.float(), exponent)
             return [(f"{path}.{part}", stored) for part, stored in parts.items()]
-        return [(name, tensor if factor == 1.0 else tensor * factor)]
+        return [(name, tensor)]
 
 
 def state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
@@ -195,30 +194,26 @@ def state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
-    """What transforms removed from the model: id of a parameter or buffer -> the factor it lacks;
-    layer -> the ratio of its input, as it is cast, to the input in the plain model."""
+def _exponents(model: nn.Module) -> dict[str, int]:
+    """Layer -> the exponent of the scale that a transform of the model casts its input at."""
+    found: dict[str, int] = {}
+    known: dict[Any, dict[str, int]] = {}
     for name, module in model.named_modules():
         if type(module).__module__.startswith("unit_scaling.layers"):
             raise ValueError(
                 f"{name} is a module of unit_scaling: its factors are in no weight. Make the model "
-                "of torch's modules, and unit-scale it by unit_scaling.transforms.unit_scale"
+                "of torch's modules, and unit-scale it by unit_scaling.transforms.unit_scale with "
+                "a batch"
             )
-    names: dict[str, float] = {}
-    ratios: dict[str, float] = {}
-    modules = dict(model.named_modules())
-    for scope, _ in getattr(model, "_scopes", ()):
-        if not hasattr(scope, "factors"):
-            raise ValueError(f"{type(scope).__name__} is no part of the weights: export without it")
-        weights, inputs, exponents = scope.factors(model)
-        names |= weights
-        ratios |= inputs
-        for path, exponent in exponents.items():
-            recipe = getattr(modules.get(path), "fp8_recipe", None)
-            if recipe is not None and recipe.input is not None and recipe.input.scaling == "unit":
-                ratios[path] = ratios.get(path, 1.0) * 2.0**-exponent
-    tensors = _named(model)
-    return {id(tensors[name]): factor for name, factor in names.items()}, ratios
+        for scope, path in getattr(module, "_scopes", ()):
+            if not hasattr(scope, "exponents"):
+                kind = type(scope).__name__
+                raise ValueError(f"{kind} is no part of the weights: export without it")
+            if scope not in known:
+                known[scope] = scope.exponents()
+            if path in known[scope]:
+                found[bare_name(name)] = known[scope][path]
+    return found
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
@@ -280,18 +275,21 @@ def _has_input_scale(recipe: Any) -> bool:
     return INPUTS[recipe.input.scaling].get("dynamic") is False
 
 
-def _parts(layer: Any, weight: Tensor, factor: float, ratio: float) -> dict[str, Tensor]:
-    """The tensors of a layer. factor: missing in ``weight``. ratio: of its input to that served."""
+def _parts(layer: Any, weight: Tensor, exponent: int) -> dict[str, Tensor]:
+    """The tensors of a layer. exponent: of the scale of its input, of a recipe without scales."""
     recipe, scale = layer.fp8_recipe, None
     if recipe.weight.scaling == "unit":
-        scale = weight.new_full((), 2.0 ** static_exponent(layer.weight))
+        # A layer without a plan casts at scale 1 by this recipe, whatever tag its weight has.
+        planned = getattr(layer, "fp8_planned", False)
+        scale = weight.new_full((), 2.0 ** static_exponent(layer.weight) if planned else 1.0)
     elif recipe.weight.keeps_history:
         scale = _known_scale(layer, weight, recipe.weight, "weight")
     layout = LAYOUTS[recipe.weight.scaling]
-    tensors = layouts.stored(layout, weight, recipe.weight, scale, factor)
+    tensors = layouts.stored(layout, weight, recipe.weight, scale)
     if _has_input_scale(recipe):
         scale = _known_scale(layer, weight.new_zeros(1), recipe.input, "input")
-        tensors["input_scale"] = torch.atleast_1d(scale / ratio)
+        scale = scale * 2.0**exponent if recipe.input.scaling == "unit" else scale
+        tensors["input_scale"] = torch.atleast_1d(scale)
     return tensors
 
 

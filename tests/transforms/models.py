@@ -323,13 +323,12 @@ def _linears(**sizes: tuple[int, int]) -> dict[str, nn.Module]:
 @dataclass(frozen=True)
 class Kind:
     """make: a model whose forward takes one tensor. like: "tokens", "values" or "images". smooth:
-    whether gradients are slopes of the loss. folds: whether `fold` works. whole: whether it
-    compiles in one graph. modes: whether it computes in evaluation what it does in training."""
+    whether gradients are slopes of the loss. whole: whether it compiles in one graph. modes:
+    whether it computes in evaluation what it does in training."""
 
     make: Callable[[], nn.Module]
     like: str = "values"
     smooth: bool = True
-    folds: bool = True
     whole: bool = True
     modes: bool = True
 
@@ -438,15 +437,15 @@ KINDS: dict[str, Kind] = {
     "ViT": Kind(ViT, "images"),
     "ResNet": Kind(_resnet, "images", modes=False),
     "ConvNeXt": Kind(_convnext, "images"),
-    "U-Net": Kind(_unet, "images", folds=False),
-    "LSTM": Kind(_lstm, "tokens", folds=False, whole=False),
+    "U-Net": Kind(_unet, "images"),
+    "LSTM": Kind(_lstm, "tokens", whole=False),
     "Mamba": Kind(_mamba),
     "experts": Kind(_experts, smooth=False, whole=False),
     "graph network": Kind(_graph),
     "VQ": Kind(_quantized, smooth=False),
     "encoder": Kind(_encoder, "tokens"),
     "parametrized": Kind(_parametrized),
-    "einsum attention": Kind(lambda: _net(einsum_attention, _linears(**_QKV)), folds=False),
+    "einsum attention": Kind(lambda: _net(einsum_attention, _linears(**_QKV))),
 }
 
 

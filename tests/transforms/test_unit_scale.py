@@ -372,7 +372,6 @@ def test_report_counts_every_weight_and_call() -> None:
     [
         (lambda: unit_scale("model"), TypeError, "needs an nn.Module, got str"),
         (lambda: unit_scale(nn.Linear(2, 2), init="zero"), ValueError, "'unit', 'preserve'"),
-        (lambda: unit_scale(nn.Linear(2, 2), residual="x"), ValueError, "'completep', 'fixed'"),
         (lambda: unit_scale(nn.Linear(2, 2), {rms: rms}), ValueError, "not a torch function"),
         (lambda: unit_scale(nn.Linear(2, 2), {F.relu: "gelu"}), TypeError, "must be callable, got"),
         (lambda: uu.report(nn.Linear(2, 2)), ValueError, "report needs a model with unit_scale"),

@@ -13,7 +13,7 @@ from .track_scales import (
     prune_selected_nodes,
     track_scales,
 )
-from .unit_scale import fold, report, unit_scale
+from .unit_scale import report, unit_scale
 from .verify import Verification, verify
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Report",
     "Verification",
     "compile",
-    "fold",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",

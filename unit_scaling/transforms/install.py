@@ -25,7 +25,6 @@ from fp8.common.threads import Stack
 from fp8.modes.autocast import outside_compiler
 from fp8.warnings import PitfallWarning, warn_once
 
-from ..parameter import forget_tags
 from .state import Marked, PlanState, Pretrained, scaling
 
 Call = Callable[..., Any]
@@ -258,20 +257,6 @@ def _keep_plan(module: Any) -> None:
     (add_mixin if scope is not None and not path else remove_mixin)(module, PlanState)
     stops = scope is not None and is_pretrained(module)
     (add_mixin if stops else remove_mixin)(module, Pretrained)
-
-
-def uninstall(model: nn.Module, kind: type) -> None:
-    """Removes the scope of a type from every module of ``model``. Modules without any scope left
-    get their original class back and lose the tags of their parameters."""
-    for module in unwrapped(model).modules():
-        if not isinstance(module, _Transformed):
-            continue
-        module._scopes = tuple(item for item in module._scopes if not isinstance(item[0], kind))
-        _keep_plan(module)
-        if not module._scopes:
-            remove_mixin(module, _Transformed)
-            del module._scopes
-            forget_tags(module)
 
 
 def is_exported() -> bool:

@@ -24,7 +24,7 @@ from fp8.warnings import CheckpointWarning, warn_once
 
 from ..parameter import TaggedModule, restore_own_tags
 
-MARKER = "unit_scaled_load_into_unit_scale_or_save_uu_fold"
+MARKER = "unit_scaled_load_into_unit_scale"
 """The last part of the key, after the name of the transformed module."""
 
 VERSION = torch.tensor(1)
@@ -168,7 +168,7 @@ def _unpacked(state: Tensor) -> str:
 
 _STOP = (
     "none, as these weights are those of a unit-scaled model. Load them by load_state_dict into "
-    "unit_scale(model), or save unit_scaling.fold(model)"
+    "unit_scale(model). The model of unit_scale(model, batch=...) is a plain one"
 )
 """Replaces the file name that transformers shows in its error."""
 
@@ -184,7 +184,10 @@ class Pretrained(Mixin):
         state = kwargs.get("state_dict")
         ours = state is None or MARKER in state
         if ours and kwargs.get("push_to_hub"):
-            raise ValueError("push_to_hub: upload unit_scaling.fold(model), the plain model")
+            raise ValueError(
+                "push_to_hub: the weights of unit_scale(model) compute something else in the plain "
+                "class. Train unit_scale(model, batch=...), which is a plain model"
+            )
         result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         path = Path(save_directory) / "config.json"
         if ours and kwargs.get("is_main_process", True) and path.exists():

@@ -1,4 +1,4 @@
-"""`unit_scale`: converts a model to a unit-scaled one; its report, its plan, the plain model."""
+"""`unit_scale`: converts a model to a unit-scaled one; its report and its plan."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from fp8.surgery.convert import choose_recipes
 from ..checks.trained import warn_if_trained
 from ..parameter import tags_of
 from .compile import M, copied
-from .install import find_scope, install, is_in_fsdp, is_sharded, uninstall
+from .install import find_scope, install, is_in_fsdp, is_sharded
 from .plan.plan import CallRow, ModelPlan
-from .plan.planner import RESIDUALS
 from .plan.weights import prepare, refuse_weights
 from .record.kinds import KINDS
 from .run.transform import Replacements, UnitScale
@@ -33,7 +32,6 @@ def unit_scale(
     replace: Replacements | None = None,
     *,
     init: str = "unit",
-    residual: str = "completep",
     plan: ModelPlan | None = None,
     batch: Batch | None = None,
 ) -> M:
@@ -55,11 +53,8 @@ def unit_scale(
         init: "unit" scales every weight to RMS 1 and sets every bias to 0. "preserve" changes no
             parameter and no value: casts without scales divide each weight by the power of two
             nearest to its RMS and multiply the product by it.
-        residual: the weights of residual branches. "completep": in proportion to one over their
-            number, so that learning rates do not depend on it. "fixed": 0.5 for feed-forward and
-            0.01 for attention branches, as in unit-scaling 0.3.5.
-        plan: the result of `unit_scaling.plan` for a model of the same architecture, init and
-            residual. The weights are divided by the same numbers and the model is not recorded.
+        plan: the result of `unit_scaling.plan` for a model of the same architecture and init. The
+            weights are divided by the same numbers and the model is not recorded.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments
             of the model, which is run on copies of it, in its mode. Cannot be combined with other
             options.
@@ -80,7 +75,7 @@ def unit_scale(
             number of ``batch`` is not finite.
     """
     check_module("unit_scale", module)
-    _check(replace, init, residual, plan)
+    _check(replace, init, plan)
     refuse_weights(module)
     if is_sharded(module) and not is_in_fsdp(module):
         raise ValueError(
@@ -90,19 +85,19 @@ def unit_scale(
     result = copied(module, "unit_scale")
     inner = unwrapped(result)
     if batch is not None:
-        _check_alone(replace, init, residual, plan, inner)
+        _check_alone(replace, init, plan, inner)
         warn_if_trained(unwrapped(module))
         set_values(inner, unwrapped(module), batch)
         return result
     others = {function: _out_of_place(other) for function, other in dict(replace or {}).items()}
     if (known := find_scope(inner, UnitScale)) is not None:
-        _check_same(known, init, residual, others, plan)
+        _check_same(known, init, others, plan)
         return result
     if init == "unit" and plan is None:
         warn_if_trained(unwrapped(module))
     if plan is not None:
-        init, residual = _of_plan(plan, init, residual)
-    scope = UnitScale(ModelPlan(init, residual), others)
+        init = _init_of(plan, init)
+    scope = UnitScale(ModelPlan(init), others)
     scope.plan.rows += prepare(inner, init)
     scope.check_parts(inner)
     install(inner, scope)
@@ -112,41 +107,36 @@ def unit_scale(
     return result
 
 
-def _of_plan(plan: ModelPlan, init: str, residual: str) -> tuple[str, str]:
-    """The init and residual of a plan. Raises ValueError for others in the call."""
-    for name, value, default in (("init", init, "unit"), ("residual", residual, RESIDUALS[0])):
-        planned = getattr(plan, name)
-        if value not in (default, planned):
-            raise ValueError(f"plan: it was made with {name}={planned!r}, got {name}={value!r}")
-    return plan.init, plan.residual
+def _init_of(plan: ModelPlan, init: str) -> str:
+    """The init of a plan. Raises ValueError for another one in the call."""
+    if init not in ("unit", plan.init):
+        raise ValueError(f"plan: it was made with init={plan.init!r}, got init={init!r}")
+    return plan.init
 
 
-def _check_alone(replace: Any, init: str, residual: str, plan: Any, model: nn.Module) -> None:
+def _check_alone(replace: Any, init: str, plan: Any, model: nn.Module) -> None:
     """Raises ValueError for options and models that `set_values` does not have."""
-    if replace or plan is not None or (init, residual) != ("unit", RESIDUALS[0]):
-        raise ValueError("batch: cannot be combined with replace, init, residual or plan")
+    if replace or plan is not None or init != "unit":
+        raise ValueError("batch: cannot be combined with replace, init or plan")
     if find_scope(model, UnitScale) is not None or any(
         tags_of(p).mup_divisor for p in model.parameters()
     ):
         raise ValueError("batch: the model is unit-scaled already: transform the plain model")
 
 
-def _check_same(
-    scope: UnitScale, init: str, residual: str, replace: Replacements, plan: ModelPlan | None
-) -> None:
+def _check_same(scope: UnitScale, init: str, replace: Replacements, plan: ModelPlan | None) -> None:
     """Raises ValueError for other options than those of a model that is unit-scaled already."""
-    now = scope.plan
-    same = (init, residual) == (now.init, now.residual) and plan is None
+    now = scope.plan.init
+    same = init == now and plan is None
     if not (same and replace.keys() <= scope.replacements.keys()):
         raise ValueError(
-            f"the model is unit-scaled already, with init={now.init!r}, residual={now.residual!r}: "
-            "pass these, or transform the plain model (unit_scaling.fold)"
+            f"the model is unit-scaled already, with init={now!r}: pass it, or transform the plain "
+            "model"
         )
 
 
-def _check(replace: Any, init: str, residual: str, plan: Any) -> None:
+def _check(replace: Any, init: str, plan: Any) -> None:
     check_name("init", init, ("unit", "preserve"))
-    check_name("residual", residual, RESIDUALS)
     if not isinstance(plan, ModelPlan | None):
         raise TypeError(f"plan: what unit_scaling.plan returns, got a {type(plan).__name__}")
     if not isinstance(replace, Mapping | None):
@@ -226,55 +216,13 @@ def plan(model: nn.Module) -> ModelPlan:
     >>> model = unit_scale(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
     >>> _ = model(torch.randn(2, 4))
     >>> print(plan(model))
-    plan of unit_scale(init='unit', residual='completep')
+    plan of unit_scale(init='unit')
     module  call    step
     0       linear  linear, factor=0.5, names=('weight', 'bias', 'output', 'input')
     """
     scope = _scope("plan", model)
     scope.check_seen(model)
     return scope.data(unwrapped(model))
-
-
-@torch.no_grad()
-def fold(module: M) -> M:
-    """Returns a plain model with the factors of `unit_scale` multiplied into its weights.
-
-    The copy has the class and state_dict of the plain model and computes the same output as
-    ``module`` in evaluation mode. Hooks, dtypes, devices, requires_grad and other transforms are
-    kept. Training differs: dropout has other factors, and the effective learning rates change.
-
-    Each weight is rounded once in its dtype, as the factors are not powers of two. Norms add eps to
-    squares of another scale: the relative difference is eps / 2 times the deviation of the squared
-    ratio from 1. With ``init="preserve"`` there are no factors and the result is exact.
-
-    Args:
-        module: a model with `unit_scale` that has run. If it is wrapped by `torch.compile`, the
-            wrapped model is folded.
-
-    Returns:
-        A model of the same class, without the transform.
-
-    Raises:
-        TypeError: ``module`` is not an `nn.Module`.
-        ValueError: the model has no `unit_scale`, has not run, or has a factor that no weight can
-            absorb: functions in ``replace``, and weights shared by layers with different factors.
-            The message names the calls.
-
-    >>> import torch
-    >>> from unit_scaling.transforms import fold, unit_scale
-    >>> x, model = torch.randn(4, 8), unit_scale(torch.nn.Linear(8, 8))
-    >>> y = model(x)
-    >>> torch.testing.assert_close(fold(model)(x), y)
-    """
-    scope = _scope("fold", module)
-    inner: Any = unwrapped(module)
-    factors = scope.factors(inner).factors
-    result: M = copied(inner, "fold")
-    tensors = dict((*result.named_parameters(), *result.named_buffers()))
-    for name, factor in factors.items():
-        tensors[name].mul_(factor)
-    uninstall(result, UnitScale)
-    return result
 
 
 def _scope(what: str, model: nn.Module) -> UnitScale:

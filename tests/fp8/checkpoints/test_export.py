@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fp8
 import unit_scaling as uu
@@ -122,33 +123,24 @@ def test_static_scales_of_preserved_weights(recipe, tie, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "tied"), [("unit", False), ("unit", True), ("static", False), ("row", False)]
 )
-def test_factors_of_unit_scaling_fold_into_scales(recipe, tied, tmp_path):
-    """Those of residual branches, attention, activations and the readout: the plain class computes
-    the same logits. They are no powers of two, so that a product differs in its last bit, and an
-    input next to a tie may go to the other e4m3 number: 2**-4 of one term in some 20 000."""
-    model = llama(attention_bias=True, tie_word_embeddings=tied)
-    model = trained(unit_scale(fp8.convert(model, fp8.Policy.hidden(RECIPES[recipe]))))
+def test_unit_scaled_values(recipe, tied, tmp_path):
+    """Factors are in the weights: as of any plain model."""
+    model = unit_scale(llama(attention_bias=True, tie_word_embeddings=tied), batch=(IDS,))
+    model = trained(fp8.convert(model, fp8.Policy.hidden(RECIPES[recipe])))
     fp8.export(model, tmp_path)
-    stored = safetensors.load_file(tmp_path / "model.safetensors")
-    if recipe == "unit" and not tied:
-        assert stored["model.layers.0.mlp.down_proj.input_scale"].item() == pytest.approx(1, 1e-4)
-        assert stored["model.layers.0.mlp.down_proj.weight_scale"].item() < 0.5
-    got, want = logits(served(tmp_path)), logits(model)
-    assert (got - want).norm() < 1e-3 * want.norm()
+    want = logits(model)
+    torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
     assert (want - logits(fp8.revert(model))).norm() > 1e-2 * want.norm()
 
 
-each_init = pytest.mark.parametrize("scaled", ["preserve", "unit"])
-
-
-@each_init
+@pytest.mark.parametrize("scaled", ["preserve", "values"])
 def test_mxfp8(scaled, tmp_path):
     """compressed-tensors casts inputs as well, and rounds their scales up as the recipe does, but
     for blocks whose largest magnitude is 448 times a power of two, which get the next power.
     Operands of other tokens are the same, and so are products to the bit."""
-    model = llama() if scaled == "unit" else llama().bfloat16()
-    model = fp8.convert(model, fp8.Policy.hidden("mxfp8"))
-    model = trained(unit_scale(model, init=scaled))
+    options = {"batch": (IDS,)} if scaled == "values" else {"init": "preserve"}
+    model = unit_scale(llama().bfloat16(), **options)
+    model = trained(fp8.convert(model, fp8.Policy.hidden("mxfp8")))
     assert {row.done for row in fp8.export(model, tmp_path)} == {"FP8"}
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     stored = safetensors.load_file(tmp_path / "model.safetensors")
@@ -156,13 +148,6 @@ def test_mxfp8(scaled, tmp_path):
     scale = stored["model.layers.0.mlp.down_proj.weight_scale"]
     assert (scale.dtype, tuple(scale.shape)) == (torch.uint8, (32, 2))
     plain = fp8.revert(model)
-    if scaled == "unit":  # factors are no powers of two: cast afterwards
-        plain = uu.fold(plain)
-        for layer in plain.model.layers.modules():
-            if isinstance(layer, nn.Linear):
-                spec = lowered(fp8.RECIPES["mxfp8"].weight)
-                layer.weight.data = rounded(layer.weight.detach(), spec)[0]
-        plain = plain.bfloat16()
     plain = fp8.convert(plain, fp8.Policy.hidden("mxfp8"))
     reader = served(tmp_path, torch.bfloat16)
     assert (logits(reader) - logits(plain)).norm() < 0.1 * logits(plain).norm()
@@ -316,10 +301,6 @@ def test_a_model_of_ones_own(tmp_path):
     assert torch.equal(model.layer(identity) - bias, product.T + bias - bias)
 
 
-def not_called() -> nn.Module:
-    return unit_scale(fp8.convert(llama(), "unit"))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -336,7 +317,18 @@ def not_called() -> nn.Module:
         ),
         (lambda: fp8.convert(llama(), "delayed"), r"'delayed' has seen no .*: train the model"),
         (lambda: fp8.convert(llama(), "static"), r"'static' has seen no .*: calibrate or train"),
-        (not_called, r"has not run: .* call it once"),
+        (
+            lambda: unit_scale(fp8.convert(llama(), "unit")),
+            r"unit_scale\(init='unit'\): its factors are in the graph.* unit_scale\(model, batch=",
+        ),
+        (
+            lambda: nn.Sequential(unit_scale(fp8.convert(nn.Linear(16, 16), "unit"))),
+            "its factors are in the graph",
+        ),
+        (
+            lambda: unit_scale(fp8.convert(llama(), "unit"), {F.relu: F.gelu}, init="preserve"),
+            "functions in replace are in the graph",
+        ),
         (
             lambda: fp8.convert(nn.Sequential(uu.Linear(16, 16)), "unit"),
             "0 is a module of unit_scaling",
@@ -350,18 +342,18 @@ def test_refused_by_name(make, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_factors_that_no_weight_holds(tmp_path):
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.layer(x.tanh()) + self.layer(x.cos())
-
-    shared = unit_scale(fp8.convert(Shared(), "unit"))
-    shared(torch.randn(2, 16))
-    with pytest.raises(ValueError, match="cannot hold the factors of unit_scale at: add in"):
-        fp8.export(shared, tmp_path)
+def test_a_part_with_scales_of_its_own(tmp_path):
+    """Of inputs that are far from RMS 1; the model around it has none."""
+    part = unit_scale(fp8.convert(nn.Sequential(nn.Linear(16, 16)), "unit"), init="preserve")
+    model = nn.Sequential(nn.LayerNorm(16), part)
+    with torch.no_grad():
+        model[0].weight.mul_(2**6)
+    x = torch.randn(8, 16)
+    want = model(x)
+    fp8.export(model, tmp_path)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    assert stored["1.0.input_scale"].item() == 2**6
+    plain = nn.Sequential(nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 16)))
+    torch.testing.assert_close(read_back(plain, tmp_path)(x), want, rtol=1e-5, atol=tolerance(want))
     with pytest.raises(TypeError, match=r"an nn\.Module, got str"):
         fp8.export("model", tmp_path)

@@ -30,31 +30,31 @@ def layers() -> dict[str, nn.Module]:
 
 
 RESIDUAL = {
-    "pre-norm": (lambda m, x: x + m.a(F.layer_norm(x, (16,))), ["0.5"]),
-    "post-norm": (lambda m, x: F.layer_norm(x + m.a(x), (16,)), ["0.5"]),
-    "branch first": (lambda m, x: m.a(x) + x, ["0.5"]),
-    "method": (lambda m, x: x.add(m.a(x)), ["0.5"]),
-    "alpha": (lambda m, x: torch.add(x, m.a(x), alpha=2), ["0.5"]),
+    "pre-norm": (lambda m, x: x + m.a(F.layer_norm(x, (16,))), ["0.707"]),
+    "post-norm": (lambda m, x: F.layer_norm(x + m.a(x), (16,)), ["0.707"]),
+    "branch first": (lambda m, x: m.a(x) + x, ["0.707"]),
+    "method": (lambda m, x: x.add(m.a(x)), ["0.707"]),
+    "alpha": (lambda m, x: torch.add(x, m.a(x), alpha=2), ["0.707"]),
     "a number": (lambda m, x: m.a(x) + 1, []),
     "doubled": (lambda m, x: m.a(x + x), []),
     "with a flag by position": (lambda m, x: F.silu(m.a(x), False), []),
     "in place": (lambda m, x: F.gelu(x).add_(m.a(F.gelu(x))) + 0, []),
-    "attention": (lambda m, x: x + m.a(attention(x, x, x)), ["0.01"]),
-    "two": (lambda m, x: (y := x + m.a(x)) + m.b(y), ["0.5", "0.5"]),
-    "through a view": (lambda m, x: x.view(2, 4, 16) + m.a(x).view(2, 4, 16), ["0.5"]),
+    "attention": (lambda m, x: x + m.a(attention(x, x, x)), ["0.707"]),
+    "two": (lambda m, x: (y := x + m.a(x)) + m.b(y), ["0.707", "0.577"]),
+    "through a view": (lambda m, x: x.view(2, 4, 16) + m.a(x).view(2, 4, 16), ["0.707"]),
     "gelu by hand": (lambda m, x: m.a(x + 0.044715 * x**3), []),
     "not residual": (lambda m, x: m.a(x) + m.b(x), []),
-    "nested": (lambda m, x: x + m.a(x + m.b(x)), ["0.5", "0.5"]),
-    "parallel": (lambda m, x: x + m.a(x) + m.b(x), ["0.5", "0.5"]),
-    "parallel, joined": (lambda m, x: m.a(x) + m.b(x) + x, ["0.5"]),
+    "nested": (lambda m, x: x + m.a(x + m.b(x)), ["0.707", "0.707"]),
+    "parallel": (lambda m, x: x + m.a(x) + m.b(x), ["0.707", "0.577"]),
+    "parallel, joined": (lambda m, x: m.a(x) + m.b(x) + x, ["0.707"]),
     "parallel, one norm": (
         lambda m, x: m.a(y := F.layer_norm(x, (16,))) + attention(y, y, m.b(y)) + x,
-        ["0.5"],
+        ["0.707"],
     ),
-    "after the last": (lambda m, x: m.a(y := x + m.b(x)) + F.layer_norm(m.c(y), (16,)), ["0.5"]),
+    "after the last": (lambda m, x: m.a(y := x + m.b(x)) + F.layer_norm(m.c(y), (16,)), ["0.707"]),
     "mask": (lambda m, x: m.a(x) + torch.zeros(16).fill_(-1e9) * (x.detach() > 9), []),
-    "recurrent": (lambda m, x: x + m.rnn(x)[0], ["0.5"]),
-    "routed": (lambda m, x: x + m.a(x) * m.b(x).softmax(-1)[:, :1], ["0.5"]),
+    "recurrent": (lambda m, x: x + m.rnn(x)[0], ["0.707"]),
+    "routed": (lambda m, x: x + m.a(x) * m.b(x).softmax(-1)[:, :1], ["0.707"]),
 }
 
 
@@ -92,7 +92,7 @@ def test_sums_in_a_loop_keep_their_coefficients() -> None:
 def test_residual_adds_are_found(name: str) -> None:
     fn, taus = RESIDUAL[name]
     torch.manual_seed(0)
-    model = unit_scale(Net(fn, **layers()), residual="fixed")
+    model = unit_scale(Net(fn, **layers()))
     found = residuals(model, torch.randn(8, 16))
     assert [f.split("tau ")[1].split(",")[0] for f in found] == taus
 
@@ -103,14 +103,14 @@ def test_a_residual_add_weighs_its_terms(size: float) -> None:
     which is measured in float32."""
     torch.manual_seed(0)
     plain = Net(lambda m, x: x + m.a(x), a=nn.Linear(16, 16, bias=False))
-    model = unit_scale(plain, residual="fixed")
+    model = unit_scale(plain)
     model = model.double()
     x = torch.randn(64, 16, requires_grad=True, dtype=torch.float64)
     model(size * x)
-    skip, weight = 1.25**-0.5, model.a.weight
+    skip, weight = 1.5**-0.5, model.a.weight
     branch = F.linear(x, weight) / 4
     first = [size * t.detach().square().mean().sqrt() for t in (x, branch)]
-    expected = skip * (x / first[0] + 0.5 * branch / first[1])
+    expected = skip * (x / first[0] + 0.5**0.5 * branch / first[1])
     close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
     close(model(x), expected)
     of, g = (x, weight), torch.randn_like(expected)

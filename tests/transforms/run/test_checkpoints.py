@@ -57,7 +57,7 @@ def test_the_plain_class_refuses_it():
     model(X)
     state = model.state_dict()
     assert {*state} - {*plain().state_dict()} == {MARKER, EXTRA_STATE}
-    assert "load_into_unit_scale_or_save_uu_fold" in MARKER
+    assert "load_into_unit_scale" in MARKER
     with pytest.raises(RuntimeError, match=rf"Unexpected key.*{MARKER}"):
         plain().load_state_dict(state)
     with pytest.raises(RuntimeError, match=MARKER):  # its function is that of other weights

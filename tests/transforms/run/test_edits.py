@@ -92,7 +92,7 @@ SAME = {
 
 def transformed(model: nn.Module, init: str, drift: bool = True) -> Any:
     """With weights that training has moved: no longer of RMS 1."""
-    ours = unit_scale(model, init=init, residual="fixed")
+    ours = unit_scale(model, init=init)
     with torch.no_grad():
         for p in ours.parameters() if drift else ():
             p.mul_(1.25)
@@ -155,7 +155,7 @@ def test_unit_scaled_models(name, called, compiled):
         model(X)
         expected = edited(copy.deepcopy(model), name)(X)
     else:
-        expected = unit_scale(edited(plain(), name), residual="fixed")(X)
+        expected = unit_scale(edited(plain(), name))(X)
     check(model, name, called, compiled, expected)
 
 

@@ -155,16 +155,15 @@ def test_twice_is_once() -> None:
     [
         ({}, {"init": "preserve"}),
         ({"init": "preserve"}, {}),
-        ({"residual": "fixed"}, {}),
         ({}, {"replace": {torch.relu: torch.tanh}}),
-        ({}, {"plan": ModelPlan("unit", "completep")}),
+        ({}, {"plan": ModelPlan("unit")}),
     ],
 )
 def test_twice_in_two_ways_is_refused(first: dict, then: dict) -> None:
     """It would stay as it is."""
     model = unit_scale(no_block(), **first)
     init = first.get("init", "unit")
-    with pytest.raises(ValueError, match=f"is unit-scaled already, with init='{init}', residual="):
+    with pytest.raises(ValueError, match=f"is unit-scaled already, with init='{init}': pass it"):
         unit_scale(model, **then)
 
 

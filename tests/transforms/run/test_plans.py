@@ -26,7 +26,7 @@ def planned(**options: Any) -> tuple[nn.Module, ModelPlan]:
     return model, ModelPlan.from_json(uu.plan(model).to_json())
 
 
-@pytest.mark.parametrize("options", [{"residual": "fixed"}, {"init": "preserve"}])
+@pytest.mark.parametrize("options", [{}, {"init": "preserve"}])
 def test_the_same_bits_without_a_recording(options, monkeypatch):
     model, plan = planned(**options)
     want, report = step(model), str(uu.report(model))
@@ -76,7 +76,7 @@ def test_json():
     _, plan = planned()
     assert json.loads(plan.to_json())["init"] == "unit"
     text = str(plan)
-    assert "plan of unit_scale(init='unit', residual='completep')" in text
+    assert "plan of unit_scale(init='unit')" in text
     assert "terms=" in text
 
 
@@ -87,7 +87,7 @@ def test_other_fields_are_refused_by_name():
     for bad, why in (
         ({**data, "colour": 1}, "unknown key of a plan 'colour'"),
         (without, "a plan needs the keys .*, without 'tags'"),
-        ({**data, "version": 8}, "a plan of version 10 is needed, got version 8"),
+        ({**data, "version": 8}, "a plan of version 11 is needed, got version 8"),
         ([], "a plan is a dict of fields, got list"),
     ):
         with pytest.raises(ValueError, match=why):
@@ -104,8 +104,8 @@ def test_refused_by_name():
         uu.plan("model")
     with pytest.raises(ValueError, match=r"another model than this GPT: only one .* 'blocks\.2"):
         unit_scale(GPT(layers=3), plan=plan)
-    with pytest.raises(ValueError, match="made with residual='completep', got residual='fixed'"):
-        unit_scale(gpt(), plan=plan, residual="fixed")
+    with pytest.raises(ValueError, match="made with init='unit', got init='preserve'"):
+        unit_scale(gpt(), plan=plan, init="preserve")
     with pytest.raises(ValueError, match="cannot be combined with functions in replace"):
         unit_scale(gpt(), {torch.relu: torch.tanh}, plan=plan)
     replaced = unit_scale(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {torch.relu: torch.tanh})

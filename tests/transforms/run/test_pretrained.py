@@ -75,17 +75,18 @@ def test_the_plain_class_refuses_the_files(cls, tmp_path):
         with pytest.raises(ValueError, match="Load them by load_state_dict into"):
             getattr(transformers, cls).from_pretrained(tmp_path / str(i))
     assert not hasattr(model.config, "transformers_weights")
-    with pytest.raises(ValueError, match=r"push_to_hub: upload unit_scaling\.fold"):
+    with pytest.raises(ValueError, match=r"push_to_hub: .* unit_scale\(model, batch="):
         model.save_pretrained(tmp_path, push_to_hub=True)
 
 
 def test_plain_files(tmp_path):
-    """Of what is folded, of init="preserve", and of weights that are not those of the model."""
-    folded, preserved = uu.fold(scaled()), unit_scale(gpt2(), init="preserve")
-    folded.save_pretrained(tmp_path / "0")
+    """Of a batch, of init="preserve", and of weights that are not those of the model."""
+    batched = unit_scale(gpt2(), batch={"input_ids": IDS})
+    preserved = unit_scale(gpt2(), init="preserve")
+    batched.save_pretrained(tmp_path / "0")
     preserved.save_pretrained(tmp_path / "1")
     scaled().save_pretrained(tmp_path / "2", state_dict=gpt2().state_dict())
-    for i, model in enumerate((folded, preserved, gpt2())):
+    for i, model in enumerate((batched, preserved, gpt2())):
         plain = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / str(i))
         torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
 

@@ -340,7 +340,6 @@ def test_a_batch_or_a_model_without_numbers_is_an_error() -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "replace": ({"replace": {F.relu: F.gelu}}, "cannot be combined with replace"),
     "init": ({"init": "preserve"}, "cannot be combined with replace, init"),
-    "residual": ({"residual": "fixed"}, "cannot be combined with replace, init"),
 }
 
 

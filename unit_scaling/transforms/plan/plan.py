@@ -19,7 +19,7 @@ from ..record.place import Place
 
 T = TypeVar("T")
 
-VERSION = 10
+VERSION = 11
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,6 @@ class CallRow:
         return self.done == LEFT_ALONE
 
 
-@dataclass(frozen=True)
-class Tie:
-    """A linear equation for log2 of the factors of the plain model's parameters.
-
-    The sum of coefficient * unknown over ``terms``, plus ``constant``, is 0. terms: (name of a
-    parameter or buffer, coefficient). path, call, why: its origin. soft: "" for an equation that
-    must hold; "norm" for one best near 0, where eps has the same effect; "input" if the sum is the
-    log2 ratio of a product's input.
-    """
-
-    terms: tuple[tuple[str, float], ...]
-    constant: float
-    path: str
-    call: str
-    why: str
-    soft: str = ""
-
-
 @dataclass
 class ModelPlan:
     """The decisions of `unit_scale` for a model, as returned by `unit_scaling.plan`.
@@ -89,24 +71,20 @@ class ModelPlan:
 
     Attributes:
         init: as in `unit_scale`.
-        residual: as in `unit_scale`.
         tags: parameter name -> its tags.
         rows: the rows of the report.
         entries: the paths of the modules whose calls from outside are known, "" for the model.
         steps: place -> the steps of its calls.
         gradients: place of a product -> the exponent of the power of two that its gradient is
             divided by before a cast.
-        ties: the equations for `fold`.
     """
 
     init: str
-    residual: str
     tags: dict[str, Tags] = field(default_factory=dict)
     rows: list[CallRow] = field(default_factory=list)
     entries: list[str] = field(default_factory=list)
     steps: dict[Place, Steps] = field(default_factory=dict)
     gradients: dict[Place, int | tuple[int, ...]] = field(default_factory=dict)
-    ties: tuple[Tie, ...] = ()
 
     def covers(self, path: str) -> bool:
         """Whether the calls of the module at ``path`` are known."""
@@ -135,7 +113,6 @@ class ModelPlan:
         check_keys("plan", data, ["version", *names], names)
         return cls(
             data["init"],
-            data["residual"],
             tags={name: Tags(*tags) for name, tags in data["tags"].items()},
             rows=[CallRow(**row) for row in data["rows"]],
             entries=data["entries"],
@@ -143,7 +120,6 @@ class ModelPlan:
                 _tupled(p): tuple(s and _read(Step, s) for s in own) for p, own in data["steps"]
             },
             gradients={_tupled(place): _tupled(e) for place, e in data["gradients"]},
-            ties=tuple(_read(Tie, tie) for tie in data["ties"]),
         )
 
     def __str__(self) -> str:
@@ -153,7 +129,7 @@ class ModelPlan:
             for step in filter(None, steps):
                 call = f"{kind} ({where})" if places[path, kind] > 1 else kind
                 lines.append((path or "(model)", call, _described(step)))
-        head = f"plan of unit_scale(init={self.init!r}, residual={self.residual!r})"
+        head = f"plan of unit_scale(init={self.init!r})"
         return f"{head}\n{as_table(lines)}"
 
 

@@ -24,7 +24,6 @@ from ...parameter import Tags
 from ...rules.table import Op, find_op
 from ..record.calls import CallNode, Input, Slot
 from ..record.kinds import (
-    ATTENTION,
     EMBEDDINGS,
     GAINS,
     JOINS,
@@ -42,13 +41,6 @@ from .weights import scaled
 
 Decision = tuple[Step | None, str, str]
 """(step, what the report says was done or "" for no row, why)."""
-
-RESIDUALS = ("completep", "fixed")
-"""The rules for branch weights: by the number of branches, or by the type of branch. The first is
-the default."""
-
-TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5
-"""The branch weights of "fixed": those of the guide of the Unit Scaling library."""
 
 
 def by_place(nodes: list[CallNode], steps: dict[int, Step | None]) -> dict[Place, Steps]:
@@ -85,12 +77,9 @@ class Planner:
         self.readouts = frozenset(n for n, t in self.tags.items() if t.mup_type == "output")
         self.flow = Flow(self.nodes)
         self.loops = self._loops()
-        self.residuals = {} if self.preserve else self._residuals()
+        self.residuals = {} if self.preserve else _find_residuals(self.flow, self.branches())
         self.kept = frozenset[str]() if self.preserve else self._kept()
         self.inner = self._inner_readouts()
-
-    def _residuals(self) -> dict[int, Decision]:
-        return _find_residuals(self.flow, self.branches(), self.plan.residual)
 
     def branches(self) -> list[Branch]:
         """The residual branches, in the order of their adds."""
@@ -242,9 +231,6 @@ def step_by_rule(op: Op, function: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 # Data flow
 
-_MASKS = frozenset("masked_fill where nan_to_num".split())
-"""Kinds that set elements to constants: those of rows of attention weights without any key."""
-
 
 def _reached(starts: Iterable[int], next: Callable[[int], Iterable[int]]) -> set[int]:
     """All nodes reachable from ``starts`` along ``next``, including ``starts``."""
@@ -281,19 +267,6 @@ class Flow:
     def is_product(self, index: int) -> bool:
         return self.nodes[index].kind in PRODUCTS | RECURRENT and self.nodes[index].value.live
 
-    def is_attention(self, index: int) -> bool:
-        """Whether the call is fused attention, or the softmax in front of a product."""
-        kind = self.nodes[index].kind
-        return kind in ATTENTION or (kind == "softmax" and self._is_operand(index))
-
-    def _is_operand(self, index: int) -> bool:
-        """Whether a product uses the result of a call, through moves, dropout and masks only."""
-        return any(
-            self.is_product(reader)
-            or (self.nodes[reader].kind in TRANSPARENT | _MASKS and self._is_operand(reader))
-            for reader in self.readers[index]
-        )
-
     def before(self, ends: Iterable[int]) -> set[int]:
         """The nodes whose results feed one of the calls ``ends``."""
         return _reached([s for end in ends for s in self.sources[end]], self.sources.__getitem__)
@@ -315,14 +288,13 @@ class Flow:
 
 @dataclass
 class Branch:
-    """A residual branch. add: the call that adds it. skip, end: the arguments of the add. region:
-    its nodes from origin on. number, count: its index in its stream, and their number."""
+    """A residual branch. add: the call that adds it. skip, end: the arguments of the add. number,
+    count: its index in its stream, and their number."""
 
     add: int
     skip: Input
     end: Input
     origin: int
-    region: list[int]
     number: int = 0
     count: int = 1
 
@@ -339,23 +311,17 @@ def _find_branches(flow: Flow, layers: set[int]) -> list[Branch]:
     return list(adds.values())
 
 
-def _find_residuals(flow: Flow, branches: list[Branch], rule: str) -> dict[int, Decision]:
-    """The decision for each residual add of a model. rule: one of `RESIDUALS`."""
+def _find_residuals(flow: Flow, branches: list[Branch]) -> dict[int, Decision]:
+    """The decision for each residual add of a model."""
     decisions: dict[int, Decision] = {}
     for branch in branches:
-        index, number, count = branch.add, branch.number, branch.count
-        joined = flow.nodes[branch.end.node].kind == "add"  # of attention and another branch
-        attention = not joined and any(map(flow.is_attention, branch.region))
-        if rule == "fixed":
-            tau = TAU_ATTENTION if attention else TAU_FEED_FORWARD
-        else:
-            tau = completep_residual_scaling_rule()(number, count)
+        tau = completep_residual_scaling_rule()(branch.number, branch.count)
         norm = (1 + tau**2) ** 0.5
         weights = {branch.skip.slot: 1 / norm, branch.end.slot: tau / norm}
-        node = flow.nodes[index]
+        node = flow.nodes[branch.add]
         terms = tuple(weights[i.slot] for i in node.inputs if i.slot in weights)
         step = Step(terms=terms, writes=(0,) in node.written)
-        decisions[index] = step, "scaled", f"residual add, tau {tau:.3g}"
+        decisions[branch.add] = step, "scaled", f"residual add, tau {tau:.3g}"
     return decisions
 
 
@@ -368,7 +334,7 @@ def _branch(flow: Flow, layers: set[int], adds: dict[int, Branch], index: int) -
             continue  # broadcast over positions: a shift
         origin, region = _origin(flow, adds, skip.node, end.node)
         if not layers.isdisjoint(region):
-            return Branch(index, skip, end, origin, region)
+            return Branch(index, skip, end, origin)
     return None
 
 

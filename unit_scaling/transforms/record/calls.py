@@ -175,7 +175,6 @@ class Recorder(Calls):
         super().__init__(in_pairs=self.normalizes)
         self.nodes: list[CallNode] = []
         self.outputs: list[int] = []  # the nodes of the results
-        self.buffers: dict[int, str] = {}  # names by id
         self.changed: frozenset[str] = frozenset()  # parameters that the model changes itself
         self._node_of: dict[int, int] = {}
         self._makers: dict[Node, int] = {}

@@ -26,7 +26,6 @@ from fp8.common.threads import Setting, apart
 
 from ...parameter import restore_own_tags
 from ...rules.table import find_op
-from ..folding import find_ties
 from ..install import Args, Called, Kwargs, pushed
 from ..plan.plan import CallRow, ModelPlan, Step, Steps
 from ..plan.planner import Planner, by_place, step_by_rule
@@ -75,13 +74,11 @@ def learned(transform: Any, called: Called) -> ModelPlan:
         i: corrected(s, exponents[nodes[i].place], nodes[i].place in measuring.loops)
         for i, s in decided.items()
     }
-    addition = ModelPlan(transform.plan.init, transform.plan.residual, steps=by_place(nodes, steps))
+    addition = ModelPlan(transform.plan.init, steps=by_place(nodes, steps))
     if is_first:
         addition.rows += demoted(module, path, planner.inner)
     addition.rows += _kept_rows(planner.kept, added)
     addition.rows += _rows(rows, nodes, exponents)
-    if not path and transform.unit_scaled:
-        addition.ties = find_ties(nodes, steps, recording.buffers, recording.outputs)
     return addition
 
 
@@ -134,7 +131,6 @@ def _record(transform: Any, called: Called, hooked: bool) -> Recorder:
         normalizes=transform.unit_scaled,
     )
     output, recorder.changed = _run(transform, recorder, copied)
-    recorder.buffers = {id(b): name for name, b in copy.named_buffers()}
     recorder.outputs = recorder.nodes_of(output)
     return recorder
 

@@ -17,7 +17,6 @@ from fp8.modes.autocast import outside_compiler
 from fp8.warnings import ScaleWarning, warn_once
 
 from ...parameter import has_parameter_data
-from ..folding import Folded, folded
 from ..install import (
     Args,
     Call,
@@ -215,7 +214,6 @@ class UnitScale(Scope):
         known = set(plan.rows)
         rows = [*plan.rows, *(row for row in found.rows if row not in known)]
         plan.rows = [r for r in rows if r.done == KEPT or (r.path, r.call) not in kept]
-        plan.ties = plan.ties or found.ties
 
     def _agree(self, module: nn.Module) -> None:
         """Makes the measured scales of gradients equal in all processes."""
@@ -267,27 +265,29 @@ class UnitScale(Scope):
             if plan.entries or not self.plan.entries or differs:
                 self.adopt(model, plan, rescale=False)
 
-    def check_seen(self, model: nn.Module, whole: bool = False) -> None:
-        """Raises ValueError before the first call; whole: of the model itself, not of parts."""
-        if not self.plan.covers("") if whole else not self.plan.entries:
+    def check_seen(self, model: nn.Module) -> None:
+        """Raises ValueError before the first call."""
+        if not self.plan.entries:
             raise ValueError(
                 f"{type(model).__name__} is unit-scaled and has not run: its factors are found at "
                 "its first call, so call it once with an example batch"
             )
 
-    def factors(self, model: nn.Module) -> Folded:
-        if self.replacements:
-            raise ValueError("functions in replace of unit_scale cannot be folded into weights")
-        solution = Folded({}, {})
-        if self.unit_scaled:
-            self.check_seen(model, whole=True)
-            solution = folded(self.plan.ties)
+    def exponents(self) -> dict[str, int]:
+        """Read by `fp8.export`: path of a layer -> the exponent of the power of two that its input
+        is cast at, where its calls have one. Raises ValueError where weights are not those of the
+        plain model."""
+        if self.unit_scaled or self.replacements:
+            why = "functions in replace are" if self.replacements else "its factors are"
+            raise ValueError(
+                f"{self.title}: {why} in the graph, in no weight. Train the model that "
+                "unit_scale(model, batch=...) returns, which is a plain one, and export that"
+            )
         found: dict[str, set[int]] = defaultdict(set)
         for (path, kind, _), own in self.plan.steps.items():
             if kind in LAYERS:
                 found[path] |= {dict(step.static).get((0,), 0) if step else 0 for step in own}
-        one = {path: exponents.pop() for path, exponents in found.items() if len(exponents) == 1}
-        return solution._replace(exponents=one)
+        return {path: exponents.pop() for path, exponents in found.items() if len(exponents) == 1}
 
 
 def _unplanned(place: Place) -> str:

@@ -80,7 +80,6 @@ def run_pass(
             with seen:
                 output = model(*args, **kwargs)
             seen.changed = frozenset(n for n, p in model.named_parameters() if written.changed(p))
-            seen.buffers = {id(b): name for name, b in model.named_buffers()}
             seen.outputs = seen.nodes_of(output)
             results = [t for t in tensors_within(output) if has_scale(t) and is_strided(t)]
             seen.has_nan = any(bool(t.isnan().any()) for t in results)

@@ -74,7 +74,7 @@ class _Setter:
             self.rows[_named(row.path, row.call)] = row
         seen = run_pass(self.model, self.batch, normalizes=True)
         self.nodes = seen.nodes
-        tags, plan = named_tags(self.model, ""), ModelPlan("unit", "completep")
+        tags, plan = named_tags(self.model, ""), ModelPlan("unit")
         self.planner = Planner(self.nodes, plan, tags, seen.outputs, changed=seen.changed)
         self._keep(self.planner.kept, self.planner.added())
         for name in self.planner.inner:
