@@ -13,22 +13,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, get_args
+from itertools import zip_longest
+from operator import attrgetter
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fp8.common.compiler import eager_only
+from fp8.common.compiler import untraced
 from fp8.common.validation import check_name, check_number
 from fp8.warnings import OptimizerWarning, warn_once
 
-from .checks.late import LateRates
-from .parameter import ParameterData, has_parameter_data, tags_of
+from .parameter import ParameterData, Tags, has_parameter_data, tags_of
 from .rules.rates import (
     LR_MULT,
     LR_RULES,
     RATES,
+    SMALL_EPS,
+    TORCHS_EPS,
     UMUP,
     Kind,
     LrMult,
@@ -221,37 +224,114 @@ def _by_scale(
     by_scale: dict[float, list[Any]] = {}
     for index, entry in enumerate(group["params"]):
         name, parameter = entry if isinstance(entry, tuple) else (f"number {index}", entry)
-        if getattr(parameter, "_fsdp_flattened", False):
-            raise ValueError(
-                f"FullyShardedDataParallel has flattened parameter {name}, whose shape decides its "
-                "learning rate: make the optimizer before wrapping the model with "
-                "use_orig_params=True, or use fully_shard"
-            )
-        if has_parameter_data(parameter):
-            scale = lr_scale_func(parameter)
-        elif allow_untagged:
-            scale = 1.0
-        else:
-            raise ValueError(
-                f"parameter {name} of shape {tuple(parameter.shape)} has no mup_type, so its "
-                "learning rate is not known: use modules of unit_scaling or "
-                "unit_scaling.Parameter, unit_scaling.parameter.restore_tags(model) if it has "
-                "replaced one that had, or pass allow_non_unit_scaling_params=True"
-            )
+        scale = _scale_of(name, parameter, lr_scale_func, allow_untagged)
         by_scale.setdefault(scale, []).append(entry)
     return by_scale.items()
 
 
-_TORCHS_EPS = 1e-8
-SMALL_EPS = 1e-16
-"""The eps of Adam, in place of torch's default of 1e-8, for weights of `unit_scale`. Their
-gradients are the true ones, which a mean over many tokens and classes makes as small as 1e-9; the
-square of 1e-16 is still a normal number of float32."""
+def _scale_of(
+    name: str,
+    parameter: Any,
+    lr_scale_func: LrScale,
+    allow_untagged: bool,
+    known: float | None = None,
+) -> float:
+    """known: the factor that is on record, for a parameter whose tags or shape are gone."""
+    flattened = getattr(parameter, "_fsdp_flattened", False)
+    if has_parameter_data(parameter) and not flattened:
+        return lr_scale_func(parameter)
+    if known is not None:
+        return known
+    if flattened:
+        raise ValueError(
+            f"FullyShardedDataParallel has flattened parameter {name}, whose shape decides its "
+            "learning rate: make the optimizer before wrapping the model with "
+            "use_orig_params=True, or use fully_shard"
+        )
+    if allow_untagged:
+        return 1.0
+    raise ValueError(
+        f"parameter {name} of shape {tuple(parameter.shape)} has no mup_type, so its "
+        "learning rate is not known: use modules of unit_scaling or "
+        "unit_scaling.Parameter, unit_scaling.parameter.restore_tags(model) if it has "
+        "replaced one that had, or pass allow_non_unit_scaling_params=True"
+    )
+
+
+_LR_SCALES, _EPS_SCALES, _DECAY_LR = "mup_lr_scales", "mup_eps_scales", "mup_decay_lr"
+"""Entries of a group: the factors of lr and of eps of each parameter, and the lr at which a step
+decays by weight_decay, or None for torch's decay. Lists of numbers, for all forms of checkpoints.
+"""
+
+_NOT_SHARED = {"params", "param_names", _LR_SCALES, _EPS_SCALES, _DECAY_LR}
+_COMPUTED = {"lr", "eps", "weight_decay"}
+
+
+class _Part(NamedTuple):
+    """The parameters of a group that have one rate and one eps, as a group for torch's step."""
+
+    lr_scale: float
+    eps_scale: float
+    group: dict[str, Any]
+
+
+class _Split(NamedTuple):
+    """A group of the user, what its parts depend on, and its parts."""
+
+    given: dict[str, Any]
+    key: tuple[Any, ...]
+    parts: list[_Part]
+
+    def set_numbers(self) -> None:
+        """Gives the parts the entries that the user's group has now."""
+        given = self.given
+        shared = {name: value for name, value in given.items() if name not in _NOT_SHARED}
+        decay_lr = given.get(_DECAY_LR) or 0.0
+        for lr_scale, eps_scale, group in self.parts:
+            lr = _times(given["lr"], lr_scale, group.get("lr"))
+            # torch multiplies it by the rate.
+            decay = given["weight_decay"] / (decay_lr * lr_scale or 1.0)
+            group.update(shared, lr=lr, weight_decay=decay)
+            if "eps" in given:
+                group["eps"] = given["eps"] * eps_scale
+
+    def keep_what_is_set(self) -> None:
+        """Gives the user's group what a step has set, as ``skipped_steps`` of `fp8.optim`."""
+        stepped = self.parts[0].group
+        for name in stepped.keys() - _COMPUTED - _NOT_SHARED:
+            self.given[name] = stepped[name]
+
+
+def _times(lr: Any, scale: float, previous: Any) -> Any:
+    """A tensor keeps its memory, which is a constant of a CUDA graph and of a compiled step."""
+    if scale == 1.0:
+        return lr
+    if isinstance(lr, Tensor) and isinstance(previous, Tensor) and not lr.requires_grad:
+        return torch.mul(lr, scale, out=previous)
+    return lr * scale
+
+
+_read_tags = attrgetter(*Tags._fields)
+
+
+def _tags_or_none(parameter: Any) -> Any:
+    try:  # a fifth of the time of `tags_of`
+        return _read_tags(parameter)
+    except AttributeError:
+        return tags_of(parameter) if has_parameter_data(parameter) else None
+
+
+def _eps_scale(parameter: Any, eps: float | None, known: float | None) -> float:
+    if not has_parameter_data(parameter):
+        return known or 1.0
+    is_small = eps == TORCHS_EPS and getattr(parameter, "mup_divisor", None)
+    return SMALL_EPS / TORCHS_EPS if is_small else 1.0
 
 
 class _UnitScaled(torch.optim.Optimizer):
-    """Scales every group that is added, including those of the constructor.
+    """Steps each parameter at the rate of its tags, which are read in each step.
 
+    ``param_groups`` are those of the user. A step replaces them by groups of one rate each.
     numbers: further arguments of torch's optimizer, in order.
     """
 
@@ -266,75 +346,132 @@ class _UnitScaled(torch.optim.Optimizer):
         lr_mult: LrMult | None,
         **kwargs: Any,
     ) -> None:
-        self._scaled = partial(
-            scaled_parameters,
-            lr_scale_func=rule,
-            independent_weight_decay=independent_weight_decay,
-            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
-            lr_mult=lr_mult,
-        )
-        self._rates: set[float] = set()
-        self._has_stepped = False
-        self._late = LateRates(tags_of, _factors(rule, lr_mult))
+        self._lr_scale = _factors(rule, lr_mult)
+        self._independent_decay = independent_weight_decay
+        self._allow_untagged = allow_non_unit_scaling_params
+        self._splits: list[_Split] = []
         init: Any = super().__init__
         init(params, RATES[rule] if lr is None else lr, *numbers, **kwargs)
         if lr is None:
             _default_rate(rule, [p for group in self.param_groups for p in group["params"]])
-        self.register_step_pre_hook(_before_step)
-        self.register_step_post_hook(_after_step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds the parameters of the group, as one group for each learning rate."""
-        defaults = {name: self.defaults[name] for name in ("lr", "weight_decay")}
-        for group in self._scaled([param_group], **defaults):
-            parameters = [_tensor(entry) for entry in group["params"]]
-            if group.get("eps", self.defaults.get("eps")) == _TORCHS_EPS and any(
-                getattr(p, "mup_divisor", None) for p in parameters
-            ):
-                group["eps"] = SMALL_EPS
-            super().add_param_group(group)
-            self._rates.add(float(group["lr"]))
-            self._late.add(parameters)
+        """As in torch. Raises ValueError for a parameter whose learning rate is not known."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_number("lr", group["lr"])
+            if self._independent_decay:
+                _warn_of_decay(float(group["weight_decay"]))
+                group.setdefault(_DECAY_LR, float(group["lr"]) or None)
+            self._update_splits()
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As in torch. The closure is called first and sees the user's groups."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        given = self._replace_groups()
+        try:
+            _next_step(type(self))(self)
+        finally:
+            self._restore_groups(given)
+        return loss
+
+    step.calls_the_next = True  # type: ignore[attr-defined]  # for `fp8.initialize`
+
+    @untraced
+    def _replace_groups(self) -> Any:
+        given = self.param_groups
+        self._update_splits()
+        self.param_groups = self._parts
+        return given
+
+    @untraced
+    def _restore_groups(self, given: Any) -> None:
+        self.param_groups = given
+        for split in self._splits:
+            split.keep_what_is_set()
+
+    def _update_splits(self) -> None:
+        """Splits the groups whose parameters, tags or eps have changed, and sets all numbers."""
+        before, changed = {id(split.given): split for split in self._splits}, False
+        self._splits = []
+        for group in self.param_groups:
+            params = group["params"]
+            # Parameters are alive as long as their parts: an id is that of one parameter.
+            key = (tuple(map(id, params)), list(map(_tags_or_none, params)), group.get("eps"))
+            split = before.pop(id(group), None)
+            if split is None or split.key != key:
+                split, changed = _Split(group, key, self._parts_of(group)), True
+            split.set_numbers()
+            self._splits.append(split)
+        if changed or before:
+            self._parts = [part.group for split in self._splits for part in split.parts]
+
+    def _parts_of(self, group: dict[str, Any]) -> list[_Part]:
+        """Records the factors of each parameter in the group, which untagged ones keep."""
+        params = group["params"]
+        names, lr_scales, eps_scales = (
+            (group.get(key, []) + [None] * len(params))[: len(params)]
+            for key in ("param_names", _LR_SCALES, _EPS_SCALES)
+        )
+        parts: dict[tuple[float, float], _Part] = {}
+        for i, parameter in enumerate(params):
+            name = names[i] or f"number {i}"
+            arguments = self._lr_scale, self._allow_untagged, lr_scales[i]
+            lr_scales[i] = _scale_of(name, parameter, *arguments)
+            eps_scales[i] = _eps_scale(parameter, group.get("eps"), eps_scales[i])
+            scales = lr_scales[i], eps_scales[i]
+            part = parts.setdefault(scales, _Part(*scales, {"params": []}))
+            part.group["params"].append(parameter)
+        group[_LR_SCALES] = lr_scales
+        if "eps" in group:
+            group[_EPS_SCALES] = eps_scales
+        return list(parts.values()) or [_Part(1.0, 1.0, {"params": []})]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, with the factors of lr and eps of each parameter in each group."""
+        self._update_splits()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch. Raises ValueError for a state_dict of another optimizer, such as torch's and
-        those of unit-scaling 0.3.5, whose groups are others."""
-        if not all("mup_lr_scale" in group for group in state_dict["param_groups"]):
+        """As in torch. The saved factors are those of parameters that have no tags.
+
+        Raises ValueError for a state_dict of another optimizer, such as torch's and those of
+        unit-scaling 0.3.5, whose lr and weight_decay have another meaning.
+        """
+        if not all(_LR_SCALES in group for group in state_dict["param_groups"]):
             raise ValueError("the state_dict is not of an optimizer of unit_scaling.optim")
         super().load_state_dict(state_dict)
 
+    def __repr__(self) -> str:
+        """As in torch, with the range of the factors of a group in the place of the list."""
+        self._update_splits()
+        given = self.param_groups
+        self.param_groups = [{**group, **_ranges(group)} for group in given]
+        try:
+            return super().__repr__()
+        finally:
+            self.param_groups = given
+
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_scaled", "_rates", "_has_stepped", "_late")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+        names = ("_lr_scale", "_independent_decay", "_allow_untagged")
+        own = {name: getattr(self, name) for name in names}
+        return {**super().__getstate__(), **own, "_splits": []}
 
 
-_FLAT = (
-    "all {} parameter groups have learning rate {:.4g}, and u-muP gave them different ones: a "
-    "schedule or a loop has set one for all. Give a schedule one per group, as in OneCycleLR(opt, "
-    "max_lr=[g['lr'] for g in opt.param_groups]); in a loop, multiply by group['mup_lr_scale']"
-)
+def _ranges(group: dict[str, Any]) -> dict[str, str]:
+    scales = {name: group[name] for name in (_LR_SCALES, _EPS_SCALES) if group.get(name)}
+    return {name: f"{min(each):.4g} to {max(each):.4g}" for name, each in scales.items()}
 
 
-@eager_only()
-def _after_step(opt: Any, args: Any, kwargs: Any) -> None:
-    opt._late.after_step()
-
-
-@eager_only()
-def _before_step(opt: Any, args: Any, kwargs: Any) -> None:
-    """Raises ValueError for equal rates before the first step with a nonzero rate; warns later, as
-    a schedule may end in one rate. Tensors, whose values may be on a device, are not read then."""
-    opt._late.before_step(opt)
-    groups = opt.param_groups
-    if len(opt._rates) < 2 or (opt._has_stepped and isinstance(groups[0]["lr"], Tensor)):
-        return
-    rates = {float(group["lr"]) for group in groups}
-    if len(rates) == 1 and rates != {0.0}:
-        message = _FLAT.format(len(groups), *rates)
-        if not opt._has_stepped:
-            raise ValueError(message)
-        warn_once(OptimizerWarning, message, about=opt, key="flat")
-    opt._has_stepped = opt._has_stepped or rates != {0.0}
+def _next_step(cls: type) -> Any:
+    """The step of the class after `_UnitScaled`, without the hooks that torch puts into the step of
+    a class when it makes the first instance: those of this step have run."""
+    step: Any = super(_UnitScaled, cls).step  # type: ignore[misc]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 class SGD(_UnitScaled, torch.optim.SGD):

@@ -73,6 +73,20 @@ def eager_only(otherwise: Any = None) -> Callable[[Fn], Fn]:
     return compiled_as(lambda *args, **kwargs: otherwise)
 
 
+def untraced(function: Fn) -> Fn:
+    """Decorator: a graph breaks at the function, which runs in eager mode. `torch.compiler.disable`
+    does so too, but imports the compiler when it decorates, and not at the first call."""
+    made: list[Any] = []
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            made.append(torch.compiler.disable(function))
+        return made[0](*args, **kwargs)
+
+    return cast("Fn", called)
+
+
 #: Functions that torch does not list as overridable: torch.compile hides them from modes, and a
 #: compiled model would silently compute them without a recipe or plan.
 HIDDEN: list[Callable[..., Any]] = [F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh]

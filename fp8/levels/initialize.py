@@ -248,7 +248,7 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     cls = type(optimizer)
     if issubclass(cls, LowPrecision):
         return cls
-    if not any(inspect.unwrap(cls.step) is inspect.unwrap(kind.step) for kind in TORCH):
+    if not any(_step_of(cls) is _step_of(kind) for kind in TORCH):
         raise TypeError(
             f"{cls.__name__} is not supported: initialize takes Adam and AdamW of torch.optim, "
             "unit_scaling.optim and fp8.optim"
@@ -264,6 +264,12 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     if len(decoupled) > 1:
         raise ValueError("the groups of the optimizer differ in decoupled_weight_decay")
     return AdamW if decoupled == {True} else Adam
+
+
+def _step_of(cls: type[Optimizer]) -> Any:
+    """The step that updates parameters, behind those of mixins that call the next class's."""
+    steps = [inspect.unwrap(vars(c)["step"]) for c in cls.__mro__ if "step" in vars(c)]
+    return next(step for step in steps if not hasattr(step, "calls_the_next"))
 
 
 def _class_for(cls: type[Optimizer], kind: type[LowPrecision]) -> type[Optimizer]:
@@ -311,6 +317,7 @@ def _take_over(
     optimizer.defaults = {**defaults, **formats}
     step = vars(optimizer).pop("step", None)
     optimizer.__class__ = _class_for(type(optimizer), kind)
+    optimizer.__setstate__({})  # torch adds the calls of hooks to the new class's step
     if step is not None:
         vars(optimizer)["step"] = _scheduled(optimizer, step)
     state = dict(optimizer.state)

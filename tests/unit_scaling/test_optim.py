@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 import unit_scaling as uu
 from fp8.warnings import OptimizerWarning
@@ -36,8 +35,16 @@ def parameters() -> list[nn.Parameter]:
 
 
 def lrs(opt) -> list[float]:
-    """The learning rate of every parameter, by group."""
-    return [group["lr"] for group in opt.param_groups for _ in group["params"]]
+    """The learning rate of every parameter, in the order in which they were given."""
+    groups = opt.state_dict()["param_groups"]
+    return [group["lr"] * scale for group in groups for scale in group["mup_lr_scales"]]
+
+
+def decays(opt) -> list[float]:
+    """What a step takes off each parameter, as a share, if its gradient is zero or a step's."""
+    opt.state_dict()
+    parts = [part.group for split in opt._splits for part in split.parts]
+    return [float(each["lr"]) * each["weight_decay"] for each in parts for _ in each["params"]]
 
 
 FAN_INS = {(): 1, (6,): 6, (2, 6): 6, (2, 3, 5): 15, (2, 3, 5, 7): 105, (2, 3, 1, 4, 2): 24}
@@ -103,10 +110,10 @@ def test_lr_mult(cls):
         (alone,) = lrs(cls([parameter], lr=1.0, lr_mult=UMUP))
         opt = pickle.loads(pickle.dumps(cls([parameter], 1.0, weight_decay=1e-3, lr_mult=mult)))
         opt.add_param_group({"params": [copy.deepcopy(parameter)]})
-        for group in opt.param_groups:
-            expected = alone * mult.get(kind_of(parameter), 1.0)
-            assert group["lr"] == group["mup_lr_scale"] == pytest.approx(expected)
-            assert group["lr"] * group["weight_decay"] == pytest.approx(1e-3)
+        expected = alone * mult.get(kind_of(parameter), 1.0)
+        assert [group["lr"] for group in opt.param_groups] == [1.0, 1.0]
+        assert lrs(opt) == pytest.approx([expected, expected])
+        assert decays(opt) == pytest.approx([1e-3, 1e-3])
 
 
 def test_default_factors():
@@ -147,18 +154,21 @@ def test_lr_mult_that_cannot_be():
 
 @each_optimizer
 def test_forms_of_params(cls):
-    """One group for each learning rate."""
+    """Groups are those that were given."""
     expected, module = unit_lrs(cls), nn.ParameterList(parameters())
     opt = cls(module.parameters(), lr=1.0)
     assert lrs(opt) == expected
-    assert len(set(peaks(opt))) == len(opt.param_groups) == (5 if cls is SGD else 6)
-    assert len(opt.param_groups[0]["params"]) == 2
+    assert [len(group["params"]) for group in opt.param_groups] == [len(module)]
     named = cls(module.named_parameters(), lr=1.0)
     assert lrs(named) == expected
-    assert named.param_groups[0]["param_names"] == ["0", "5"]
+    assert named.param_groups[0]["param_names"] == [name for name, _ in module.named_parameters()]
     groups = [{"params": parameters()[0], "lr": 2.0}, {"params": parameters()[1:3]}]
-    single = cls(groups, lr=1.0, lr_mult=UMUP)
-    assert peaks(single) == pytest.approx([0.5, 0.5, 1.0])
+    several = cls(groups, lr=1.0, lr_mult=UMUP)
+    assert peaks(several) == [2.0, 1.0]
+    assert lrs(several) == pytest.approx([0.5, 0.5, 1.0])
+    again = cls(several.param_groups, lr=7.0)
+    assert lrs(again) == lrs(cls([{**g} for g in several.param_groups]))
+    assert peaks(again) == [2.0, 1.0]
 
 
 @each_optimizer
@@ -166,23 +176,35 @@ def test_added_groups_are_scaled(cls):
     opt = cls(parameters()[:1], lr=0.5, weight_decay=1e-3, lr_mult=UMUP)
     opt.add_param_group({"params": parameters()[4:5]})
     opt.add_param_group({"params": parameters()[2:], "lr": 1.0, "weight_decay": 0.0})
-    assert opt.param_groups[1]["lr"] == pytest.approx(0.5 / 3 / 12**0.5)
-    assert opt.param_groups[1]["weight_decay"] == pytest.approx(1e-3 / (0.5 / 3 / 12**0.5))
-    assert len(opt.param_groups) == 2 + 4
-    with pytest.raises(ValueError, match="appear in more than one parameter group"):
-        opt.add_param_group({"params": opt.param_groups[0]["params"]})
+    assert lrs(opt)[1] == pytest.approx(0.5 / 3 / 12**0.5)
+    assert decays(opt) == pytest.approx([1e-3, 1e-3, *[0.0] * 5])
+    assert peaks(opt) == [0.5, 0.5, 1.0]
+    given = list(opt.param_groups)
+    for bad, error in (
+        (given[0]["params"], "appear in more than one parameter group"),
+        (nn.Parameter(torch.ones(2)), "has no mup_type"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            opt.add_param_group({"params": bad})
+        assert opt.param_groups == given
+    assert len(lrs(opt)) == 7
 
 
 @each_optimizer
 def test_weight_decay(cls):
-    """Independent: lr * weight_decay is the same for all. Otherwise torch's. One copied from torch
-    is named."""
+    """Independent: that of a step is the same for all. Otherwise torch's. One copied from torch is
+    named."""
     opt = cls(parameters(), 0.1, weight_decay=1e-3)
-    assert {round(g["lr"] * g["weight_decay"], 9) for g in opt.param_groups} == {1e-3}
+    assert decays(opt) == pytest.approx([1e-3] * 7)
+    opt.param_groups[0]["lr"] /= 4  # as by a schedule
+    assert decays(opt) == pytest.approx([1e-3 / 4] * 7)
+    opt.param_groups[0]["weight_decay"] *= 2
+    assert decays(opt) == pytest.approx([1e-3 / 2] * 7)
     opt = cls(parameters(), 0.1, weight_decay=0.2, independent_weight_decay=False)
-    assert {g["weight_decay"] for g in opt.param_groups} == {0.2}
+    assert sorted(decays(opt)) == pytest.approx(sorted(0.2 * rate for rate in lrs(opt)))
     opt = cls(parameters(), lr=0, weight_decay=1e-3)
-    assert {(g["lr"], g["weight_decay"]) for g in opt.param_groups} == {(0, 1e-3)}
+    opt.param_groups[0]["lr"] = 0.5
+    assert sorted(decays(opt)) == pytest.approx(sorted(1e-3 * rate for rate in lrs(opt)))
     decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
     with pytest.warns(OptimizerWarning, match=f"weight_decay={decay} takes 1% off .* times the lr"):
         cls(parameters(), lr=0.5, weight_decay=decay)
@@ -193,10 +215,15 @@ def test_weight_decay(cls):
 def test_tensor_learning_rate(cls):
     lr = torch.tensor(0.5)
     opt = cls(parameters(), lr=lr, foreach=False, weight_decay=1e-3)
-    assert all(isinstance(g["lr"], torch.Tensor) and g["lr"] is not lr for g in opt.param_groups)
+    assert opt.param_groups[0]["lr"] is lr  # as in torch
     assert [float(x) for x in lrs(opt)] == pytest.approx([x / 2 for x in unit_lrs(cls)])
+    assert decays(opt) == pytest.approx([1e-3] * 7)
+    rates = [part.group["lr"] for part in opt._splits[0].parts]
     lr.fill_(7.0)
-    assert float(lrs(opt)[0]) == 0.125
+    assert [float(x) for x in lrs(opt)] == pytest.approx([x * 7 for x in unit_lrs(cls)])
+    assert decays(opt) == pytest.approx([1e-3 * 14] * 7)
+    now = [part.group["lr"] for part in opt._splits[0].parts]
+    assert all(a is b for a, b in zip(rates, now, strict=True))  # constants of a graph
 
 
 @each_optimizer
@@ -210,95 +237,40 @@ def test_untagged_parameters(cls):
     assert lrs(opt) == [0.1]
 
 
-SCHEDULES = {
-    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: step / 10),  # from zero
-    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(
-        opt, peaks(opt), total_steps=10, cycle_momentum=False
-    ),
-}
-
-
 def peaks(groups) -> list[float]:
     return [group["lr"] for group in getattr(groups, "param_groups", groups)]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_keep_the_ratios(name: str):
-    opt = SGD(parameters(), lr=1.0)
-    base = lrs(opt)
-    schedule = SCHEDULES[name](opt)
-    for _ in range(8):
-        now = lrs(opt)
-        assert now == pytest.approx([now[2] * x / base[2] for x in base])
-        opt.step()
-        schedule.step()
-    assert lrs(opt) != base  # it has changed them
-
-
-def flatten(opt) -> None:
-    for group in opt.param_groups:
-        group["lr"] = 0.1
-
-
-FLAT = {
-    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10),
-    "loop": flatten,
-}
-
-
-@pytest.mark.parametrize("name", FLAT)
-def test_flat_rates_are_refused(name: str):
-    opt = SGD(parameters(), lr=1.0, momentum=0.9)
-    FLAT[name](opt)
-    with pytest.raises(ValueError, match=r"all 5 .* groups have learning rate .* set one for all"):
-        opt.step()
-    for group in opt.param_groups:
-        group["lr"] = 0.3 * group["mup_lr_scale"]
-    opt.step()
-    assert lrs(opt) == pytest.approx([0.3 * x for x in unit_lrs(SGD)])
-    flatten(opt)
-    with pytest.warns(OptimizerWarning, match="all 5 .* have learning rate"):  # no error at an end
-        opt.step()
-    opt.step()  # once
-
-
-@each_optimizer
-def test_rates_that_are_equal_from_the_start(cls):
-    """All of one kind, or made so by the groups that were given."""
-    cls([p for p in parameters() if p.mup_type == "output"], lr=0.1).step()
-    weight, norm = parameters()[0], parameters()[2]
-    opt = cls([{"params": [weight], "lr": 0.4}, {"params": [norm], "lr": 0.1}], lr_mult=UMUP)
-    assert peaks(opt) == [0.1, 0.1]
-    opt.step()
 
 
 @each_optimizer
 @pytest.mark.parametrize("compiled", [False, True])
 def test_step_is_that_of_torch(cls, compiled: bool):
-    """The same update as torch's optimizer with the learning rates set by hand; state too."""
+    """The same update as torch's optimizer with groups by rate; state too."""
     ours, theirs = parameters(), parameters()
-    opt = cls(ours, lr=0.1, weight_decay=1e-3)
-    rates = {id(p): g for g in opt.param_groups for p in g["params"]}
-    names = ("lr", "weight_decay")
-    groups = [
-        {"params": [b], **{name: rates[id(a)][name] for name in names}}
-        for a, b in zip(ours, theirs, strict=True)
-    ]
-    plain = getattr(torch.optim, cls.__name__)(groups)
+    settings = {"momentum": 0.9} if cls is SGD else {}
+    opt = cls(ours, lr=0.1, weight_decay=1e-3, **settings)
+    rule = "sgd" if cls is SGD else "adam"
+    groups = scaled_parameters(theirs, rule, lr=0.1, weight_decay=1e-3)
+    plain = getattr(torch.optim, cls.__name__)(groups, **settings)
     step = torch.compile(opt.step, backend="eager") if compiled else opt.step
+    given = opt.param_groups[0]
     for i in range(3):
         for p in (*ours, *theirs):
             p.grad = torch.linspace(-1, 1 + i, p.numel()).reshape(p.shape)
         step()
         plain.step()
-    torch.testing.assert_close(ours, theirs)
-    fresh = cls(parameters(), lr=0.7)
+    assert opt.param_groups[0] is given
+    assert all(a is b for a, b in zip(given["params"], ours, strict=True))
+    exactly = {} if compiled else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(ours, theirs, **exactly)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(opt.state[a], plain.state[b], **exactly)
+    fresh = cls(parameters(), lr=0.7, **settings)
     fresh.load_state_dict(opt.state_dict())
     assert lrs(fresh) == lrs(opt)
     for copied in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
         assert lrs(copied) == lrs(opt)
         copied.add_param_group({"params": parameters()[0], "lr": 1.0})
-        assert copied.param_groups[-1]["lr"] == 1.0 * copied.param_groups[0]["mup_lr_scale"]
+        assert lrs(copied)[-1] == copied.param_groups[0]["mup_lr_scales"][0]
 
 
 def test_scaled_parameters():

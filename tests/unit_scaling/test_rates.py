@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.unit_scaling.test_optim import each_optimizer
+from tests.unit_scaling.test_optim import each_optimizer, lrs
 from unit_scaling.optim import SGD, AdamW
 from unit_scaling.rules.rates import default_rate
 from unit_scaling.transforms import unit_scale
@@ -53,9 +53,8 @@ def test_the_default_rate_is_for_weights_that_keep_their_values_beside_others(cl
     still = [model.positions, *model.norm.parameters()]
     rest = [*model.blocks.parameters(), *model.head.parameters()]
     opt = cls([{"params": rest, "weight_decay": 1e-4}, {"params": still, "weight_decay": 0.0}])
-    rates = {id(p): g["lr"] for g in opt.param_groups for p in g["params"]}
-    for p in model.parameters():
-        assert rates[id(p)] == pytest.approx(default_rate("sgd" if cls is SGD else "adam", p))
+    rule = "sgd" if cls is SGD else "adam"
+    assert lrs(opt) == pytest.approx([default_rate(rule, p) for p in (*rest, *still)])
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fp8.common.compiler import eager_only
 from fp8.warnings import OptimizerWarning, warn_once
 
-from ..rules.rates import RATES, default_rate
+from ..rules.rates import RATES, TORCHS_EPS, default_rate
 from .first_call import is_near_one, known_rms
 
 OFF = 3.0
@@ -136,7 +136,7 @@ def _check_rate(optimizer: Optimizer) -> None:
     if not near or 2 * numbers[-1] <= total:
         return  # weights with their own scales, as with init="preserve"
     median = near[bisect_left(numbers, numbers[-1] / 2)]
-    name, ours = type(optimizer).__name__, "mup_lr_scale" in optimizer.param_groups[0]
+    name, ours = type(optimizer).__name__, _has_factors(optimizer.param_groups[0])
     if rule == "sgd" and ours:  # no rate suits all models
         return
     # Only updates of Adam are known to have entries of about the rate.
@@ -161,14 +161,19 @@ def _rates(optimizer: Optimizer, rule: str) -> Iterator[_Rate]:
     """Those of the weights of an optimizer: what a group was created with or a schedule starts
     from, ignoring warm-up. A rate of 0 is not judged."""
     for group in optimizer.param_groups:
-        scale = group.get("mup_lr_scale")
-        rates = [(group.get(key), scale or 1.0) for key in ("lr", "initial_lr")]
+        scale = group.get("mup_lr_scale") or 1.0
+        rates = [(group.get(key), scale) for key in ("lr", "initial_lr")]
         rates.append((optimizer.defaults.get("lr"), 1.0))
         rate = max([float(lr) / factor for lr, factor in rates if lr is not None], default=0.0)
         for p in group["params"]:
             if getattr(p, "mup_type", "") in ("weight", "output") and p.dim() > 1:
-                wanted = RATES[rule] if scale else default_rate(rule, p)
+                wanted = RATES[rule] if _has_factors(group) else default_rate(rule, p)
                 yield _Rate(p, rate, math.log2(rate / wanted) if rate > 0 else 0.0)
+
+
+def _has_factors(group: dict[str, Any]) -> bool:
+    """Whether the group is of `scaled_parameters` or of an optimizer of unit_scaling."""
+    return "mup_lr_scale" in group or "mup_lr_scales" in group
 
 
 def _check_eps(optimizer: Optimizer) -> None:
@@ -176,7 +181,7 @@ def _check_eps(optimizer: Optimizer) -> None:
     near = []
     for group in optimizer.param_groups:
         eps = group.get("eps")
-        if not isinstance(eps, float):
+        if not isinstance(eps, float) or ("mup_lr_scales" in group and eps == TORCHS_EPS):
             continue
         for p in group["params"]:
             if getattr(p, "mup_divisor", None) and p.grad is not None:

@@ -92,6 +92,12 @@ RATES = {name: rule.rate for name, rule in RULES.items()}
 #: The ``lr_mult`` of u-muP and of unit-scaling 0.3.5.
 UMUP: LrMult = {"kernel": 1.0, "output": 1.0, "norm": 1.0, "bias": 1.0, "few": 1.0}
 
+TORCHS_EPS = 1e-8
+SMALL_EPS = 1e-16
+"""The eps of Adam, in place of torch's default of 1e-8, for weights of `unit_scale`. Their
+gradients are the true ones, which a mean over many tokens and classes makes as small as 1e-9; the
+square of 1e-16 is still a normal number of float32."""
+
 
 def lr_scale_for_depth(param: Any) -> float:
     """Returns 1 / sqrt(mup_scaling_depth); 1 outside a stack of layers."""
