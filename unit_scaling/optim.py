@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, NamedTuple, get_args
 
@@ -287,13 +286,13 @@ class _Split(NamedTuple):
         given = self.given
         shared = {name: value for name, value in given.items() if name not in _NOT_SHARED}
         decay_lr = given.get(_DECAY_LR) or 0.0
-        for lr_scale, eps_scale, group in self.parts:
-            lr = _times(given["lr"], lr_scale, group.get("lr"))
-            # torch multiplies it by the rate.
-            decay = given["weight_decay"] / (decay_lr * lr_scale or 1.0)
-            group.update(shared, lr=lr, weight_decay=decay)
+        for part in self.parts:
+            group = part.group
+            group.update(shared, lr=_times(given["lr"], part.lr_scale, group.get("lr")))
+            # torch multiplies the decay by the rate, here that of the parameter.
+            group["weight_decay"] = given["weight_decay"] / (decay_lr * part.lr_scale or 1.0)
             if "eps" in given:
-                group["eps"] = given["eps"] * eps_scale
+                group["eps"] = given["eps"] * part.eps_scale
 
     def keep_what_is_set(self) -> None:
         """Gives the user's group what a step has set, as ``skipped_steps`` of `fp8.optim`."""
@@ -306,7 +305,9 @@ def _times(lr: Any, scale: float, previous: Any) -> Any:
     """A tensor keeps its memory, which is a constant of a CUDA graph and of a compiled step."""
     if scale == 1.0:
         return lr
-    if isinstance(lr, Tensor) and isinstance(previous, Tensor) and not lr.requires_grad:
+    if not isinstance(lr, Tensor) or lr.requires_grad:
+        return lr * scale
+    if isinstance(previous, Tensor) and previous.device == lr.device:
         return torch.mul(lr, scale, out=previous)
     return lr * scale
 
@@ -363,7 +364,8 @@ class _UnitScaled(torch.optim.Optimizer):
             check_number("lr", group["lr"])
             if self._independent_decay:
                 _warn_of_decay(float(group["weight_decay"]))
-                group.setdefault(_DECAY_LR, float(group["lr"]) or None)
+                lr = group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"]
+                group.setdefault(_DECAY_LR, lr or None)
             self._update_splits()
         except (TypeError, ValueError):
             del self.param_groups[-1]

@@ -162,9 +162,10 @@ def _rates(optimizer: Optimizer, rule: str) -> Iterator[_Rate]:
     from, ignoring warm-up. A rate of 0 is not judged."""
     for group in optimizer.param_groups:
         scale = group.get("mup_lr_scale") or 1.0
-        rates = [(group.get(key), scale) for key in ("lr", "initial_lr")]
+        rates = [(group.get(key), scale) for key in ("lr", "initial_lr", "max_lr")]
         rates.append((optimizer.defaults.get("lr"), 1.0))
-        rate = max([float(lr) / factor for lr, factor in rates if lr is not None], default=0.0)
+        numbers = [torch.as_tensor(lr).item() / factor for lr, factor in rates if lr is not None]
+        rate = max(numbers, default=0.0)
         for p in group["params"]:
             if getattr(p, "mup_type", "") in ("weight", "output") and p.dim() > 1:
                 wanted = RATES[rule] if _has_factors(group) else default_rate(rule, p)

@@ -65,13 +65,13 @@ def test_compiled(level):
 @each_level
 def test_unit_scaled_models(level):
     model, optimizer = build(level, optimizer=uu.optim.AdamW, transform=unit_scale)
-    rates = {group["mup_lr_scale"] for group in optimizer.param_groups}
-    assert len(rates) > 1
+    (group,) = optimizer.param_groups
+    assert len(set(group["mup_lr_scales"])) > 1
     assert model[0].weight.mup_type == "weight"
     losses = run(model, optimizer, 20)
     assert losses[-1] < losses[0]
     optimizer.add_param_group({"params": [uu.Parameter(torch.ones(4, 64), "weight")]})
-    assert optimizer.param_groups[-1]["mup_lr_scale"] == 0.125
+    assert optimizer.param_groups[-1]["mup_lr_scales"] == [0.125]
     assert optimizer.param_groups[-1]["master_weights"] == LEVELS[level].master
 
 

@@ -1,0 +1,418 @@
+"""Groups are the user's; rates are read from the tags in each step: loops and schedules that set
+one rate, closures, hooks, errors, other implementations of a step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import unit_scaling as uu
+from tests.unit_scaling.test_optim import each_optimizer, lrs, parameters
+from unit_scaling.optim import SGD, Adam, AdamW, scaled_parameters
+from unit_scaling.parameter import tag
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS = 6
+
+
+def by_rate(cls: Any, given: Any, lr: Any = 0.1, **settings: Any) -> torch.optim.Optimizer:
+    """torch's optimizer with a group for each rate: what a step has to be."""
+    options = {name: settings.pop(name) for name in ("weight_decay",) if name in settings}
+    rule = "sgd" if cls is SGD else "adam"
+    groups = scaled_parameters(given, rule, lr=lr, **options)
+    return getattr(torch.optim, cls.__name__)(groups, **settings)
+
+
+def fill(given: Any, step: int) -> None:
+    for p in given:
+        p.grad = torch.linspace(-1, 1 + step, p.numel()).reshape(p.shape)
+
+
+def momentum(cls: Any) -> dict[str, Any]:
+    return {"momentum": 0.9} if cls is SGD else {}
+
+
+def train(opt: Any, schedule: Any = None, steps: Any = range(STEPS)) -> list[torch.Tensor]:
+    given = [p for group in opt.param_groups for p in group["params"]]
+    for step in steps:
+        fill(given, step)
+        opt.step()
+        if schedule is not None:
+            schedule.step()
+    return given
+
+
+# One rate for all
+
+
+class Loop:
+    """Anneals as CleanRL's PPO and nanoGPT do: each step sets the rate of a group."""
+
+    def __init__(self, opt: Any, peak: Any) -> None:
+        self.opt, self.peak, self.count = opt, peak, 0
+
+    def step(self) -> None:
+        self.count += 1
+        share = 1 - self.count / 10
+        peaks = self.peak if isinstance(self.peak, list) else [self.peak]
+        for group, peak in zip(self.opt.param_groups, peaks, strict=True):
+            group["lr"] = share * peak
+
+
+#: Name -> schedule of (optimizer, a rate or a list of one per group).
+SCHEDULES: dict[str, Callable[[Any, Any], Any]] = {
+    "a loop": Loop,
+    "OneCycleLR": lambda opt, peak: lr_scheduler.OneCycleLR(
+        opt, peak, total_steps=10, cycle_momentum=False
+    ),
+    "CyclicLR": lambda opt, peak: lr_scheduler.CyclicLR(
+        opt, [x / 2 for x in peak] if isinstance(peak, list) else peak / 2, peak, step_size_up=2,
+        cycle_momentum=False,
+    ),
+    "warm-up from 0": lambda opt, peak: lr_scheduler.LambdaLR(opt, lambda step: step / 4),
+    "CosineAnnealingLR": lambda opt, peak: lr_scheduler.CosineAnnealingLR(opt, 8),
+    "SequentialLR": lambda opt, peak: lr_scheduler.SequentialLR(
+        opt,
+        [lr_scheduler.LinearLR(opt, 0.1, total_iters=2), lr_scheduler.ExponentialLR(opt, 0.9)],
+        [2],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@each_optimizer
+def test_a_schedule_anneals_everything(cls: Any, name: str):
+    """As torch's optimizer under a schedule with a list: weight decay too."""
+    settings = {"weight_decay": 1e-3, **momentum(cls)}
+    ours, theirs = parameters(), parameters()
+    opt, reference = cls(ours, 0.1, **settings), by_rate(cls, theirs, **settings)
+    train(opt, SCHEDULES[name](opt, 0.4))
+    peaks = [4 * group["lr"] for group in reference.param_groups]
+    train(reference, SCHEDULES[name](reference, peaks))
+    torch.testing.assert_close(ours, theirs)
+    assert len(opt.param_groups) == 1
+    assert not torch.equal(ours[0], parameters()[0])
+
+
+@each_optimizer
+def test_groups_and_their_settings_are_those_given(cls: Any):
+    """Each with its own rate and decay, changed between steps."""
+
+    def groups(ps: Any) -> Any:
+        return [{"params": ps[:3], "lr": 0.3}, {"params": ps[3:], "weight_decay": 0.0}]
+
+    ours, theirs = parameters(), parameters()
+    settings = {"weight_decay": 1e-3, **momentum(cls)}
+    opt, reference = cls(groups(ours), 0.1, **settings), by_rate(cls, groups(theirs), **settings)
+    train(opt, steps=range(3))
+    train(reference, steps=range(3))
+    key = "momentum" if cls is SGD else "betas"
+    changed = 0.5 if cls is SGD else (0.5, 0.9)
+    for each in (opt, reference):
+        for group in each.param_groups:
+            group[key] = changed
+    train(opt, steps=range(3, 6))
+    train(reference, steps=range(3, 6))
+    torch.testing.assert_close(ours, theirs)
+    assert [len(group["params"]) for group in opt.param_groups] == [3, 4]
+
+
+@each_optimizer
+def test_a_rate_of_zero_then_another(cls: Any):
+    """A decay that has no rate to be divided by is torch's: multiplied by the rate."""
+    p, q = parameters()[0], parameters()[0]
+    opt = cls([p], lr=0, weight_decay=1e-3)
+    plain = getattr(torch.optim, cls.__name__)([q], lr=0.0, weight_decay=1e-3)
+    train(opt)
+    assert torch.equal(p, parameters()[0])
+    opt.param_groups[0]["lr"] = 0.2
+    for each in (opt, plain):
+        each.state.clear()
+    plain.param_groups[0]["lr"] = 0.2 * lrs(opt)[0] / 0.2
+    train(opt)
+    train(plain)
+    torch.testing.assert_close(p, q)
+
+
+# The step
+
+
+def test_the_groups_are_the_users_after_an_error_and_in_closures_and_hooks():
+    given = parameters()
+    opt = AdamW(given, 0.1)
+    groups = opt.param_groups
+    seen = []
+    opt.register_step_pre_hook(lambda opt, args, kwargs: seen.append(opt.param_groups))
+    opt.register_step_post_hook(lambda opt, args, kwargs: seen.append(opt.param_groups))
+
+    def closure() -> torch.Tensor:
+        seen.append(opt.param_groups)
+        opt.zero_grad()
+        loss = sum(p.square().sum() for p in given)
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        assert opt.step(closure) == sum(p.numel() for p in given)
+    assert all(each is groups for each in seen)
+    assert len(seen) == 3
+    given[0].grad = torch.ones(8, 16).to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        opt.step()
+    assert opt.param_groups is groups
+    assert [len(group["params"]) for group in groups] == [7]
+
+    def fails() -> float:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        opt.step(fails)
+    assert opt.param_groups is groups
+
+
+@each_optimizer
+def test_a_closure_that_is_called_is_a_step(cls: Any):
+    ours, theirs = parameters(), parameters()
+    opt, reference = cls(ours, 0.1, **momentum(cls)), by_rate(cls, theirs, **momentum(cls))
+    for given, each in ((ours, opt), (theirs, reference)):
+
+        def closure(given: Any = given, each: Any = each) -> torch.Tensor:
+            each.zero_grad()
+            loss = sum((p - 0.5).pow(4).sum() for p in given)
+            loss.backward()
+            return loss
+
+        losses = [each.step(closure).item() for _ in range(4)]
+        assert losses == sorted(losses, reverse=True)
+    torch.testing.assert_close(ours, theirs)
+
+
+HOOKS = """
+import sys, torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook as after, register_optimizer_step_pre_hook as before
+)
+import unit_scaling as uu
+
+counts = [0, 0, 0, 0]
+def counted(i):
+    def hook(opt, args, kwargs):
+        counts[i] += 1
+    return hook
+
+def check(opt):
+    counts[:] = 0, 0, 0, 0
+    opt.register_step_pre_hook(counted(0))
+    opt.register_step_post_hook(counted(1))
+    opt.step()
+    assert counts == [1, 1, 1, 1], (type(opt), counts)
+
+before(counted(2)), after(counted(3))
+p = uu.Parameter(torch.ones(4, 4), "weight")
+for name in ("SGD", "AdamW", "Adam"):
+    plain, ours = getattr(torch.optim, name), getattr(uu.optim, name)
+    order = [ours, plain, ours] if sys.argv[1] == "ours" else [plain, ours, plain]
+    for cls in order:
+        check(cls([p], lr=0.1))
+    class Sub(ours):
+        pass
+    check(Sub([p], lr=0.1))
+    check(ours([p], lr=0.1))
+"""
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_hooks_are_called_once(first: str):
+    """Whichever class torch has put its hooks into before."""
+    command = [sys.executable, "-W", "error", "-c", HOOKS, first]
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "for loop": {"foreach": False},
+    "maximize": {"maximize": True},
+    "tensor": {"lr": torch.tensor(0.1), "foreach": False},
+    "differentiable": {"differentiable": True},
+}
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@each_optimizer
+def test_implementations(cls: Any, name: str):
+    settings = {"lr": 0.1, "weight_decay": 1e-3, **momentum(cls), **IMPLEMENTATIONS[name]}
+    ours, theirs = parameters(), parameters()
+    if name == "differentiable":
+        ours, theirs = ([p.requires_grad_(False) for p in each] for each in (ours, theirs))
+    train(cls(ours, **settings))
+    train(by_rate(cls, theirs, **settings))
+    exactly = {} if name == "tensor" else {"rtol": 0, "atol": 0}  # rates are rounded to float32
+    torch.testing.assert_close(ours, theirs, **exactly)
+
+
+def test_gradients_of_the_rate():
+    """A hypergradient: the rate of each parameter is a multiple of one tensor."""
+    lr = torch.tensor(0.1, requires_grad=True)
+    p = parameters()[0].requires_grad_(False)
+    opt = SGD([p], lr=lr, differentiable=True)
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        opt.step()
+    p.sum().backward()
+    assert float(lr.grad) == pytest.approx(-2 * 0.25 * p.numel())
+
+
+@pytest.mark.parametrize("settings", [{}, {"fused": True}], ids=str)
+@each_optimizer
+def test_grad_scaler(cls: Any, settings: dict[str, Any]):
+    """A step with an overflow is skipped; gradients are unscaled."""
+    results = []
+    for make in (cls, lambda *args, **kw: by_rate(cls, *args, **kw)):
+        given = parameters()
+        opt = make(given, 0.1, **settings)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+        for step in range(4):
+            fill(given, step)
+            for p in given:
+                p.grad *= torch.inf if step == 1 else scaler.get_scale()
+            scaler.scale(torch.ones(()))
+            scaler.step(opt)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**3
+        results.append(given)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@each_optimizer
+def test_compiled_once_under_a_schedule(cls: Any):
+    """A rate that is a tensor changes in its memory, as in torch's compiled optimizers."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    ours, theirs = parameters(), parameters()
+    opt = cls(ours, torch.tensor(0.1), **momentum(cls))
+    reference = by_rate(cls, theirs, **momentum(cls))
+    schedules = [lr_scheduler.ExponentialLR(each, 0.5) for each in (opt, reference)]
+    step = torch.compile(opt.step, backend=backend)
+    for i in range(4):
+        fill((*ours, *theirs), i)
+        step()
+        reference.step()
+        for schedule in schedules:
+            schedule.step()
+        if i == 1:
+            first = len(graphs)
+    assert len(graphs) == first > 0
+    torch.testing.assert_close(ours, theirs)
+    for given in (ours, theirs):
+        given[4].mup_scaling_depth *= 4  # read in compiled code too
+    step()
+    (group,) = (group for group in reference.param_groups if theirs[4] is group["params"][0])
+    assert len(group["params"]) == 1
+    group["lr"] = group["lr"] / 2
+    reference.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+# Tags that change
+
+
+@each_optimizer
+@pytest.mark.parametrize("how", ["as made", "copied", "pickled", "loaded"])
+def test_an_optimizer_reads_the_tags_of_its_step(cls: Any, how: str):
+    """As one that is made now: rate, eps and weight decay, also of kinds with a factor of 0."""
+    settings = {"weight_decay": 1e-3, "lr_mult": {"bias": 0.0}, **momentum(cls)}
+    early, late = (nn.ParameterList(parameters()) for _ in range(2))
+    model, opt = early, cls(early.parameters(), 0.1, **settings)
+    if how == "copied":
+        model, opt = copy.deepcopy((model, opt))
+    elif how == "pickled":
+        model, opt = pickle.loads(pickle.dumps((model, opt)))
+    for each in (model, late):
+        tag(each[0], "output", mup_divisor=0.5)
+        tag(each[1], "weight", 4, mup_divisor=0.1)
+        tag(each[3], "bias")
+    fresh = cls(late.parameters(), 0.1, **settings)
+    if how == "loaded":
+        opt.load_state_dict(opt.state_dict())
+    train(opt)
+    train(fresh)
+    torch.testing.assert_close(list(model), list(late), rtol=0, atol=0)
+    assert torch.equal(model[3], parameters()[3])
+    tag(model[3], "weight")  # and again
+    train(opt)
+    assert not torch.equal(model[3], parameters()[3])
+
+
+@pytest.mark.filterwarnings("ignore:.*its eps of 1e-06")
+@pytest.mark.parametrize("cls", [Adam, AdamW])
+def test_eps(cls: Any):
+    """1e-16 in the place of torch's default for weights of unit_scale."""
+    divided, other = (uu.Parameter(torch.ones(4, 4), "output") for _ in range(2))
+    tag(divided, "output", mup_divisor=0.5)
+    for given, expected in ((1e-8, [1e-16, 1e-8]), (1e-6, [1e-6, 1e-6])):
+        opt = cls([divided, other], 0.1, eps=given, lr_mult=uu.optim.UMUP)
+        for p in (divided, other):
+            p.data.fill_(1.0)
+            p.grad = torch.full_like(p, 1e-9)
+        opt.step()
+        for p, eps in zip((divided, other), expected, strict=True):
+            assert 1 - p[0, 0].item() == pytest.approx(0.1 * 1e-9 / (1e-9 + eps), rel=1e-3)
+        assert opt.param_groups[0]["eps"] == given
+
+
+def test_a_tag_that_no_rule_is_for_is_an_error_of_the_step():
+    p = uu.Parameter(torch.ones(4, 4), "weight")
+    opt = SGD([p], 0.1)
+    p.mup_type = "gain"
+    with pytest.raises(ValueError, match="got 'gain', of shape"):
+        train(opt)
+    assert opt.param_groups[0]["params"] == [p]
+    p.mup_type = "norm"
+    train(opt)
+
+
+def test_what_replaces_a_parameter_is_stepped():
+    """As by `fp8.initialize` and preflight, which write into the groups of an optimizer."""
+    opt = AdamW(parameters()[:2], 0.1)
+    train(opt)
+    new = uu.Parameter(torch.ones(8, 16), "bias")
+    opt.param_groups[0]["params"][0] = new
+    opt.param_groups[0]["params"].append(parameters()[2])
+    train(opt)
+    assert opt.param_groups[0]["mup_lr_scales"] == [1 / 32, 1 / 64, 1 / 32]
+    del opt.param_groups[0]["params"][0]
+    train(opt)
+    assert opt.param_groups[0]["mup_lr_scales"] == [1 / 64, 1 / 32]
+    train(opt, steps=range(1))
+    assert opt.state[new]["step"] == STEPS
+
+
+# What a user sees
+
+
+def test_the_factors_are_shown():
+    opt = AdamW([{"params": parameters()[:3]}, {"params": parameters()[3:4], "lr": 0.1}], lr=0.5)
+    assert [group["mup_lr_scales"] for group in opt.param_groups] == [
+        [1 / 4, 1 / 64, 1 / 32],
+        [2.0],
+    ]
+    text = repr(opt)
+    assert "mup_lr_scales: 0.01562 to 0.25" in text
+    assert "mup_lr_scales: 2 to 2" in text
+    assert "lr: 0.1\n" in text
+    assert isinstance(opt.param_groups[0]["mup_lr_scales"], list)
