@@ -3,9 +3,8 @@
     lr of a parameter = lr * (rule for its mup_type) * lr_mult / sqrt(mup_scaling_depth)
 
 Without ``lr`` the rate is that of `RATES`. `scaled_parameters` applies a rule of `LR_RULES`, or a
-function, for any torch optimizer. Parameters with equal learning rates share a group. Schedules
-that set a rate need one per group: ``OneCycleLR(opt, max_lr=[g["lr"] for g in opt.param_groups])``;
-equal rates in all groups at the first step raise ValueError. More is in docs/learning-rates.md.
+function, in groups for any torch optimizer. The optimizers here keep the user's groups, whose lr is
+the one above, and read the tags in each step. More is in docs/learning-rates.md.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -24,16 +22,15 @@ from fp8.common.compiler import untraced
 from fp8.common.validation import check_name, check_number
 from fp8.warnings import OptimizerWarning, warn_once
 
-from .parameter import ParameterData, Tags, has_parameter_data, tags_of
+from .parameter import ParameterData, Tags, has_parameter_data
 from .rules.rates import (
     LR_MULT,
     LR_RULES,
     RATES,
-    SMALL_EPS,
-    TORCHS_EPS,
     UMUP,
     Kind,
     LrMult,
+    eps_scale,
     lr_scale,
     lr_scale_for_depth,
     multiplier,
@@ -259,27 +256,20 @@ def _scale_of(
 
 _LR_SCALES, _EPS_SCALES, _DECAY_LR = "mup_lr_scales", "mup_eps_scales", "mup_decay_lr"
 """Entries of a group: the factors of lr and of eps of each parameter, and the lr at which a step
-decays by weight_decay, or None for torch's decay. Lists of numbers, for all forms of checkpoints.
+decays by weight_decay, or None for torch's decay. Checkpoints of all forms take lists of numbers.
 """
 
-_NOT_SHARED = {"params", "param_names", _LR_SCALES, _EPS_SCALES, _DECAY_LR}
-_COMPUTED = {"lr", "eps", "weight_decay"}
-
-
-class _Part(NamedTuple):
-    """The parameters of a group that have one rate and one eps, as a group for torch's step."""
-
-    lr_scale: float
-    eps_scale: float
-    group: dict[str, Any]
+_NOT_SHARED = {"params", "param_names", "lr", "eps", "weight_decay"}
+_NOT_SHARED |= {_LR_SCALES, _EPS_SCALES, _DECAY_LR}
 
 
 class _Split(NamedTuple):
-    """A group of the user, what its parts depend on, and its parts."""
+    """A group of the user, what its split depends on, and the groups that torch steps: one for each
+    rate and eps."""
 
     given: dict[str, Any]
     key: tuple[Any, ...]
-    parts: list[_Part]
+    parts: list[dict[str, Any]]
 
     def set_numbers(self) -> None:
         """Gives the parts the entries that the user's group has now."""
@@ -287,18 +277,17 @@ class _Split(NamedTuple):
         shared = {name: value for name, value in given.items() if name not in _NOT_SHARED}
         decay_lr = given.get(_DECAY_LR) or 0.0
         for part in self.parts:
-            group = part.group
-            group.update(shared, lr=_times(given["lr"], part.lr_scale, group.get("lr")))
-            # torch multiplies the decay by the rate, here that of the parameter.
-            group["weight_decay"] = given["weight_decay"] / (decay_lr * part.lr_scale or 1.0)
+            lr_scale = part["mup_lr_scale"]
+            part.update(shared, lr=_times(given["lr"], lr_scale, part.get("lr")))
+            # torch multiplies the decay by the rate of the part.
+            part["weight_decay"] = given["weight_decay"] / (decay_lr * lr_scale or 1.0)
             if "eps" in given:
-                group["eps"] = given["eps"] * part.eps_scale
+                part["eps"] = given["eps"] * part["mup_eps_scale"]
 
     def keep_what_is_set(self) -> None:
         """Gives the user's group what a step has set, as ``skipped_steps`` of `fp8.optim`."""
-        stepped = self.parts[0].group
-        for name in stepped.keys() - _COMPUTED - _NOT_SHARED:
-            self.given[name] = stepped[name]
+        for name in self.given.keys() - _NOT_SHARED:
+            self.given[name] = self.parts[0][name]
 
 
 def _times(lr: Any, scale: float, previous: Any) -> Any:
@@ -307,26 +296,8 @@ def _times(lr: Any, scale: float, previous: Any) -> Any:
         return lr
     if not isinstance(lr, Tensor) or lr.requires_grad:
         return lr * scale
-    if isinstance(previous, Tensor) and previous.device == lr.device:
-        return torch.mul(lr, scale, out=previous)
-    return lr * scale
-
-
-_read_tags = attrgetter(*Tags._fields)
-
-
-def _tags_or_none(parameter: Any) -> Any:
-    try:  # a fifth of the time of `tags_of`
-        return _read_tags(parameter)
-    except AttributeError:
-        return tags_of(parameter) if has_parameter_data(parameter) else None
-
-
-def _eps_scale(parameter: Any, eps: float | None, known: float | None) -> float:
-    if not has_parameter_data(parameter):
-        return known or 1.0
-    is_small = eps == TORCHS_EPS and getattr(parameter, "mup_divisor", None)
-    return SMALL_EPS / TORCHS_EPS if is_small else 1.0
+    is_kept = isinstance(previous, Tensor) and previous.device == lr.device
+    return torch.mul(lr, scale, out=previous) if is_kept else lr * scale
 
 
 class _UnitScaled(torch.optim.Optimizer):
@@ -387,7 +358,7 @@ class _UnitScaled(torch.optim.Optimizer):
     def _replace_groups(self) -> Any:
         given = self.param_groups
         self._update_splits()
-        self.param_groups = self._parts
+        self.param_groups = [part for split in self._splits for part in split.parts]
         return given
 
     @untraced
@@ -398,40 +369,39 @@ class _UnitScaled(torch.optim.Optimizer):
 
     def _update_splits(self) -> None:
         """Splits the groups whose parameters, tags or eps have changed, and sets all numbers."""
-        before, changed = {id(split.given): split for split in self._splits}, False
+        before = {id(split.given): split for split in self._splits}
         self._splits = []
         for group in self.param_groups:
             params = group["params"]
             # Parameters are alive as long as their parts: an id is that of one parameter.
-            key = (tuple(map(id, params)), list(map(_tags_or_none, params)), group.get("eps"))
-            split = before.pop(id(group), None)
+            tags = [tuple(map(vars(p).get, Tags._fields)) for p in params]  # `tags_of` is slow
+            key = (tuple(map(id, params)), tags, group.get("eps"))
+            split = before.get(id(group))
             if split is None or split.key != key:
-                split, changed = _Split(group, key, self._parts_of(group)), True
+                split = _Split(group, key, self._parts_of(group))
             split.set_numbers()
             self._splits.append(split)
-        if changed or before:
-            self._parts = [part.group for split in self._splits for part in split.parts]
 
-    def _parts_of(self, group: dict[str, Any]) -> list[_Part]:
+    def _parts_of(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Records the factors of each parameter in the group, which untagged ones keep."""
-        params = group["params"]
         names, lr_scales, eps_scales = (
-            (group.get(key, []) + [None] * len(params))[: len(params)]
-            for key in ("param_names", _LR_SCALES, _EPS_SCALES)
+            dict(enumerate(group.get(key, ()))) for key in ("param_names", _LR_SCALES, _EPS_SCALES)
         )
-        parts: dict[tuple[float, float], _Part] = {}
-        for i, parameter in enumerate(params):
-            name = names[i] or f"number {i}"
-            arguments = self._lr_scale, self._allow_untagged, lr_scales[i]
-            lr_scales[i] = _scale_of(name, parameter, *arguments)
-            eps_scales[i] = _eps_scale(parameter, group.get("eps"), eps_scales[i])
-            scales = lr_scales[i], eps_scales[i]
-            part = parts.setdefault(scales, _Part(*scales, {"params": []}))
-            part.group["params"].append(parameter)
-        group[_LR_SCALES] = lr_scales
+        parts: dict[tuple[float, float], dict[str, Any]] = {}
+        records: list[tuple[float, float]] = []
+        for i, p in enumerate(group["params"]):
+            name = names.get(i, f"number {i}")
+            lr = _scale_of(name, p, self._lr_scale, self._allow_untagged, lr_scales.get(i))
+            eps = eps_scales.get(i, 1.0)
+            if has_parameter_data(p):
+                eps = eps_scale(p, group.get("eps"))
+            records.append((lr, eps))
+            new = {"params": [], "mup_lr_scale": lr, "mup_eps_scale": eps}
+            parts.setdefault((lr, eps), new)["params"].append(p)
+        group[_LR_SCALES] = [lr for lr, _ in records]
         if "eps" in group:
-            group[_EPS_SCALES] = eps_scales
-        return list(parts.values()) or [_Part(1.0, 1.0, {"params": []})]
+            group[_EPS_SCALES] = [eps for _, eps in records]
+        return list(parts.values()) or [{"params": [], "mup_lr_scale": 1.0, "mup_eps_scale": 1.0}]
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with the factors of lr and eps of each parameter in each group."""
@@ -449,24 +419,21 @@ class _UnitScaled(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def __repr__(self) -> str:
-        """As in torch, with the range of the factors of a group in the place of the list."""
+        """As in torch, with the range of the factors in the place of their list."""
         self._update_splits()
-        given = self.param_groups
-        self.param_groups = [{**group, **_ranges(group)} for group in given]
-        try:
-            return super().__repr__()
-        finally:
-            self.param_groups = given
+        shown: Any = object.__new__(type(self))
+        shown.param_groups = [{**group} for group in self.param_groups]
+        for group in shown.param_groups:
+            for key in group.keys() & {_LR_SCALES, _EPS_SCALES}:
+                low, high = min(group[key], default=1.0), max(group[key], default=1.0)
+                group[key] = f"{low:.4g} to {high:.4g}"
+        text: str = super(_UnitScaled, shown).__repr__()
+        return text
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_lr_scale", "_independent_decay", "_allow_untagged")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own, "_splits": []}
-
-
-def _ranges(group: dict[str, Any]) -> dict[str, str]:
-    scales = {name: group[name] for name in (_LR_SCALES, _EPS_SCALES) if group.get(name)}
-    return {name: f"{min(each):.4g} to {max(each):.4g}" for name, each in scales.items()}
 
 
 def _next_step(cls: type) -> Any:
@@ -516,8 +483,7 @@ class SGD(_UnitScaled, torch.optim.SGD):
 class Adam(_UnitScaled, torch.optim.Adam):
     """`torch.optim.Adam` with u-muP learning rates; arguments are as in `SGD`.
 
-    The default of ``eps`` is `SMALL_EPS` for groups with weights of
-    `unit_scaling.transforms.unit_scale`.
+    The default of ``eps`` is 1e-16 for weights of `unit_scaling.transforms.unit_scale`.
     """
 
     def __init__(
@@ -551,7 +517,7 @@ class AdamW(Adam, torch.optim.AdamW):
     """`torch.optim.AdamW` with u-muP learning rates; arguments are as in `Adam`.
 
     >>> from unit_scaling import Linear
-    >>> opt = AdamW(Linear(16, 4).parameters(), weight_decay=1e-3)
-    >>> opt.param_groups[0]["lr"], opt.param_groups[0]["weight_decay"]
-    (0.125, 0.008)
+    >>> opt = AdamW(Linear(16, 4).parameters())
+    >>> opt.param_groups[0]["lr"], opt.param_groups[0]["mup_lr_scales"]
+    (0.5, [0.25])
     """

@@ -57,14 +57,13 @@ def test_unit_scaled_models_have_the_optimizer_that_the_readme_recommends(traini
     run = training("unit_scaled")
     optimizer = make_optimizer(run.model, SETTINGS.unit_lr, SETTINGS)
     assert type(optimizer) is uu.optim.AdamW
-    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    without = uu.optim.AdamW(run.model.parameters())
-    assert rates == {p: g["lr"] for g in without.param_groups for p in g["params"]}
-    decays = {round(g["lr"] * g["weight_decay"], 9) for g in optimizer.param_groups}
+    assert {group["lr"] for group in optimizer.param_groups} == {uu.optim.RATES["adam"]}
+    decays = {round(group["weight_decay"], 9) for group in optimizer.param_groups}
     assert decays == {0.0, round(SETTINGS.weight_decay * SETTINGS.lr, 9)}
     settings = dataclasses.replace(SETTINGS, optimizer="fp8")
     other = make_optimizer(run.model, SETTINGS.unit_lr, settings)
-    assert {g["lr"] for g in other.param_groups} == set(rates.values())
+    scales = {scale for group in optimizer.param_groups for scale in group["mup_lr_scales"]}
+    assert {g["mup_lr_scale"] for g in other.param_groups} == scales
     plain = make_optimizer(run.model, 1.0, dataclasses.replace(SETTINGS, umup=False))
     assert type(plain) is type(training().optimizer) is torch.optim.AdamW
     assert {g["lr"] for g in plain.param_groups} == {1.0}

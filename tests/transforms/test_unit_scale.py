@@ -202,9 +202,9 @@ def test_tags_and_optimizer() -> None:
         "2.bias": "bias",
     }
     optimizer = uu.optim.AdamW(model.parameters(), lr=1.0)
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    assert rates[id(model[0].weight)] == pytest.approx(1 / math.sqrt(16))
-    assert rates[id(model[2].weight)] == uu.optim.LR_MULT["adam"]["output"]
+    rates = dict(zip(tags, optimizer.param_groups[0]["mup_lr_scales"], strict=True))
+    assert rates["0.weight"] == pytest.approx(1 / math.sqrt(16))
+    assert rates["2.weight"] == uu.optim.LR_MULT["adam"]["output"]
 
 
 @pytest.mark.parametrize("keeps", ["preserve", "masked"])

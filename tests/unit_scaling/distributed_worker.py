@@ -68,8 +68,7 @@ def tags(model: nn.Module) -> list[tuple[str, int | None]]:
 def rates(model: nn.Module) -> list[float]:
     """The learning rate of each parameter."""
     opt = uu.optim.SGD(model.parameters(), 1.0, readout_constraint="to_output_scale")
-    by_id = {id(p): group["lr"] for group in opt.param_groups for p in group["params"]}
-    return [by_id[id(p)] for p in model.parameters()]
+    return list(opt.param_groups[0]["mup_lr_scales"])
 
 
 def sharded(model: nn.Module, parts: list[nn.Module]) -> nn.Module:

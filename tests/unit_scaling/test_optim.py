@@ -43,7 +43,7 @@ def lrs(opt) -> list[float]:
 def decays(opt) -> list[float]:
     """What a step takes off each parameter, as a share, if its gradient is zero or a step's."""
     opt.state_dict()
-    parts = [part.group for split in opt._splits for part in split.parts]
+    parts = [part for split in opt._splits for part in split.parts]
     return [float(each["lr"]) * each["weight_decay"] for each in parts for _ in each["params"]]
 
 
@@ -218,11 +218,11 @@ def test_tensor_learning_rate(cls):
     assert opt.param_groups[0]["lr"] is lr  # as in torch
     assert [float(x) for x in lrs(opt)] == pytest.approx([x / 2 for x in unit_lrs(cls)])
     assert decays(opt) == pytest.approx([1e-3] * 7)
-    rates = [part.group["lr"] for part in opt._splits[0].parts]
+    rates = [part["lr"] for part in opt._splits[0].parts]
     lr.fill_(7.0)
     assert [float(x) for x in lrs(opt)] == pytest.approx([x * 7 for x in unit_lrs(cls)])
     assert decays(opt) == pytest.approx([1e-3 * 14] * 7)
-    now = [part.group["lr"] for part in opt._splits[0].parts]
+    now = [part["lr"] for part in opt._splits[0].parts]
     assert all(a is b for a, b in zip(rates, now, strict=True))  # constants of a graph
 
 

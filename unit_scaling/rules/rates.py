@@ -99,6 +99,12 @@ gradients are the true ones, which a mean over many tokens and classes makes as 
 square of 1e-16 is still a normal number of float32."""
 
 
+def eps_scale(param: Any, eps: float | None) -> float:
+    """Returns the factor of Adam's eps; see `SMALL_EPS`."""
+    is_small = eps == TORCHS_EPS and getattr(param, "mup_divisor", None)
+    return SMALL_EPS / TORCHS_EPS if is_small else 1.0
+
+
 def lr_scale_for_depth(param: Any) -> float:
     """Returns 1 / sqrt(mup_scaling_depth); 1 outside a stack of layers."""
     depth = getattr(param, "mup_scaling_depth", None)
