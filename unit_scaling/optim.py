@@ -307,6 +307,8 @@ class _UnitScaled(torch.optim.Optimizer):
     numbers: further arguments of torch's optimizer, in order.
     """
 
+    reads_tags = True  # by which `checks` knows these optimizers
+
     def __init__(
         self,
         rule: str,

@@ -185,6 +185,17 @@ def test_distributed_checkpoints(cls: Any, flat: bool, tmp_path: Path):
     torch.testing.assert_close(steps(model, fresh, range(3, 5)), expected)
 
 
+@pytest.mark.parametrize("made", [torch.optim.AdamW, fp8.optim.AdamW], ids=lambda c: c.__module__)
+def test_an_optimizer_that_reads_no_factors_refuses_to_step(made: Any):
+    opt = AdamW(parameters(), 0.1)
+    other = made([nn.Parameter(p.detach().clone()) for p in parameters()])
+    other.load_state_dict(opt.state_dict())
+    with pytest.raises(ValueError, match=r"has loaded a state_dict of unit_scaling\.optim"):
+        train(other)
+    with pytest.raises(ValueError, match="would step all parameters at one rate"):
+        train(other)
+
+
 # Levels
 
 

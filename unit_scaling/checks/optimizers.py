@@ -75,6 +75,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _CHECKED and _is_copy_checked(optimizer):
         _CHECKED.add(optimizer)
     if optimizer not in _RATE_CHECKED:
+        _check_factors_are_read(optimizer)
         _RATE_CHECKED.add(optimizer)
         _check_rate(optimizer)
         _check_eps(optimizer)
@@ -108,6 +109,19 @@ def _is_copy_checked(optimizer: Optimizer) -> bool:
 
 def _has_gradient(parameter: Tensor) -> bool:
     return parameter.grad is not None and bool(parameter.grad.any())
+
+
+def _check_factors_are_read(optimizer: Optimizer) -> None:
+    """Raises ValueError if the groups are of `unit_scaling.optim`, whose step reads them, and the
+    optimizer is not: torch loads any state_dict with as many parameters."""
+    has_factors = any("mup_lr_scales" in group for group in optimizer.param_groups)
+    if has_factors and not hasattr(optimizer, "reads_tags"):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name} has loaded a state_dict of unit_scaling.optim and would step all parameters "
+            f"at one rate: load it into an optimizer of unit_scaling.optim, for a model without "
+            "tags with allow_non_unit_scaling_params=True"
+        )
 
 
 class _Rate(NamedTuple):
