@@ -307,8 +307,6 @@ class _UnitScaled(torch.optim.Optimizer):
     numbers: further arguments of torch's optimizer, in order.
     """
 
-    reads_tags = True  # by which `checks` knows these optimizers
-
     def __init__(
         self,
         rule: str,
@@ -334,6 +332,8 @@ class _UnitScaled(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            if "mup_lr_scale" in group:
+                raise ValueError("groups of scaled_parameters are for optimizers of other packages")
             check_number("lr", group["lr"])
             if self._independent_decay:
                 _warn_of_decay(float(group["weight_decay"]))
@@ -389,11 +389,15 @@ class _UnitScaled(torch.optim.Optimizer):
         names, lr_scales, eps_scales = (
             dict(enumerate(group.get(key, ()))) for key in ("param_names", _LR_SCALES, _EPS_SCALES)
         )
+        allow_untagged = self._allow_untagged
+        if len(lr_scales) not in (0, len(group["params"])):
+            # As after DeepSpeed has flattened all parameters of a group into one: no rate is known.
+            lr_scales, allow_untagged = {}, False
         parts: dict[tuple[float, float], dict[str, Any]] = {}
         records: list[tuple[float, float]] = []
         for i, p in enumerate(group["params"]):
             name = names.get(i, f"number {i}")
-            lr = _scale_of(name, p, self._lr_scale, self._allow_untagged, lr_scales.get(i))
+            lr = _scale_of(name, p, self._lr_scale, allow_untagged, lr_scales.get(i))
             eps = eps_scales.get(i, 1.0)
             if has_parameter_data(p):
                 eps = eps_scale(p, group.get("eps"))

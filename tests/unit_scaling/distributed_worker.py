@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
 
 import unit_scaling as uu
 from tests.launch import as_rank
@@ -100,6 +101,24 @@ def check(
     torch.testing.assert_close(result, expected)
 
 
+def check_zero() -> None:
+    """ZeroRedundancyOptimizer, under a schedule that sets a rate: the steps of one process."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit
+
+    torch.manual_seed(0)
+    model = nn.Sequential(uu.Linear(8, 16), uu.LayerNorm(16), uu.LinearReadout(16, 4))
+    other = copy.deepcopy(model)
+    shared = ZeroRedundancyOptimizer(model.parameters(), uu.optim.AdamW, lr=0.5)
+    for net, opt in ((model, shared), (other, uu.optim.AdamW(other.parameters(), lr=0.5))):
+        schedule = OneCycleLR(opt, 0.5, total_steps=9, cycle_momentum=False)
+        for step in range(4):
+            for p in net.parameters():
+                p.grad = torch.linspace(-1, 1 + step, p.numel()).reshape(p.shape)
+            opt.step()
+            schedule.step()
+    torch.testing.assert_close(list(model.parameters()), list(other.parameters()))
+
+
 def check_flattened(scaled: nn.Module) -> None:
     """FullyShardedDataParallel hides the shapes and the tags of weights: trained as in one process,
     or refused by name."""
@@ -144,6 +163,7 @@ def main(rank: int, store: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated
         check_flattened(scaled)
+        check_zero()
     tokens = torch.zeros(2, 2, dtype=torch.int64)
     wrapped = DistributedDataParallel(copy.deepcopy(scaled))
     assert uu.verify(wrapped, tokens) == uu.verify(scaled, tokens)

@@ -402,6 +402,23 @@ def test_what_replaces_a_parameter_is_stepped():
     assert opt.state[new]["step"] == STEPS
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_what_an_engine_has_flattened_has_no_rate(allowed: bool):
+    """As ZeRO of DeepSpeed does: one tensor for all parameters of a group."""
+    given = parameters()[:3]
+    opt = AdamW(given, 0.1, allow_non_unit_scaling_params=allowed)
+    train(opt)
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in given]))
+    opt.param_groups[0]["params"] = [flat]
+    with pytest.raises(ValueError, match=r"parameter number 0 of shape \(160,\) has no mup_type"):
+        train(opt)
+
+
+def test_groups_of_scaled_parameters_are_not_scaled_again():
+    with pytest.raises(ValueError, match="scaled_parameters are for optimizers of other packages"):
+        AdamW(scaled_parameters(parameters(), "adam", lr=0.1))
+
+
 # What a user sees
 
 

@@ -113,9 +113,11 @@ def _has_gradient(parameter: Tensor) -> bool:
 
 def _check_factors_are_read(optimizer: Optimizer) -> None:
     """Raises ValueError if the groups are of `unit_scaling.optim`, whose step reads them, and the
-    optimizer is not: torch loads any state_dict with as many parameters."""
+    optimizer is not: torch loads any state_dict with as many parameters. Optimizers that contain
+    others (ZeroRedundancyOptimizer) may share their groups."""
     has_factors = any("mup_lr_scales" in group for group in optimizer.param_groups)
-    if has_factors and not hasattr(optimizer, "reads_tags"):
+    reads_none = type(optimizer).__module__.startswith(("torch.optim.", "fp8.optim."))
+    if has_factors and reads_none:
         name = type(optimizer).__name__
         raise ValueError(
             f"{name} has loaded a state_dict of unit_scaling.optim and would step all parameters "
