@@ -10,6 +10,8 @@
         None
     mup_stacked: whether the first dimension counts parameters of one shape (the weights of several
         experts), so that a learning rate depends on the others alone
+    mup_fan_in: the number of terms that a product with the weight sums, where that is not the
+        number of elements of a row (``x @ w``, einsum, transposed convolutions); otherwise None
 
 Learning rates depend on all. Tags survive `copy.deepcopy`, `pickle` and `torch.save`, but not the
 replacement of a parameter (``load_state_dict(assign=True)``, ``to_empty`` of a model on the meta
@@ -61,6 +63,7 @@ class Tags(NamedTuple):
     mup_scale: float = 1.0
     mup_divisor: float | None = None
     mup_stacked: bool = False
+    mup_fan_in: int | None = None
 
 
 class ParameterData(Protocol):
@@ -104,10 +107,11 @@ def tag(
     mup_scale: float | None = None,
     mup_divisor: float | None = None,
     mup_stacked: bool | None = None,
+    mup_fan_in: int | None = None,
 ) -> nn.Parameter:
     """Tags ``parameter`` in place and returns it; the tags are those of this module.
 
-    None leaves mup_scale, mup_divisor and mup_stacked as they are.
+    None leaves mup_scale, mup_divisor, mup_stacked and mup_fan_in as they are.
 
     Raises:
         TypeError: ``parameter`` is not a tensor, or ``mup_scaling_depth`` not an int or None.
@@ -125,7 +129,8 @@ def tag(
         raise ValueError(f"mup_scale must be positive and finite: got {scale}")
     divisor = before.mup_divisor if mup_divisor is None else mup_divisor
     stacked = before.mup_stacked if mup_stacked is None else mup_stacked
-    tags = Tags(mup_type, mup_scaling_depth, scale, divisor, stacked)
+    fan_in = before.mup_fan_in if mup_fan_in is None else mup_fan_in
+    tags = Tags(mup_type, mup_scaling_depth, scale, divisor, stacked, fan_in)
     attributes: dict[str, Any] = tags._asdict()
     if type(parameter) is nn.Parameter:
         # torch copies and pickles a plain Parameter without its attributes. These methods replace

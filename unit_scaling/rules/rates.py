@@ -100,9 +100,11 @@ square of 1e-16 is still a normal number of float32."""
 
 
 def eps_scale(param: Any, eps: float | None) -> float:
-    """Returns the factor of Adam's eps; see `SMALL_EPS`."""
+    """Returns the factor of Adam's eps, which is in units of the gradient: that of a weight whose
+    values have the size mup_scale is 1 / mup_scale times that of one of RMS 1. See `SMALL_EPS`."""
     is_small = eps == TORCHS_EPS and getattr(param, "mup_divisor", None)
-    return SMALL_EPS / TORCHS_EPS if is_small else 1.0
+    unit: float = getattr(param, "mup_scale", 1.0)
+    return (SMALL_EPS / TORCHS_EPS if is_small else 1.0) / unit
 
 
 def lr_scale_for_depth(param: Any) -> float:
@@ -140,7 +142,8 @@ def lr_scale(rule: str, param: Any) -> float:
 def kind_of(param: Any) -> Kind:
     """The kind of a parameter."""
     kind: Kind = param.mup_type
-    return "kernel" if kind == "weight" and len(_shape(param)) > 2 else kind
+    dimensions = len(param.shape) - bool(getattr(param, "mup_stacked", False))
+    return "kernel" if kind == "weight" and dimensions > 2 else kind
 
 
 def multiplier(mult: LrMult, param: Any) -> float:
@@ -159,5 +162,8 @@ def default_rate(rule: str, param: Any) -> float:
 
 
 def _shape(param: Any) -> Any:
-    """The shape of a parameter; of stacked ones (experts), that of each."""
-    return param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
+    """The shape of a parameter, (fan-out, fan-in) if it is stored in another layout; of stacked
+    ones (experts), that of each."""
+    shape: torch.Size = param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
+    terms = getattr(param, "mup_fan_in", None)
+    return shape if terms is None else torch.Size([shape.numel() // terms or 1, terms])

@@ -140,6 +140,7 @@ class _Setter:
         operands = [tensors[slot] for slot in factors if has_scale(tensors[slot])]
         number = self.rules[index] / math.prod(map(_off_one, operands))
         self._multiply(Holder(name), number)
+        self._tag_fan_in(name, index)
         moved, parameter = tensors[weight.slot], self.parameters[name]
         if moved.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             moved.mul_(number)  # a copy in another dtype or order
@@ -148,6 +149,18 @@ class _Setter:
             if is_added(kind, i.slot) and bias in self.parameters:
                 self._multiply(Holder(bias), number)
                 self._restore(bias, parameter)
+
+    def _tag_fan_in(self, name: str, index: int) -> None:
+        """Tags a weight whose layout is not (outputs, inputs, ...) with its fan-in, of which the
+        rule of the product is the inverse root; that of a readout the inverse."""
+        parameter, kind = self.parameters[name], self.nodes[index].kind
+        tags = tags_of(parameter)
+        power = -1 if tags.mup_type == "output" else -2
+        terms = round(self.rules[index] ** power)
+        shape = parameter.shape[1:] if tags.mup_stacked else parameter.shape
+        # The rule of a convolution leaves out the terms that its padding adds.
+        if kind not in ("conv1d", "conv2d", "conv3d") and terms != fan_in(shape):
+            retag(parameter, tags._replace(mup_fan_in=terms))
 
     @torch.no_grad()
     def _restore(self, name: str, weight: Tensor) -> None:
