@@ -55,7 +55,7 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
     ),
     (lambda: uu.optim.scaled_parameters(parameters(), "adam", lr="a"), "lr must be a number"),
     (
-        lambda: uu.optim.AdamW(nn.Sequential(uu.Linear(4, 4))),
+        lambda: uu.optim.scaled_parameters(nn.Sequential(uu.Linear(4, 4)), "adam", lr=1.0),
         "params must be parameters or groups of them, got a Linear",
     ),
     (

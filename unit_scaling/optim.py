@@ -259,8 +259,7 @@ _LR_SCALES, _EPS_SCALES, _DECAY_LR = "mup_lr_scales", "mup_eps_scales", "mup_dec
 decays by weight_decay, or None for torch's decay. Checkpoints of all forms take lists of numbers.
 """
 
-_NOT_SHARED = {"params", "param_names", "lr", "eps", "weight_decay"}
-_NOT_SHARED |= {_LR_SCALES, _EPS_SCALES, _DECAY_LR}
+_OWN = {"params", "param_names", "lr", "eps", "weight_decay", _LR_SCALES, _EPS_SCALES, _DECAY_LR}
 
 
 class _Split(NamedTuple):
@@ -274,7 +273,7 @@ class _Split(NamedTuple):
     def set_numbers(self) -> None:
         """Gives the parts the entries that the user's group has now."""
         given = self.given
-        shared = {name: value for name, value in given.items() if name not in _NOT_SHARED}
+        shared = {name: value for name, value in given.items() if name not in _OWN}
         decay_lr = given.get(_DECAY_LR) or 0.0
         for part in self.parts:
             lr_scale = part["mup_lr_scale"]
@@ -286,7 +285,7 @@ class _Split(NamedTuple):
 
     def keep_what_is_set(self) -> None:
         """Gives the user's group what a step has set, as ``skipped_steps`` of `fp8.optim`."""
-        for name in self.given.keys() - _NOT_SHARED:
+        for name in self.given.keys() - _OWN:
             self.given[name] = self.parts[0][name]
 
 
@@ -300,6 +299,15 @@ def _times(lr: Any, scale: float, previous: Any) -> Any:
     return torch.mul(lr, scale, out=previous) if is_kept else lr * scale
 
 
+class _Settings(NamedTuple):
+    """What the optimizers take besides the arguments of torch's."""
+
+    rule: str
+    lr_scale: LrScale
+    independent_decay: bool
+    allow_untagged: bool
+
+
 class _UnitScaled(torch.optim.Optimizer):
     """Steps each parameter at the rate of its tags, which are read in each step.
 
@@ -307,25 +315,14 @@ class _UnitScaled(torch.optim.Optimizer):
     numbers: further arguments of torch's optimizer, in order.
     """
 
-    def __init__(
-        self,
-        rule: str,
-        params: ParamsT,
-        lr: float | Tensor | None,
-        *numbers: Any,
-        independent_weight_decay: bool,
-        allow_non_unit_scaling_params: bool,
-        lr_mult: LrMult | None,
-        **kwargs: Any,
-    ) -> None:
-        self._lr_scale = _factors(rule, lr_mult)
-        self._independent_decay = independent_weight_decay
-        self._allow_untagged = allow_non_unit_scaling_params
+    def __init__(self, settings: _Settings, params: ParamsT, lr: Any, *numbers: Any, **kwargs: Any):
+        self._settings = settings
         self._splits: list[_Split] = []
         init: Any = super().__init__
-        init(params, RATES[rule] if lr is None else lr, *numbers, **kwargs)
+        init(params, RATES[settings.rule] if lr is None else lr, *numbers, **kwargs)
         if lr is None:
-            _default_rate(rule, [p for group in self.param_groups for p in group["params"]])
+            params = [p for group in self.param_groups for p in group["params"]]
+            _default_rate(settings.rule, params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Raises ValueError for a parameter whose learning rate is not known."""
@@ -335,7 +332,7 @@ class _UnitScaled(torch.optim.Optimizer):
             if "mup_lr_scale" in group:
                 raise ValueError("groups of scaled_parameters are for optimizers of other packages")
             check_number("lr", group["lr"])
-            if self._independent_decay:
+            if self._settings.independent_decay:
                 _warn_of_decay(float(group["weight_decay"]))
                 lr = group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"]
                 group.setdefault(_DECAY_LR, lr or None)
@@ -389,7 +386,7 @@ class _UnitScaled(torch.optim.Optimizer):
         names, lr_scales, eps_scales = (
             dict(enumerate(group.get(key, ()))) for key in ("param_names", _LR_SCALES, _EPS_SCALES)
         )
-        allow_untagged = self._allow_untagged
+        scale, allow_untagged = self._settings.lr_scale, self._settings.allow_untagged
         if len(lr_scales) not in (0, len(group["params"])):
             # As after DeepSpeed has flattened all parameters of a group into one: no rate is known.
             lr_scales, allow_untagged = {}, False
@@ -397,7 +394,7 @@ class _UnitScaled(torch.optim.Optimizer):
         records: list[tuple[float, float]] = []
         for i, p in enumerate(group["params"]):
             name = names.get(i, f"number {i}")
-            lr = _scale_of(name, p, self._lr_scale, allow_untagged, lr_scales.get(i))
+            lr = _scale_of(name, p, scale, allow_untagged, lr_scales.get(i))
             eps = eps_scales.get(i, 1.0)
             if has_parameter_data(p):
                 eps = eps_scale(p, group.get("eps"))
@@ -437,9 +434,7 @@ class _UnitScaled(torch.optim.Optimizer):
         return text
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_lr_scale", "_independent_decay", "_allow_untagged")
-        own = {name: getattr(self, name) for name in names}
-        return {**super().__getstate__(), **own, "_splits": []}
+        return {**super().__getstate__(), "_settings": self._settings, "_splits": []}
 
 
 def _next_step(cls: type) -> Any:
@@ -473,17 +468,10 @@ class SGD(_UnitScaled, torch.optim.SGD):
         **kwargs: Any,
     ) -> None:
         check_name("readout_constraint", readout_constraint, _SGD_RULES)
+        rule, decay = _SGD_RULES[readout_constraint], independent_weight_decay
+        settings = _Settings(rule, _factors(rule, lr_mult), decay, allow_non_unit_scaling_params)
         numbers = (momentum, dampening, weight_decay, nesterov)
-        super().__init__(
-            _SGD_RULES[readout_constraint],
-            params,
-            lr,
-            *numbers,
-            independent_weight_decay=independent_weight_decay,
-            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
-            lr_mult=lr_mult,
-            **kwargs,
-        )
+        super().__init__(settings, params, lr, *numbers, **kwargs)
 
 
 class Adam(_UnitScaled, torch.optim.Adam):
@@ -506,17 +494,9 @@ class Adam(_UnitScaled, torch.optim.Adam):
         lr_mult: LrMult | None = None,
         **kwargs: Any,
     ) -> None:
-        numbers = (betas, eps, weight_decay, amsgrad)
-        super().__init__(
-            "adam",
-            params,
-            lr,
-            *numbers,
-            independent_weight_decay=independent_weight_decay,
-            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
-            lr_mult=lr_mult,
-            **kwargs,
-        )
+        rule, decay = "adam", independent_weight_decay
+        settings = _Settings(rule, _factors(rule, lr_mult), decay, allow_non_unit_scaling_params)
+        super().__init__(settings, params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
 class AdamW(Adam, torch.optim.AdamW):

@@ -118,11 +118,9 @@ def _check_factors_are_read(optimizer: Optimizer) -> None:
     has_factors = any("mup_lr_scales" in group for group in optimizer.param_groups)
     reads_none = type(optimizer).__module__.startswith(("torch.optim.", "fp8.optim."))
     if has_factors and reads_none:
-        name = type(optimizer).__name__
         raise ValueError(
-            f"{name} has loaded a state_dict of unit_scaling.optim and would step all parameters "
-            f"at one rate: load it into an optimizer of unit_scaling.optim, for a model without "
-            "tags with allow_non_unit_scaling_params=True"
+            f"{type(optimizer).__name__} has loaded a state_dict of unit_scaling.optim and would "
+            "step all parameters at one rate: load it into an optimizer of unit_scaling.optim"
         )
 
 
