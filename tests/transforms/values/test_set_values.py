@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 import fp8
 import unit_scaling as uu
-from tests.transforms.models import KINDS, Net, loss_of, rms
+from tests.transforms.models import GPT, KINDS, Net, loss_of, rms
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import simulate_fp8, unit_scale
+from unit_scaling.transforms.values import set_values
 
 every_kind = pytest.mark.parametrize("name", KINDS)
 
@@ -109,10 +110,12 @@ def losses(
     ("name", "close"), [("MLP", 1e-9), ("Mamba", 1e-9), ("ViT", 1e-3), ("GPT", 1e-3)]
 )
 def test_training_equals_that_with_factors_in_the_graph(
-    name: str, close: float, optimizer: str
+    name: str, close: float, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A weight times a number and a rate times it are a factor in the graph: streams of branches
-    are measured to `CLOSE`. Adam's eps, here a large one, is in units of the gradient."""
+    are measured to the `GRID`, here a fine one. Adam's eps, here a large one, is in units of the
+    gradient."""
+    monkeypatch.setattr(set_values, "GRID", 1e-3)
     x, found = KINDS[name].batch(), []
     for batch in (None, x):
         model = unit_scale(plain(name), batch=batch)
@@ -187,7 +190,7 @@ def test_an_operand_off_rms_one_is_in_the_number() -> None:
     for size, number in ((0.01, 100.0), (1.0, 1.0), (2.0, 1.0), (1000.0, 0.001)):
         x = size * torch.randn(512, 64)
         ours = unit_scale(model, batch=x)
-        assert ours[0].weight.mup_scale == pytest.approx(number / 8, rel=0.05)
+        assert ours[0].weight.mup_scale == pytest.approx(number / 8, rel=0.1)
         assert ours[1].weight.mup_scale == pytest.approx(1 / 64, rel=0.05)  # the readout
 
 
@@ -365,6 +368,19 @@ def test_parameters_that_are_replaced_get_their_tags_back() -> None:
     uu.optim.AdamW(ours.parameters())
 
 
+def test_parameters_share_few_learning_rates() -> None:
+    """A step of torch's optimizers is as fast as its groups are few."""
+    torch.manual_seed(0)
+    model, ids = GPT(layers=8, width=48), torch.randint(65, (4, 64))
+    ours = unit_scale(model, batch=(ids, ids))
+    rates = {
+        scale
+        for group in uu.optim.AdamW(ours.parameters()).param_groups
+        for scale in group["mup_lr_scales"]
+    }
+    assert len(rates) <= 12
+
+
 def test_a_batch_or_a_model_without_numbers_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match="output of Sequential has NaN"):
@@ -420,4 +436,4 @@ def test_casts_are_static_and_in_range() -> None:
     }
     found = uu.verify(unit_scale(model, batch=x), x)
     assert found.share("weight") == 1
-    assert found.share("activation") > 0.9
+    assert found.share("activation") > 0.8

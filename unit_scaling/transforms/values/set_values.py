@@ -46,8 +46,9 @@ REACH = 1.5
 LOWEST, HIGHEST = 2.0**-12, 2.0**4
 """A number outside of these is reported."""
 
-CLOSE = 0.02
-"""The octaves that a residual branch may be off its weight."""
+GRID = 0.25
+"""What is measured is rounded to so many octaves, so that parameters share learning rates: an
+optimizer steps those of each rate by themselves."""
 
 ROUNDS = 4
 """Of corrections: the branches of a stream follow each other."""
@@ -220,8 +221,8 @@ class _Setter:
         size = seen.sizes.get(end, 1.0)
         if not wanted or not (size or is_first):
             return False  # zeros have the number of their rule since the first pass
-        ratio = wanted / (size or 1.0)
-        if abs(math.log2(ratio)) < CLOSE:
+        ratio = _rounded(wanted / (size or 1.0))
+        if ratio == 1.0:
             return False
         holders = self.sources.holders(end, reader)
         node = self.nodes[reader]
@@ -247,7 +248,8 @@ class _Setter:
         results = {self._origin(w): last.sizes.get(i, 0.0) for i, w in self.weights.items()}
         self._set_siblings()
         for name, parameter in self.parameters.items():
-            tags, number = tags_of(parameter), self.numbers[name]
+            # Rounded, as equal numbers are products of others in another order.
+            tags, number = tags_of(parameter), float(f"{self.numbers[name]:.14g}")
             if not math.isfinite(number) or not bool(parameter.isfinite().all()):
                 raise ValueError(
                     f"unit_scale: {name} came out as {number:.3g} times what it was, as the batch "
@@ -306,9 +308,13 @@ _CELLS = {
 
 
 def _off_one(tensor: Tensor) -> float:
-    """The RMS of an operand, 1 within `REACH`."""
+    """The RMS of an operand on the `GRID`, 1 within `REACH`."""
     size = rms_of(tensor)
-    return size if abs(math.log2(size)) > REACH else 1.0
+    return _rounded(size) if abs(math.log2(size)) > REACH else 1.0
+
+
+def _rounded(size: float) -> float:
+    return float(2.0 ** (round(math.log2(size) / GRID) * GRID))
 
 
 def _named(path: str, leaf: str) -> str:
