@@ -327,6 +327,18 @@ def test_a_bias_that_carries_information_is_kept() -> None:
     assert kept == {"1", "3"}
 
 
+def test_the_bias_of_a_weight_that_keeps_its_values_is_kept() -> None:
+    """Its layer computes what it did: the weight is read otherwise too."""
+    model = Net(lambda m, x: m.b(m.a(x)) + m.a.weight.sum(), a=nn.Linear(8, 16), b=nn.Linear(16, 4))
+    ours = unit_scale(model, batch=torch.randn(32, 8))
+    assert torch.equal(ours.a.weight, model.a.weight)
+    assert torch.equal(ours.a.bias, model.a.bias)
+    assert {row.call for row in uu.report(ours) if row.done == "keeps its values"} == {
+        "weight",
+        "bias",
+    }
+
+
 CELLS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 
 

@@ -56,10 +56,10 @@ def keep_values(
             kind = "weight" if tags.mup_type == "output" else tags.mup_type
             tags = tags._replace(mup_type=kind, mup_scale=nearest_power(divisor))
         retag(parameter, tags)
-        _scale_bias(parameters, name)
+        scale_bias(parameters, name)
 
 
-def _scale_bias(parameters: Mapping[str, nn.Parameter], name: str) -> None:
+def scale_bias(parameters: Mapping[str, nn.Parameter], name: str) -> None:
     """Gives the bias of a layer whose weight has a static scale that of the layer's result: the
     layer is s * (u @ x / sqrt(n) + b / s) for a weight u of RMS 1 and s = mup_scale * sqrt(n)."""
     owner, dot, leaf = name.rpartition(".")
@@ -118,7 +118,7 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
                 rows += [] if done is None else [CallRow(path, leaf, *done)]
     parameters = dict(model.named_parameters())
     for name in parameters if init == "preserve" else ():
-        _scale_bias(parameters, name)
+        scale_bias(parameters, name)
     remember_tags(model)
     return rows
 

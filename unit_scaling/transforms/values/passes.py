@@ -16,7 +16,7 @@ from fp8.common.threads import apart
 from ..install import Args, Kwargs
 from ..record.calls import CallNode, Recorder, tensors_in
 from ..record.kinds import KINDS, canonical, kind_of
-from ..record.values import has_scale, is_strided, rms_of
+from ..record.values import has_scale, has_values, is_strided, rms_of
 
 Before = Callable[[int, str, Args, Kwargs], None]
 """(index of a call, its kind, its arguments): called before the call."""
@@ -54,7 +54,9 @@ class Pass(Recorder):
     def _describe(self, node: CallNode, sources: Any, results: list[Tensor]) -> None:
         super()._describe(node, sources, results)
         result = max(results, key=Tensor.numel)
-        if node.value.live and has_scale(result) and is_strided(result):
+        # Values of the examples inside of torch.vmap cannot be read.
+        is_readable = has_scale(result) and is_strided(result) and has_values([result])
+        if node.value.live and is_readable:
             with torch.no_grad(), torch.DisableTorchFunction():
                 self.sizes[len(self.nodes) - 1] = rms_of(result) if bool(result.any()) else 0.0
 

@@ -32,7 +32,7 @@ from ...rules.rates import fan_in
 from ..install import Args, Kwargs
 from ..plan.plan import CallRow, ModelPlan
 from ..plan.planner import Planner
-from ..plan.weights import named_tags, nearest_power, prepare
+from ..plan.weights import named_tags, nearest_power, prepare, scale_bias
 from ..record.calls import Input, tensors_in
 from ..record.kinds import EMBEDDINGS, RECURRENT, is_added
 from ..record.values import has_scale, rms_of
@@ -121,6 +121,12 @@ class _Setter:
             retag(parameter, tags._replace(mup_type=kind, mup_divisor=None, mup_scale=scale))  # type: ignore[arg-type]
             why = "added to values" if name in added else "read by calls that are no products"
             self.rows[name] = CallRow(*_split(name), "keeps its values", why)
+            path, leaf = _split(name)
+            bias = _named(path, leaf.replace("weight", "bias"))
+            if bias != name and bias in self.parameters:
+                self.parameters[bias].copy_(self.plain[bias])
+                scale_bias(self.parameters, name)
+                self.kept[bias] = CallRow(*_split(bias), "keeps its values", "as its weight")
 
     # the second pass
 
