@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,14 +19,21 @@ from ..record.calls import CallNode, Recorder, tensors_in
 from ..record.kinds import KINDS, canonical, kind_of
 from ..record.values import has_scale, has_values, is_strided, rms_of
 
-Before = Callable[[int, str, Args, Kwargs], None]
-"""(index of a call, its kind, its arguments): called before the call."""
+Place = tuple[str, str, int]
+"""A call: the path of the running module, the kind, and how many of that kind ran there before."""
+
+Before = Callable[[Place, Args, Kwargs], None]
+"""Called before each call. It may change parameters, and arguments in place."""
 
 
 class Pass(Recorder):
-    """A recording of one forward pass. sizes: the index of a call -> the RMS of its result, 0 for
-    zeros. has_nan: whether the output has NaN. normalizes: whether results of products are divided
-    by their RMS. before: may change the arguments of a call in place."""
+    """A recording of one forward pass. Its calls have places, which other passes share where they
+    take other branches elsewhere (a router's).
+
+    places: the place of a call -> its index. sizes: the place of a call -> the RMS of its result, 0
+    for zeros. has_nan: whether the output has NaN. normalizes: whether results of products are
+    divided by their RMS.
+    """
 
     def __init__(
         self,
@@ -38,18 +46,26 @@ class Pass(Recorder):
         super().__init__(dict(KINDS), names, inputs, path, normalizes)
         self._in_pairs = True  # so that the passes of a model have the same calls
         self._before = before
-        self.sizes: dict[int, float] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self.places: dict[Place, int] = {}
+        self.sizes: dict[Place, float] = {}
         self.has_nan = False
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        args, kwargs = canonical(function, args, kwargs)
+        for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
+            self._input(slot, tensor)  # its node comes before that of the call
+        kind = self.kinds.get(function) or kind_of(function)
+        path, index = self.path(), len(self.nodes)
+        self._place = path, kind, self._counts[path, kind]
         if self._before is not None:
-            args, kwargs = canonical(function, args, kwargs)
-            for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-                self._input(slot, tensor)  # its node comes before that of the call
-            kind = self.kinds.get(function) or kind_of(function)
             with torch.no_grad(), torch.DisableTorchFunction():
-                self._before(len(self.nodes), kind, args, kwargs)
-        return super().observe(function, args, kwargs)
+                self._before(self._place, args, kwargs)
+        output = super().observe(function, args, kwargs)
+        if len(self.nodes) > index:  # it has made a tensor
+            self.places[self._place] = index
+            self._counts[path, kind] += 1
+        return output
 
     def _describe(self, node: CallNode, sources: Any, results: list[Tensor]) -> None:
         super()._describe(node, sources, results)
@@ -58,7 +74,7 @@ class Pass(Recorder):
         is_readable = has_scale(result) and is_strided(result) and has_values([result])
         if node.value.live and is_readable:
             with torch.no_grad(), torch.DisableTorchFunction():
-                self.sizes[len(self.nodes) - 1] = rms_of(result) if bool(result.any()) else 0.0
+                self.sizes[self._place] = rms_of(result) if bool(result.any()) else 0.0
 
 
 def run_pass(

@@ -36,7 +36,7 @@ from ..plan.weights import named_tags, nearest_power, prepare, scale_bias
 from ..record.calls import Input, tensors_in
 from ..record.kinds import EMBEDDINGS, RECURRENT, is_added
 from ..record.values import has_scale, rms_of
-from .passes import Pass, run_pass
+from .passes import Pass, Place, run_pass
 from .sources import Holder, Sources
 from .streams import find_branches
 
@@ -74,7 +74,8 @@ class _Setter:
         for row in prepare(self.model, "unit"):
             self.rows[_named(row.path, row.call)] = row
         seen = run_pass(self.model, self.batch, normalizes=True)
-        self.nodes = seen.nodes
+        self.nodes, self.index_of = seen.nodes, seen.places
+        self.place_of = {index: place for place, index in seen.places.items()}
         tags, plan = named_tags(self.model, ""), ModelPlan("unit")
         self.planner = Planner(self.nodes, plan, tags, seen.outputs, changed=seen.changed)
         self._keep(self.planner.kept, self.planner.added())
@@ -84,25 +85,32 @@ class _Setter:
         scaled = self.planner.scaled - self.planner.kept
         self.rules: dict[int, float] = {}
         self.weights: dict[int, Input] = {}
+        first: dict[str | None, int] = {}
         for index, step in self.planner.decided()[0].items():
             own = [i for i in self._factors(index) if self._origin(i) in scaled]
-            if step is not None and step.op is not None and own:
+            if step is None or step.op is None or not own:
+                continue
+            first.setdefault(self._origin(own[-1]), index)
+            if self.nodes[index].kind not in RECURRENT:
                 self.weights[index], self.rules[index] = own[-1], step.factor
+        #: The calls that are the first to read a weight.
+        self.first = set(first.values())
         lookups = [node.inputs for node in self.nodes if node.kind in EMBEDDINGS]
         tables = {self._origin(i) for inputs in lookups for i in inputs}
-        #: The tables that are weights of products too.
         read = {self._origin(i) for i in self.weights.values()}
+        #: The tables that are weights of products too.
         self.tables = {name for name in scaled if name in read & tables}
         flow = self.planner.flow
         self.sources = Sources(self.nodes, flow, self.weights, self.tables)
         self.branches = find_branches(flow, self.planner.branches(), seen.outputs)
-        first: dict[str | None, int] = {}
-        for index, i in self.weights.items():
-            first.setdefault(self._origin(i), index)
-        self.first = set(first.values())
 
     def _origin(self, i: Input) -> str | None:
         return self.nodes[i.node].value.origin
+
+    def _size(self, seen: Pass, index: int) -> float:
+        """The RMS of the result of a call in a pass; 1 where that does not make the call."""
+        place = self.place_of.get(index)
+        return 1.0 if place is None else seen.sizes.get(place, 1.0)
 
     def _factors(self, index: int) -> list[Input]:
         """The arguments that a call multiplies."""
@@ -130,9 +138,10 @@ class _Setter:
 
     # the second pass
 
-    def before(self, index: int, kind: str, args: Args, kwargs: Kwargs) -> None:
+    def before(self, place: Place, args: Args, kwargs: Kwargs) -> None:
         """Sets the weights of a call before it runs."""
-        if index >= len(self.nodes) or kind != self.nodes[index].kind or index not in self.first:
+        index, kind = self.index_of.get(place), place[1]
+        if index is None or index not in self.first:
             return
         tensors = dict((*tensors_in(args), *tensors_in(kwargs)))
         if kind in RECURRENT:
@@ -212,7 +221,7 @@ class _Setter:
         """Brings branches to their weights, and products of tables to their rule. Returns whether
         something was off."""
         done = set[Holder]()
-        asked = [(b.add, b.end, b.weight * seen.sizes.get(b.stream, 1.0)) for b in self.branches]
+        asked = [(b.add, b.end, b.weight * self._size(seen, b.stream)) for b in self.branches]
         for index, weight in self.weights.items():
             factors = [i for i in self._factors(index) if i is not weight]
             if self._origin(weight) in self.tables and len(factors) == 1:
@@ -224,7 +233,7 @@ class _Setter:
         self, seen: Pass, reader: int, end: int, wanted: float, done: set[Holder], is_first: bool
     ) -> bool:
         """Brings the result of the call ``end``, as ``reader`` reads it, to an RMS."""
-        size = seen.sizes.get(end, 1.0)
+        size = self._size(seen, end)
         if not wanted or not (size or is_first):
             return False  # zeros have the number of their rule since the first pass
         ratio = _rounded(wanted / (size or 1.0))
@@ -251,7 +260,7 @@ class _Setter:
     def finish(self) -> Report[CallRow]:
         """Rounds each parameter once, tags it, and reports it."""
         last = run_pass(self.model, self.batch)
-        results = {self._origin(w): last.sizes.get(i, 0.0) for i, w in self.weights.items()}
+        results = {self._origin(w): self._size(last, i) for i, w in self.weights.items()}
         self._set_siblings()
         for name, parameter in self.parameters.items():
             # Rounded, as equal numbers are products of others in another order.
