@@ -7,15 +7,18 @@ import math
 import pickle
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8
 import unit_scaling as uu
+from tests.launch import run_ranks
 from tests.transforms.models import GPT, KINDS, Net, loss_of, rms
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import simulate_fp8, unit_scale
@@ -378,6 +381,29 @@ def test_parameters_that_are_replaced_get_their_tags_back() -> None:
     uu.parameter.restore_tags(ours)
     assert [tags_of(p) for p in ours.parameters()] == before
     uu.optim.AdamW(ours.parameters())
+
+
+def check_ranks(rank: int, store: Path) -> None:
+    """Each rank has weights and a batch of its own, of sizes that differ: numbers are the same, and
+    so are the sizes of weights and the learning rates."""
+    torch.manual_seed(rank)
+    model = Net(
+        lambda m, x: m.head(m.norm(x + m.down(F.relu(m.up(x))))),
+        up=nn.Linear(16, 64),
+        down=nn.Linear(64, 16),
+        norm=nn.LayerNorm(16),
+        head=nn.Linear(16, 4),
+    )
+    ours = unit_scale(model, batch=(1 + 30 * rank) * torch.randn(8, 16))
+    mine = torch.tensor([[p.mup_scale, rms(p)] for p in ours.parameters()])
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(theirs, mine)
+    torch.testing.assert_close(theirs[0], theirs[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+def test_processes_have_the_same_numbers(tmp_path: Path) -> None:
+    run_ranks(check_ranks, 2, tmp_path / "store")
 
 
 def test_parameters_share_few_learning_rates() -> None:

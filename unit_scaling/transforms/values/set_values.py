@@ -36,6 +36,7 @@ from ..plan.weights import named_tags, nearest_power, prepare, scale_bias
 from ..record.calls import Input, tensors_in
 from ..record.kinds import EMBEDDINGS, RECURRENT, is_added
 from ..record.values import has_scale, rms_of
+from ..run.ranks import agreed, model_name
 from .passes import Pass, Place, run_pass
 from .sources import Holder, Sources
 from .streams import find_branches
@@ -262,6 +263,7 @@ class _Setter:
         last = run_pass(self.model, self.batch)
         results = {self._origin(w): self._size(last, i) for i, w in self.weights.items()}
         self._set_siblings()
+        self._agree()
         for name, parameter in self.parameters.items():
             # Rounded, as equal numbers are products of others in another order.
             tags, number = tags_of(parameter), float(f"{self.numbers[name]:.14g}")
@@ -292,6 +294,16 @@ class _Setter:
             )
         remember_tags(self.model)
         return Report(self.rows.values(), heading="parameter")
+
+    def _agree(self) -> None:
+        """Takes the numbers of the first process, as learning rates follow from them: each process
+        has a batch of its own."""
+        own = {name: self.numbers[name] for name in self.parameters}
+        for name, number in agreed(f"{model_name(own)}/values", own).items():
+            if number != own[name]:
+                holder = Holder(name, self.shifts.get(name, 0.0))
+                self._multiply(holder, number / own[name])
+                self.numbers[name] = number
 
     @torch.no_grad()
     def _set_siblings(self) -> None:
