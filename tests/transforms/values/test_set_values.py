@@ -330,6 +330,21 @@ def test_a_bias_that_carries_information_is_kept() -> None:
     assert kept == {"1", "3"}
 
 
+def test_a_query_that_is_a_parameter_is_an_operand() -> None:
+    """As a token that pools by attention: it has RMS 1, as what is computed has."""
+    model = Net(
+        lambda m, x: m.out(F.scaled_dot_product_attention(m.token, m.k(x), m.v(x))),
+        k=nn.Linear(16, 16),
+        v=nn.Linear(16, 16),
+        out=nn.Linear(16, 4),
+    )
+    model.token = nn.Parameter(0.02 * torch.randn(1, 1, 16))
+    ours = unit_scale(model, batch=torch.randn(4, 8, 16))
+    assert rms(ours.token) == pytest.approx(1, rel=1e-4)
+    assert ours.token.mup_scale == 1
+    uu.optim.AdamW(ours.parameters()).step()
+
+
 def test_the_bias_of_a_weight_that_keeps_its_values_is_kept() -> None:
     """Its layer computes what it did: the weight is read otherwise too."""
     model = Net(lambda m, x: m.b(m.a(x)) + m.a.weight.sum(), a=nn.Linear(8, 16), b=nn.Linear(16, 4))

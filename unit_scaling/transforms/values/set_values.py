@@ -34,7 +34,7 @@ from ..plan.plan import CallRow, ModelPlan
 from ..plan.planner import Planner
 from ..plan.weights import named_tags, nearest_power, prepare, scale_bias
 from ..record.calls import Input, tensors_in
-from ..record.kinds import EMBEDDINGS, RECURRENT, is_added
+from ..record.kinds import ATTENTION, EMBEDDINGS, RECURRENT, is_added
 from ..record.values import has_scale, rms_of
 from ..run.ranks import agreed, model_name
 from .passes import Pass, Place, run_pass
@@ -89,10 +89,12 @@ class _Setter:
         first: dict[str | None, int] = {}
         for index, step in self.planner.decided()[0].items():
             own = [i for i in self._factors(index) if self._origin(i) in scaled]
-            if step is None or step.op is None or not own:
+            kind = self.nodes[index].kind
+            # A query that is a parameter is an operand: its size is that of logits.
+            if step is None or step.op is None or not own or kind in ATTENTION:
                 continue
             first.setdefault(self._origin(own[-1]), index)
-            if self.nodes[index].kind not in RECURRENT:
+            if kind not in RECURRENT:
                 self.weights[index], self.rules[index] = own[-1], step.factor
         #: The calls that are the first to read a weight.
         self.first = set(first.values())
@@ -173,7 +175,7 @@ class _Setter:
         parameter, kind = self.parameters[name], self.nodes[index].kind
         tags = tags_of(parameter)
         power = -1 if tags.mup_type == "output" else -2
-        terms = round(self.rules[index] ** power)
+        terms = max(round(self.rules[index] ** power), 1)
         shape = parameter.shape[1:] if tags.mup_stacked else parameter.shape
         # The rule of a convolution leaves out the terms that its padding adds.
         if kind not in ("conv1d", "conv2d", "conv3d") and terms != fan_in(shape):
