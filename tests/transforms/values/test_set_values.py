@@ -330,6 +330,18 @@ def test_a_bias_that_carries_information_is_kept() -> None:
     assert kept == {"1", "3"}
 
 
+def test_a_weight_that_is_read_in_parts_is_set_once() -> None:
+    """As torch's attention splits its projection for a query that is not the key."""
+    model = Net(
+        lambda m, x: m.attend(m.token.expand(len(x), -1, -1), x, x)[0],
+        attend=nn.MultiheadAttention(16, 2, batch_first=True),
+    )
+    model.token = nn.Parameter(torch.randn(1, 1, 16))
+    ours = unit_scale(model, batch=torch.randn(4, 8, 16))
+    assert rms(ours.attend.in_proj_weight) == pytest.approx(1 / 4, rel=1e-4)
+    ours(torch.randn(4, 8, 16)).sum().backward()
+
+
 def test_a_query_that_is_a_parameter_is_an_operand() -> None:
     """As a token that pools by attention: it has RMS 1, as what is computed has."""
     model = Net(

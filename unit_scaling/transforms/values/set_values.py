@@ -162,7 +162,7 @@ class _Setter:
         self._tag_fan_in(name, index)
         moved, parameter = tensors[weight.slot], self.parameters[name]
         if moved.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-            moved.mul_(number)  # a copy in another dtype or order
+            moved.data.mul_(number)  # a copy in another dtype or order
         for i in node.inputs:
             bias = self._origin(i)
             if is_added(kind, i.slot) and bias in self.parameters:
@@ -213,8 +213,9 @@ class _Setter:
     @torch.no_grad()
     def _multiply(self, holder: Holder, number: float) -> None:
         name, shift = holder.parameter, holder.shift
-        # number * (shift + w) = shift + w'
-        self.parameters[name].add_(shift).mul_(number).sub_(shift)
+        # number * (shift + w) = shift + w'. As data: the running pass may hold views of a weight,
+        # of which autograd refuses those that several results of one call are.
+        self.parameters[name].data.add_(shift).mul_(number).sub_(shift)
         self.numbers[name] *= number
         self.shifts[name] = shift
 
