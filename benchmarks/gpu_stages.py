@@ -31,7 +31,6 @@ from fp8.lab.hardware import BF16
 from fp8.native.kernels import kernel_of, multiply, store
 from fp8.native.product import why_not_here
 from fp8.native.selftest import why_not_compiled
-from unit_scaling.transforms import unit_scale
 
 DTYPE = torch.bfloat16
 RECIPES = (
@@ -46,9 +45,6 @@ RECIPES = (
     "static",
 )
 """In the order in which they are measured."""
-
-UNIT_SCALED = ("unit_scale", "unit_scale unit", "unit_scale static")
-"""The same block under `unit_scale`, in bf16 and under a recipe."""
 
 GRAPHS = 256
 """The most graphs of a function, which has one under each recipe."""
@@ -130,10 +126,6 @@ class Case:
         """A copy under a recipe that shares the parameters."""
         shared = {id(x): x for x in (*self.model.parameters(), *self.model.buffers())}
         model = copy.deepcopy(self.model, shared)
-        scaled, _, name = recipe.partition(" ")
-        if scaled == UNIT_SCALED[0]:
-            model, recipe = unit_scale(model, init="preserve"), name or BF16
-            self.step(model)  # finds the factors
         if recipe.startswith("torchao "):
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -247,8 +239,8 @@ def measured(names: tuple[str, ...], theirs: bool, device: str, sizes: Sizes) ->
             case = Case(name, *MODELS[name](sizes), device)
         high = case.variant(BF16)
         case.step(high)  # compiled before torchao changes the compiler
-        ours = () if theirs else (BF16, *(UNIT_SCALED if name == "block" else ()))
-        for recipe in (*ours, *recipes(theirs)):
+        ours = [] if theirs else [BF16]
+        for recipe in [*ours, *recipes(theirs)]:
             row: Row = {"case": name, "recipe": recipe}
             if (name, recipe) in PUBLISHED:
                 row["published_ms"] = PUBLISHED[name, recipe]

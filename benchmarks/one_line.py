@@ -3,7 +3,7 @@
 ``python -m benchmarks.one_line`` trains ten kinds of small models: plain, with torch's AdamW at its
 best learning rate, found by a sweep in FP32 with a seed that is not compared; and as
 ``unit_scale(model)`` with ``uu.optim.AdamW(model.parameters())``, in FP32 and in FP8. "same
-function" is ``init="preserve"`` with the optimizer and the rate of the plain model, so that FP8 is
+function" is the plain model under recipe "static" with its own optimizer and rate, so that FP8 is
 the only difference. Held-out losses are compared in pairs, three seeds each. Run again, it
 continues in --out.
 """
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+import fp8
 import unit_scaling as uu
 from benchmarks import common, problems
 from benchmarks.architectures import VOCABULARY
@@ -108,14 +109,14 @@ def _ours(parameters: Parameters, lr: float) -> Optimizer:
     return uu.optim.AdamW(parameters)
 
 
-def _preserved(model: nn.Module) -> nn.Module:
-    return simulate_fp8(unit_scale(model, init="preserve"))
+def _static(model: nn.Module) -> nn.Module:
+    return fp8.convert(model, "static", backend="simulate")
 
 
 PLAIN = Way(lambda model: model, _torch)
 WAYS = {
     REFERENCE: PLAIN,
-    "FP8, same function": Way(_preserved, _torch, REFERENCE),
+    "FP8, same function": Way(_static, _torch, REFERENCE),
     "unit_scale": Way(unit_scale, _ours),
     "unit_scale, FP8": Way(lambda model: simulate_fp8(unit_scale(model)), _ours, "unit_scale"),
 }
@@ -248,7 +249,7 @@ def main() -> int:
         "apart, found with another seed. unit_scale: with `uu.optim.AdamW(model.parameters())`, "
         f"no other argument; met: the mean gap is at most {CLOSE:g}. FP8: `simulate_fp8` of it; "
         f"cost: the gap to the same without; cost met: at most {CLOSE_FP8:g}. Same function: "
-        '`init="preserve"`, and the optimizer and rate of the plain model'
+        '`fp8.convert(model, "static")`, and the optimizer and rate of the plain model'
     )
     report("one_line", question, [row for name in MODELS for row in result.get(name, ())])
     return 0

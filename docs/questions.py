@@ -225,15 +225,13 @@ def _sizes(rows: list[Row]) -> str:
 def _strangers(rows: list[Row]) -> str:
     runs = [row for row in rows if row["result"] == "runs"]
     inside = sum(bool(row["inside"]) for row in runs)
-    exact = sum(row["exact"] == "exact" for row in runs)
     trained = [row["trained"] >= 0.95 for row in runs if "trained" in row]
     later = (
         f", in {sum(trained)} of {len(trained)} after 20 steps of training too" if trained else ""
     )
     return (
         f"{len(runs)} of {len(rows)} models run; in {inside}, at least 95 % of the casts of a step "
-        f"keep the precision of their format{later}; "
-        f'gradients with `init="preserve"` are the plain model\'s to the bit in {exact}'
+        f"keep the precision of their format{later}"
     )
 
 

@@ -64,8 +64,6 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
     ),
     (lambda: unit_scale(model(), replace=5), "replace: a dict .*, got 5"),
     (lambda: unit_scale(model(), replace=[1]), r"replace: a dict .*\[1\]"),
-    (lambda: unit_scale(model(), init=5), "unknown init 5; choose one of 'unit'"),
-    (lambda: unit_scale(model(), plan={}), "plan: what unit_scaling.plan returns, got a dict"),
     (lambda: U.rms_norm(X, 8), "normalized_shape must be .*, got int 8"),
     (lambda: fp8.reduce_amax(5), "reduce_amax needs an nn.Module, got int"),
     (lambda: uu.batch_multiplier("a").__enter__(), "n must be a whole number from 1, got 'a'"),

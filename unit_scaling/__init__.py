@@ -28,7 +28,6 @@ from .parameter import MupType, Parameter
 from .rules.batch import batch_multiplier
 from .rules.elementwise import unit_scaled
 from .transforms import report, verify
-from .transforms.unit_scale import plan
 from .version import __version__
 
 explain_missing()
@@ -47,7 +46,6 @@ __all__ = [
     "modules",
     "optim",
     "parameter",
-    "plan",
     "report",
     "scale",
     "transformer_residual_scaling_rule",

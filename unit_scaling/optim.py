@@ -162,7 +162,7 @@ def _default_rate(rule: LrScale | str, parameters: Sequence[Any]) -> float:
     is_start = any(getattr(p, "mup_divisor", None) for p in parameters)
     for p in parameters:
         if has_parameter_data(p) and (is_start or p.mup_scale == 1.0):
-            continue  # in a model of init="unit" some weights keep their values
+            continue  # in a model of unit_scale some weights keep their values
         why = "keeps its values" if has_parameter_data(p) else "has no mup_type"
         raise ValueError(
             f"lr: a parameter of shape {tuple(p.shape)} {why}, and the default rate of "

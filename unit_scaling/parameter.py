@@ -3,11 +3,10 @@
     mup_type: "weight" (a hidden or input matrix), "bias", "norm" (a vector) or "output" (the
         readout matrix)
     mup_scaling_depth: the number of layers in the parameter's residual stack, or None
-    mup_scale: the size that `unit_scale` leaves in a weight's values, with init="preserve" a power
-        of two and with a batch any number; otherwise 1. Learning rates are in proportion to it,
-        and the power of two next to it divides a weight before a cast to FP8
-    mup_divisor: the number that `unit_scale(init="unit")` divided a weight by to RMS 1, otherwise
-        None
+    mup_scale: the size that `unit_scale` leaves in a weight's values, with a batch any number, and
+        a power of two in a weight that keeps its values; otherwise 1. Learning rates are in
+        proportion to it, and the power of two next to it divides a weight before a cast to FP8
+    mup_divisor: the number that `unit_scale` divided a weight by to RMS 1, otherwise None
     mup_stacked: whether the first dimension counts parameters of one shape (the weights of several
         experts), so that a learning rate depends on the others alone
     mup_fan_in: the number of terms that a product with the weight sums, where that is not the

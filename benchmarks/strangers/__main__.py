@@ -56,11 +56,9 @@ what `unit_scale`, `simulate_fp8` and `uu.verify` make of {models}, in terms of 
 share of the casts of a step, forward and backward, whose SQNR is within 1.5 dB of the format's own
 on normal values (e4m3 31.5 dB, e5m2 25.5 dB; or on these very values with unlimited exponents;
 operands of zeros aside). unit: of the unit-scaled model under `simulate_fp8`, in its second step;
-trained: after 20 steps with `uu.optim.AdamW`; preserved, preserved trained: the same with
-init="preserve" and torch's AdamW; static: of the plain model under recipe "static" after
-`fp8.calibrate`; inside: unit is at least 95 %; verify: the shares of `uu.verify`; agrees: it judges
-alike; exact: the largest error of outputs, loss and gradients with init="preserve" against the
-plain model; fp8 fall, fp32 fall: the last loss of 20 steps over the first, unit-scaled in FP8 and
+trained: after 20 steps with `uu.optim.AdamW`; static: of the plain model under recipe "static"
+after `fp8.calibrate`; inside: unit is at least 95 %; verify: the shares of `uu.verify`; agrees: it
+judges alike; fp8 fall, fp32 fall: the last loss of 20 steps over the first, unit-scaled in FP8 and
 plain, at one learning rate for all models; compiled: the largest error of outputs and gradients of
 the unit-scaled model in float64 under torch.compile, relative to the largest value of the tensor;
 where the plain model has such an error itself, the row does not count\
@@ -129,11 +127,10 @@ def summary(rows: list[Row]) -> str:
     kinds = Counter(row["result"].partition(":")[0].partition(" in ")[0] for row in rows)
     runs = [row for row in rows if row["result"] == "runs"]
     parts = [f"{len(rows)} models: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}"]
-    for key in ("unit", "trained", "preserved", "preserved_trained", "static"):
+    for key in ("unit", "trained", "static"):
         shares = [row[key] for row in runs if isinstance(row.get(key), float)]
         parts.append(f"{key} inside {sum(map(is_inside, shares))} of {len(shares)}")
     parts.append(f"verify agrees on {sum(row.get('agrees', False) for row in runs)}")
-    parts.append(f"exact {sum(row.get('exact') == 'exact' for row in runs)}")
     for key in ("fp32_fall", "fp8_fall"):
         falls = [row[key] for row in runs if isinstance(row.get(key), float)]
         parts.append(f"{key} below 1: {sum(fall < 1 for fall in falls)} of {len(falls)}")

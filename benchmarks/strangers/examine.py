@@ -52,7 +52,7 @@ def examine(stranger: Stranger, options: Options, send: Callable[[Row], None]) -
     row["result"] = "not finished"
     row["details"] = {}
     send(row)
-    phases = [_unit, _exact, _preserved, _static]
+    phases = [_unit, _static]
     phases += [_plain_training] if options.train else []
     phases += [_compiled] if options.compiled else []
     for phase in phases:
@@ -132,26 +132,6 @@ def _unit(stranger: Stranger, options: Options, row: Row) -> None:
 def is_inside(share: float | None) -> bool:
     """Whether 95 % are, if there are any."""
     return share is None or share >= SHARE
-
-
-def _exact(stranger: Stranger, options: Options, row: Row) -> None:
-    """Whether init="preserve" keeps outputs, loss and gradients, in two steps."""
-    plain, case = _built(stranger), _built(stranger)
-    model = unit_scale(case.model, init="preserve")
-    pairs = [(_results(case, model), _results(plain, plain.model)) for _ in range(2)]
-    error = max(_error(ours, theirs) for ours, theirs in pairs)
-    row["exact"] = "exact" if error == 0 else f"{error:.1e}"
-
-
-def _preserved(stranger: Stranger, options: Options, row: Row) -> None:
-    """The same shares with init="preserve"."""
-    case = _built(stranger)
-    model = simulate_fp8(unit_scale(case.model, init="preserve"))
-    _step(case, model)
-    _cast_step(case, model, row, "preserved")
-    if options.train:
-        _train(case, model, torch.optim.AdamW(model.parameters(), lr=2e-3))
-        _cast_step(case, model, row, "preserved_trained")
 
 
 def _static(stranger: Stranger, options: Options, row: Row) -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..casts.operands import static_exponent
 from ..common.dtensor import is_dtensor, whole
 from ..common.libraries import need
 from ..common.mixin import bare_class, check_module
@@ -128,7 +127,7 @@ class Weights:
         self.model = model = unwrapped(model)
         check_not_overridden("export", model)
         modules: dict[str, Any] = {bare_name(name): m for name, m in model.named_modules()}
-        self._exponents = _exponents(model)
+        _check_plain(model)
         rows, self._layers = _layers(modules)
         if all(row.done == LEFT_ALONE for row in rows):
             why = "; ".join(sorted({row.why for row in rows})) or "fp8.convert was not called"
@@ -177,8 +176,7 @@ class Weights:
         tensor = whole(tensor)
         path, _, last = name.rpartition(".")
         if last == "weight" and path in self._layers:
-            exponent = self._exponents.get(path, 0)
-            parts = _parts(self._layers[path], tensor.float(), exponent)
+            parts = _parts(self._layers[path], tensor.float())
             return [(f"{path}.{part}", stored) for part, stored in parts.items()]
         return [(name, tensor)]
 
@@ -194,10 +192,8 @@ def state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def _exponents(model: nn.Module) -> dict[str, int]:
-    """Layer -> the exponent of the scale that a transform of the model casts its input at."""
-    found: dict[str, int] = {}
-    known: dict[Any, dict[str, int]] = {}
+def _check_plain(model: nn.Module) -> None:
+    """Raises ValueError for a model that computes more than its weights say."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("unit_scaling.layers"):
             raise ValueError(
@@ -205,15 +201,9 @@ def _exponents(model: nn.Module) -> dict[str, int]:
                 "of torch's modules, and unit-scale it by unit_scaling.transforms.unit_scale with "
                 "a batch"
             )
-        for scope, path in getattr(module, "_scopes", ()):
-            if not hasattr(scope, "exponents"):
-                kind = type(scope).__name__
-                raise ValueError(f"{kind} is no part of the weights: export without it")
-            if scope not in known:
-                known[scope] = scope.exponents()
-            if path in known[scope]:
-                found[bare_name(name)] = known[scope][path]
-    return found
+        for scope, _ in getattr(module, "_scopes", ()):
+            other = f"{type(scope).__name__} is no part of the weights: export without it"
+            raise ValueError(getattr(scope, "no_export", other))
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
@@ -275,20 +265,17 @@ def _has_input_scale(recipe: Any) -> bool:
     return INPUTS[recipe.input.scaling].get("dynamic") is False
 
 
-def _parts(layer: Any, weight: Tensor, exponent: int) -> dict[str, Tensor]:
-    """The tensors of a layer. exponent: of the scale of its input, of a recipe without scales."""
+def _parts(layer: Any, weight: Tensor) -> dict[str, Tensor]:
+    """The tensors of a layer."""
     recipe, scale = layer.fp8_recipe, None
     if recipe.weight.scaling == "unit":
-        # A layer without a plan casts at scale 1 by this recipe, whatever tag its weight has.
-        planned = getattr(layer, "fp8_planned", False)
-        scale = weight.new_full((), 2.0 ** static_exponent(layer.weight) if planned else 1.0)
+        scale = weight.new_ones(())  # whatever tag the weight has
     elif recipe.weight.keeps_history:
         scale = _known_scale(layer, weight, recipe.weight, "weight")
     layout = LAYOUTS[recipe.weight.scaling]
     tensors = layouts.stored(layout, weight, recipe.weight, scale)
     if _has_input_scale(recipe):
         scale = _known_scale(layer, weight.new_zeros(1), recipe.input, "input")
-        scale = scale * 2.0**exponent if recipe.input.scaling == "unit" else scale
         tensors["input_scale"] = torch.atleast_1d(scale)
     return tensors
 

@@ -183,7 +183,7 @@ def convert(
         model: converted in place.
         recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto": "unit" for each layer that is
             unit-scaled (of `unit_scaling.modules`, or in a model of `unit_scale`, before or after
-            this call, except with init="preserve"), for others "tensor", or "static" once
+            this call), for others "tensor", or "static" once
             `fp8.calibrate` has set their scales, and "tensor" for layers of other libraries. Or a
             `fp8.Policy`, which selects the recipe of each layer by its name and role.
         backend: as in `fp8.autocast`. Convolutions, and recipes and weight sizes that the kernels
@@ -411,8 +411,7 @@ def _warn(model: nn.Module) -> None:
     unscaled = [
         (layer.fp8_recipe.name, name or "(model)")
         for name, layer in layers.items()
-        if needs_unit_scale(layer.fp8_recipe)
-        and not (is_unit_scaled(layer) or getattr(layer, "fp8_planned", False))
+        if needs_unit_scale(layer.fp8_recipe) and not is_unit_scaled(layer)
     ]
     if unscaled:
         (recipe, name), count = unscaled[0], f"{len(unscaled)} of {len(layers)}"

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 import fp8
 from fp8.adapters.lightning import FP8FabricPrecision
-from unit_scaling.transforms import unit_scale
 
 litgpt = pytest.importorskip("litgpt", reason="its own environment: make test-engines")
 import lightning  # noqa: E402
@@ -112,20 +111,3 @@ def test_pretrain(tmp_path, monkeypatch):
     by_hand = pretrained(tmp_path / "hand", [])
     assert not differs(trained, by_hand)
     assert differs(trained, plain)
-
-
-def test_unit_scaled(tmp_path, monkeypatch):
-    """litgpt makes a second model on the meta device, to count operations: that one stays plain."""
-    make = pretrain.GPT
-
-    def scaled(config: Any) -> Any:
-        model = make(config)
-        return model if model.lm_head.weight.is_meta else unit_scale(model, init="preserve")
-
-    plain = pretrained(tmp_path / "plain", [])
-    monkeypatch.setattr(pretrain, "GPT", scaled)
-    trained = pretrained(tmp_path / "scaled", [FP8FabricPrecision("auto")])
-    weights = {name: weight for name, weight in trained.items() if name in plain}
-    assert weights.keys() == plain.keys()
-    assert differs(weights, plain)
-    assert all(torch.isfinite(weight).all() for weight in weights.values())

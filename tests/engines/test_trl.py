@@ -13,7 +13,6 @@ from torch import nn
 
 import fp8
 from tests.fp8.adapters import hub_models
-from unit_scaling.transforms import unit_scale
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -74,10 +73,6 @@ def losses(trainer: Any) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def preserved(model: nn.Module) -> nn.Module:
-    return unit_scale(model, init="preserve")
-
-
 def stored(model: nn.Module) -> nn.Module:
     return fp8.store_frozen(model.requires_grad_(False))
 
@@ -88,7 +83,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "both": lambda model: fp8.convert(preserved(model)),
+    "fp8": fp8.convert,
     "stored, fp8": lambda model: fp8.convert(stored(model)),
 }
 

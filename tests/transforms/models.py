@@ -13,6 +13,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from unit_scaling.transforms import simulate_fp8, unit_scale
+from unit_scaling.transforms.install import find_scope
+from unit_scaling.transforms.plan.plan import ModelPlan
+from unit_scaling.transforms.run.transform import UnitScale
 
 
 class Block(nn.Module):
@@ -118,10 +121,15 @@ class OfLayer(torch.autograd.Function):
 
 TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
     "unit_scale": unit_scale,
-    "preserve": lambda model: unit_scale(model, init="preserve"),
     "simulate_fp8": simulate_fp8,
     "both": lambda model: unit_scale(simulate_fp8(model)),
 }
+
+
+def plan_of(model: Any) -> ModelPlan:
+    """What the extra state of a unit-scaled model holds."""
+    plan: ModelPlan = find_scope(model, UnitScale).data(model)
+    return plan
 
 
 def rms(x: Tensor) -> float:

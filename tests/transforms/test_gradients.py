@@ -1,8 +1,8 @@
 """Every gradient is that of the function that a model computes, however it is used.
 
-Under init="preserve" that is the plain model's. Under init="unit" it is a plain model with the same
-weights whose layers multiply their results by the factors of the plan (`by_hand`), on which no
-transform runs. Each use is compared in its first call, which makes the plan, and with a plan.
+That is a plain model with the same weights whose layers multiply their results by the factors of
+the plan (`by_hand`), on which no transform runs. Each use is compared in its first call, which
+makes the plan, and with a plan.
 """
 
 from __future__ import annotations
@@ -72,15 +72,6 @@ def made(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_preserved(name: str) -> None:
-    plain = made(name)
-    model = unit_scale(plain, init="preserve")
-    expected = outcome(USES[name], copy.deepcopy(plain))
-    check(outcome(USES[name], copy.deepcopy(model)), expected)
-    check(outcome(USES[name], model), expected)
-
-
-@pytest.mark.parametrize("name", USES)
 def test_unit_scaled(name: str) -> None:
     plain = made(name)
     model = unit_scale(plain)
@@ -92,11 +83,10 @@ def test_unit_scaled(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
-@pytest.mark.parametrize("init", ["unit", "preserve"])
 @pytest.mark.parametrize("name", [name for name, use in USES.items() if use.graph])
-def test_compiled(name: str, init: str) -> None:
+def test_compiled(name: str) -> None:
     torch.compiler.reset()
-    model = unit_scale(made(name), init=init)
+    model = unit_scale(made(name))
     outcome(USES[name], copy.deepcopy(model))
     expected = outcome(USES[name], copy.deepcopy(model))
     model.compile(backend="aot_eager")

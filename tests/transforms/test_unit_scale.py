@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.transforms.models import GPT, Net, OfLayer, batch, gpt, own, rms
+from tests.transforms.models import GPT, Net, OfLayer, batch, gpt, own, plan_of, rms
 from unit_scaling.optim import lr_scale_func_adam
 from unit_scaling.parameter import tag
 from unit_scaling.transforms import simulate_fp8, unit_scale
@@ -70,7 +70,7 @@ def test_a_recurrence_keeps_the_factor_of_its_rule() -> None:
     layers = {"enter": nn.Linear(4, 64), "again": nn.Linear(64, 64), "head": nn.Linear(64, 64)}
     model = unit_scale(Net(forward, **layers))
     model(torch.randn(8, 6, 4))
-    steps = {place[0]: step for place, (step,) in uu.plan(model).steps.items() if step}
+    steps = {place[0]: step for place, (step,) in plan_of(model).steps.items() if step}
     factors = {path: step.factor for path, step in steps.items() if path}
     assert factors == {"enter": 1 / 2, "again": 1 / 8, "head": 16 / 64}
     assert dict(steps["again"].static) == dict(steps["head"].static) == {(0,): -4}
@@ -104,11 +104,10 @@ def test_a_bias_with_a_mean_that_is_set_keeps_its_values(start: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-@pytest.mark.parametrize("init", ["unit", "preserve"])
-def test_a_layer_without_outputs_and_a_bias_without_dimensions(init: str) -> None:
+def test_a_layer_without_outputs_and_a_bias_without_dimensions() -> None:
     net = Net(lambda m, x: m.layer(x) + m.bias, layer=nn.Linear(4, 0))
     net.bias = nn.Parameter(torch.tensor(0.5))
-    assert unit_scale(net, init=init)(torch.ones(2, 4)).shape == (2, 0)
+    assert unit_scale(net)(torch.ones(2, 4)).shape == (2, 0)
 
 
 @pytest.mark.parametrize("inputs", [1, 8, 15, 16, 64])
@@ -207,15 +206,13 @@ def test_tags_and_optimizer() -> None:
     assert rates["2.weight"] == uu.optim.LR_MULT["adam"]["output"]
 
 
-@pytest.mark.parametrize("keeps", ["preserve", "masked"])
-def test_weights_that_keep_their_values_have_one_relative_rate(keeps: str) -> None:
+def test_weights_that_keep_their_values_have_one_relative_rate() -> None:
     """The last linear layer too."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    if keeps == "masked":
-        for layer in plain:
-            prune.random_unstructured(layer, "weight", amount=0.1)
-    model = unit_scale(plain, init="preserve" if keeps == "preserve" else "unit")
+    for layer in plain:
+        prune.random_unstructured(layer, "weight", amount=0.1)
+    model = unit_scale(plain)
     model(torch.randn(64, 64)).square().mean().backward()
     weights = [p for p in model.parameters() if p.dim() > 1]
     before = [p.detach().clone() for p in weights]
@@ -241,12 +238,11 @@ def test_biases_of_small_weights_that_keep_their_values_do_not_outweigh_them() -
     assert rms(model(x) - before) < 0.1 * rms(before)
 
 
-@pytest.mark.parametrize("init", ["unit", "preserve"])
-def test_rates_of_stacked_experts_are_those_of_one(init: str) -> None:
+def test_rates_of_stacked_experts_are_those_of_one() -> None:
     experts, single = Net(lambda m, x: x), nn.Parameter(torch.empty(16, 32))
     experts.up = nn.Parameter(torch.randn(3, 16, 32))
     experts.up_bias = nn.Parameter(torch.randn(3, 32))
-    model = unit_scale(nn.Sequential(nn.Linear(8, 16), experts, nn.Linear(16, 4)), init=init)
+    model = unit_scale(nn.Sequential(nn.Linear(8, 16), experts, nn.Linear(16, 4)))
     up = model[1].up
     tag(single, "weight", mup_scale=up.mup_scale)
     assert [p.mup_stacked for p in (up, model[0].weight)] == [True, False]
@@ -371,7 +367,6 @@ def test_report_counts_every_weight_and_call() -> None:
     ("call", "error", "match"),
     [
         (lambda: unit_scale("model"), TypeError, "needs an nn.Module, got str"),
-        (lambda: unit_scale(nn.Linear(2, 2), init="zero"), ValueError, "'unit', 'preserve'"),
         (lambda: unit_scale(nn.Linear(2, 2), {rms: rms}), ValueError, "not a torch function"),
         (lambda: unit_scale(nn.Linear(2, 2), {F.relu: "gelu"}), TypeError, "must be callable, got"),
         (lambda: uu.report(nn.Linear(2, 2)), ValueError, "report needs a model with unit_scale"),
@@ -410,13 +405,12 @@ def test_a_weight_that_no_call_reads_has_one_row():
     assert done == ["keeps its values"]
 
 
-@pytest.mark.parametrize("init", ["unit", "preserve"])
-def test_layers_of_uu_are_left_as_they_are(init: str) -> None:
+def test_layers_of_uu_are_left_as_they_are() -> None:
     """Their weights, kinds and depths; calls of theirs are no calls without a rule."""
     torch.manual_seed(0)
     stack = uu.DepthSequential(uu.Linear(16, 16), nn.Sequential(uu.LayerNorm(16), uu.GELU()))
     plain = nn.Sequential(nn.Linear(16, 16), stack, uu.LinearReadout(16, 4)).double()
-    model = unit_scale(plain, init=init)
+    model = unit_scale(plain)
     x = torch.randn(64, 16, dtype=torch.float64)
     hidden = model[0](x)
     torch.testing.assert_close(model(x), plain[1:](hidden))
@@ -439,7 +433,7 @@ def test_a_projection_of_attention_has_the_size_of_its_own_operand(fast: bool) -
     for size in (1.0, 1 / 16):
         model = unit_scale(plain)
         model(size * x, x, x)
-        steps = uu.plan(model).steps
+        steps = plan_of(model).steps
         plans.append(
             [step for (_, kind, _), each in steps.items() if kind == "linear" for step in each]
         )

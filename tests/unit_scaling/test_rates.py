@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 
 from tests.unit_scaling.test_optim import each_optimizer, lrs
 from unit_scaling.optim import SGD, AdamW
+from unit_scaling.parameter import tag
 from unit_scaling.rules.rates import default_rate
 from unit_scaling.transforms import unit_scale
 
@@ -35,8 +36,11 @@ class Net(nn.Module):
 
 @each_optimizer
 def test_no_default_rate_for_weights_that_are_not_at_an_initialization(cls):
+    kept = nn.Linear(4, 4)
+    for parameter in kept.parameters():
+        tag(parameter, "weight", mup_scale=0.5)
     for model, why in (
-        (unit_scale(nn.Linear(4, 4), init="preserve"), "keeps its values"),
+        (kept, "keeps its values"),
         (nn.Linear(4, 4), "has no mup_type"),
     ):
         with pytest.raises(ValueError, match=f"lr: a parameter .* {why}"):

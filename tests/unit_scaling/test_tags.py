@@ -42,7 +42,6 @@ def plain() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "uu": lambda: uu.TransformerDecoder(8, 5, layers=2, heads=2),
     "unit_scale": lambda: unit_scale(plain()),
-    "preserved": lambda: unit_scale(plain(), init="preserve"),
     "own": Own,
 }
 
@@ -118,7 +117,7 @@ def test_what_was_tagged_by_hand_stays():
     assert tags(layer) == {"weight": Tags("output", 7)}
 
 
-@pytest.mark.parametrize("name", ["uu", "unit_scale", "preserved"])
+@pytest.mark.parametrize("name", ["uu", "unit_scale"])
 def test_weight_norm(name: str):
     """The direction is the weight, the length a gain; a parametrization without parts is itself."""
     model = MODELS[name]()

@@ -148,7 +148,7 @@ def _check_rate(optimizer: Optimizer) -> None:
     near.sort(key=lambda each: each.octaves)
     numbers = list(accumulate(each.weight.numel() for each in near))
     if not near or 2 * numbers[-1] <= total:
-        return  # weights with their own scales, as with init="preserve"
+        return  # most weights have sizes of their own, as with a batch
     median = near[bisect_left(numbers, numbers[-1] / 2)]
     name, ours = type(optimizer).__name__, _has_factors(optimizer.param_groups[0])
     if rule == "sgd" and ours:  # no rate suits all models

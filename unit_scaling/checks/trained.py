@@ -1,7 +1,7 @@
 """Whether a model has been trained, read from its parameters.
 
-`unit_scale` with init="unit" divides weights by their RMS and sets biases to zero. That is a start
-for training and ruins a trained model, without an error.
+`unit_scale` divides weights by their RMS and sets biases to zero. That is a start for training and
+ruins a trained model, without an error.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def warn_if_trained(model: nn.Module) -> None:
     if why := signs_of_training(model):
         warn_once(
             ConvertWarning,
-            f"unit_scale: the model looks trained ({why}), and init='unit' divides each weight by "
-            "its RMS and sets biases to zero: it then starts from a function that it has not "
-            "learned. Pass init='preserve', which keeps the function",
+            f"unit_scale: the model looks trained ({why}). Its weights get other sizes and its "
+            "biases zeros, so that it starts from a function that it has not learned. Use "
+            "fp8.convert(model, 'static'), which keeps the function",
             about=model,
             key="trained",
         )

@@ -4,7 +4,6 @@ from fp8.common.report import Report
 
 from . import utils
 from .compile import compile
-from .plan.plan import ModelPlan
 from .simulate import simulate_format, simulate_fp8
 from .track_scales import (
     Metrics,
@@ -18,7 +17,6 @@ from .verify import Verification, verify
 
 __all__ = [
     "Metrics",
-    "ModelPlan",
     "Report",
     "Verification",
     "compile",

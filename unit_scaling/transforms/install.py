@@ -78,12 +78,6 @@ class _Transformed(Mixin, Marked):
         own = bool(getattr(bare_class(self), "fp8_unit_scaled", False))
         return own or scaling(self)[0] is not None
 
-    @property
-    def fp8_planned(self) -> bool:
-        """Read by `fp8.convert`: whether a plan has static scales for the products of the module,
-        which recipes without scales cast by; with init="preserve" too."""
-        return any(hasattr(scope, "gradients") for scope, _ in self._scopes)
-
     def fp8_planned_scales(self) -> dict[str, Tensor]:
         """Read by `fp8.calibrate`: the static scales of the gradients that the plan of this model
         casts, by product; none for a submodule."""

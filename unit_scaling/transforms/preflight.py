@@ -1,4 +1,4 @@
-"""The transforms that `fp8.preflight` finds as entry points, group ``fp8.transforms``."""
+"""The transform that `fp8.preflight` finds as an entry point, group ``fp8.transforms``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ from torch.optim import Adam, AdamW, Optimizer
 from .. import optim
 from .compile import M
 from .unit_scale import unit_scale
-
-
-def preserve(model: M) -> M:
-    """`unit_scale` with init="preserve": the same function, weights and optimizer, so that the
-    model trains under recipe "unit" as it would without."""
-    return unit_scale(model, init="preserve")
-
-
-preserve.recipe = "unit"  # type: ignore[attr-defined]
-preserve.label = "unit_scale(init='preserve')"  # type: ignore[attr-defined]
 
 
 def initialized(model: M) -> M:

@@ -1,6 +1,6 @@
 """What the state_dict of a unit-scaled model has besides weights: a marker, and the plan.
 
-The weights of ``unit_scale(init="unit")`` compute something else in the plain class. A key of their
+The weights of ``unit_scale(model)`` compute something else in the plain class. A key of their
 state_dict, whose name says what to do, makes strict loading fail there, as its absence does here.
 ``from_pretrained`` of transformers would skip it, so the configuration that `Pretrained` saves has
 an invalid name of the weights file. With the plan, extra state of torch, a resumed process computes
@@ -85,8 +85,8 @@ setattr(Marked, MARKER, VERSION)  # the key is looked up as an attribute
 
 _PLAIN = (
     f"{{}} is unit-scaled and these are the weights of the plain model: the key {MARKER!r} is "
-    "missing. Load a plain checkpoint before unit_scale(model), or use "
-    "unit_scale(model, init='preserve')"
+    "missing. Load a plain checkpoint before unit_scale(model); for trained weights use "
+    "fp8.convert(model, 'static'), which keeps the function"
 )
 
 

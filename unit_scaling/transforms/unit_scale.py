@@ -1,4 +1,4 @@
-"""`unit_scale`: converts a model to a unit-scaled one; its report and its plan."""
+"""`unit_scale`: converts a model to a unit-scaled one; its report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import nn
 from fp8.common.mixin import check_module
 from fp8.common.report import Report
 from fp8.common.step import Batch, unwrapped
-from fp8.common.validation import check_name
 from fp8.surgery.convert import choose_recipes
 
 from ..checks.trained import warn_if_trained
@@ -31,8 +30,6 @@ def unit_scale(
     module: M,
     replace: Replacements | None = None,
     *,
-    init: str = "unit",
-    plan: ModelPlan | None = None,
     batch: Batch | None = None,
 ) -> M:
     """Returns a unit-scaled copy of ``module``.
@@ -43,21 +40,17 @@ def unit_scale(
     the data flow. `unit_scaling.report` shows what was done. All gradients are those of the
     resulting function. The copy may be edited, and is otherwise the same model.
 
-    Warns (`fp8.warnings.ConvertWarning`) for a trained model, which init="unit" would ruin.
+    Warns (`fp8.warnings.ConvertWarning`) for a trained model, whose function is not kept: use
+    ``fp8.convert(model, "static")`` for that.
 
     Args:
         module: the model; it is not changed.
         replace: maps torch functions to functions with the same arguments to call instead, e.g.
             {F.relu: U.relu_squared}. A function without an ``inplace`` argument is called without
             it; its result is copied to where the original would write.
-        init: "unit" scales every weight to RMS 1 and sets every bias to 0. "preserve" changes no
-            parameter and no value: casts without scales divide each weight by the power of two
-            nearest to its RMS and multiply the product by it.
-        plan: the result of `unit_scaling.plan` for a model of the same architecture and init. The
-            weights are divided by the same numbers and the model is not recorded.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments
-            of the model, which is run on copies of it, in its mode. Cannot be combined with other
-            options.
+            of the model, which is run on copies of it, in its mode. Cannot be combined with
+            ``replace``.
 
     Returns:
         The copy. Its first call raises ValueError for a function (not a module) under
@@ -66,16 +59,14 @@ def unit_scale(
         `torch.vmap` or `torch.func.functional_call`, which need a model that has run once.
 
     Raises:
-        TypeError: ``module`` is not an `nn.Module` or is TorchScript, a replacement is not
-            callable, or ``plan`` is no plan.
-        ValueError: an option is unknown, a replacement is for something other than a torch
-            function, a hook computes a weight (`torch.nn.utils.weight_norm`), processes have
-            divided the weights, ``init="preserve"`` is used on a model of which a submodule was
-            scaled with ``init="unit"``, the model is unit-scaled already in another way, or a
-            number of ``batch`` is not finite.
+        TypeError: ``module`` is not an `nn.Module` or is TorchScript, or a replacement is not
+            callable.
+        ValueError: a replacement is for something other than a torch function, a hook computes a
+            weight (`torch.nn.utils.weight_norm`), processes have divided the weights, the model is
+            unit-scaled already in another way, or a number of ``batch`` is not finite.
     """
     check_module("unit_scale", module)
-    _check(replace, init, plan)
+    _check(replace)
     refuse_weights(module)
     if is_sharded(module) and not is_in_fsdp(module):
         raise ValueError(
@@ -85,60 +76,42 @@ def unit_scale(
     result = copied(module, "unit_scale")
     inner = unwrapped(result)
     if batch is not None:
-        _check_alone(replace, init, plan, inner)
+        _check_alone(replace, inner)
         warn_if_trained(unwrapped(module))
         set_values(inner, unwrapped(module), batch)
         return result
     others = {function: _out_of_place(other) for function, other in dict(replace or {}).items()}
     if (known := find_scope(inner, UnitScale)) is not None:
-        _check_same(known, init, others, plan)
+        _check_same(known, others)
         return result
-    if init == "unit" and plan is None:
-        warn_if_trained(unwrapped(module))
-    if plan is not None:
-        init = _init_of(plan, init)
-    scope = UnitScale(ModelPlan(init), others)
-    scope.plan.rows += prepare(inner, init)
-    scope.check_parts(inner)
+    warn_if_trained(unwrapped(module))
+    scope = UnitScale(ModelPlan(), others)
+    scope.plan.rows += prepare(inner)
     install(inner, scope)
-    if plan is not None:
-        scope.adopt(inner, plan, rescale=True)
     choose_recipes(inner)
     return result
 
 
-def _init_of(plan: ModelPlan, init: str) -> str:
-    """The init of a plan. Raises ValueError for another one in the call."""
-    if init not in ("unit", plan.init):
-        raise ValueError(f"plan: it was made with init={plan.init!r}, got init={init!r}")
-    return plan.init
-
-
-def _check_alone(replace: Any, init: str, plan: Any, model: nn.Module) -> None:
+def _check_alone(replace: Any, model: nn.Module) -> None:
     """Raises ValueError for options and models that `set_values` does not have."""
-    if replace or plan is not None or init != "unit":
-        raise ValueError("batch: cannot be combined with replace, init or plan")
+    if replace:
+        raise ValueError("batch: cannot be combined with replace")
     if find_scope(model, UnitScale) is not None or any(
         tags_of(p).mup_divisor for p in model.parameters()
     ):
         raise ValueError("batch: the model is unit-scaled already: transform the plain model")
 
 
-def _check_same(scope: UnitScale, init: str, replace: Replacements, plan: ModelPlan | None) -> None:
-    """Raises ValueError for other options than those of a model that is unit-scaled already."""
-    now = scope.plan.init
-    same = init == now and plan is None
-    if not (same and replace.keys() <= scope.replacements.keys()):
+def _check_same(scope: UnitScale, replace: Replacements) -> None:
+    """Raises ValueError for other functions than those of a model that is unit-scaled already."""
+    if not replace.keys() <= scope.replacements.keys():
         raise ValueError(
-            f"the model is unit-scaled already, with init={now!r}: pass it, or transform the plain "
-            "model"
+            "the model is unit-scaled already, without these functions in replace: transform the "
+            "plain model"
         )
 
 
-def _check(replace: Any, init: str, plan: Any) -> None:
-    check_name("init", init, ("unit", "preserve"))
-    if not isinstance(plan, ModelPlan | None):
-        raise TypeError(f"plan: what unit_scaling.plan returns, got a {type(plan).__name__}")
+def _check(replace: Any) -> None:
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace: a dict of torch function -> function, got {replace!r}")
     if not all(map(callable, dict(replace or {}).values())):
@@ -150,8 +123,6 @@ def _check(replace: Any, init: str, plan: Any) -> None:
                 f"replace: {function!r} is not a torch function, so its calls are not intercepted; "
                 "call the replacement in the model itself"
             )
-    if replace and plan is not None:
-        raise ValueError("plan: cannot be combined with functions in replace")
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,41 +165,9 @@ def report(model: nn.Module) -> Report[CallRow]:
     check_module("report", model)
     if (values := REPORTS.get(unwrapped(model))) is not None:
         return values
-    plan = _scope("report", model).plan
-    notes = [] if plan.entries else ["The model has not run yet: its calls are not known."]
-    return Report(plan.rows, notes, heading="call")
-
-
-def plan(model: nn.Module) -> ModelPlan:
-    """Returns the decisions of `unit_scale` for a model, as data to print, save and apply again.
-
-    Args:
-        model: a model with `unit_scale` that has run.
-
-    Raises:
-        TypeError: ``model`` is not an `nn.Module`.
-        ValueError: the model has no `unit_scale`, has not run, or has functions in ``replace``,
-            which cannot be saved as data.
-
-    >>> import torch
-    >>> from unit_scaling import plan
-    >>> from unit_scaling.transforms import unit_scale
-    >>> model = unit_scale(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
-    >>> _ = model(torch.randn(2, 4))
-    >>> print(plan(model))
-    plan of unit_scale(init='unit')
-    module  call    step
-    0       linear  linear, factor=0.5, names=('weight', 'bias', 'output', 'input')
-    """
-    scope = _scope("plan", model)
-    scope.check_seen(model)
-    return scope.data(unwrapped(model))
-
-
-def _scope(what: str, model: nn.Module) -> UnitScale:
-    """The scope of a model's unit_scale. what: the name of the calling function."""
-    check_module(what, model)
     scope: UnitScale | None = find_scope(model, UnitScale)
     if scope is None:
-        raise ValueError(f"{what} needs a model with unit_scale, got a {type(model).__name__}")
-    return scope
+        raise ValueError(f"report needs a model with unit_scale, got a {type(model).__name__}")
+    plan = scope.plan
+    notes = [] if plan.entries else ["The model has not run yet: its calls are not known."]
+    return Report(plan.rows, notes, heading="call")

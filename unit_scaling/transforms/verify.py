@@ -201,8 +201,7 @@ def verify(
     if any(find_scope(part, UnitScale) for part in trial.modules()):  # the first call makes a plan
         _step(trial, nullcontext(), batch, loss, seed)
     at_output = _step(trial, observing.by(watch), batch, loss, seed)
-    scope = find_scope(trial, UnitScale)
-    scaled = scope is not None and scope.unit_scaled
+    scaled = find_scope(trial, UnitScale) is not None
     return Verification(
         watch.results(), watch.notes, None if scaled else max(at_output, default=None)
     )

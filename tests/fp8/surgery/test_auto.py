@@ -49,7 +49,6 @@ def chosen(model):
 MODELS = {
     "plain": (plain, ["tensor", "tensor"]),
     "unit_scale": (lambda: unit_scale(plain()), ["unit", "unit"]),
-    "preserved": (lambda: unit_scale(plain(), init="preserve"), ["tensor", "tensor"]),
     "simulated": (lambda: simulate_fp8(plain()), ["tensor", "tensor"]),
     "uu": (lambda: nn.Sequential(uu.Linear(32, 32), uu.GELU(), uu.Linear(32, 32)), ["unit"] * 2),
     "uu simulated": (lambda: simulate_fp8(nn.Sequential(uu.Linear(32, 32))), ["unit"]),
@@ -73,16 +72,14 @@ def test_each_layer_has_the_recipe_that_it_needs(name):
         assert why.startswith(f"{recipe} (auto: {state})")
 
 
-@pytest.mark.parametrize("init", ["unit", "preserve"])
-def test_the_order_of_unit_scale_and_convert_does_not_matter(init):
-    first = unit_scale(fp8.convert(plain()), init=init)
-    second = fp8.convert(unit_scale(plain(), init=init))
+def test_the_order_of_unit_scale_and_convert_does_not_matter():
+    first = unit_scale(fp8.convert(plain()))
+    second = fp8.convert(unit_scale(plain()))
     assert chosen(first) == chosen(second)
-    assert set(chosen(first)) == {"unit" if init == "unit" else "tensor"}
+    assert set(chosen(first)) == {"unit"}
     x = torch.randn(4, 32)
     assert torch.equal(first(x), second(x))
-    if init == "unit":
-        assert torch.equal(first(x), simulate_fp8(unit_scale(plain()))(x))
+    assert torch.equal(first(x), simulate_fp8(unit_scale(plain()))(x))
     assert chosen(pickle.loads(pickle.dumps(first))) == chosen(first)
 
 
@@ -130,16 +127,14 @@ def test_autocast_chooses_for_each_product(name):
         assert not torch.equal(got, call(f, other, *tiny(args)))
 
 
-@pytest.mark.parametrize("init", ["unit", "preserve"])
-def test_autocast_of_a_transformed_model(init):
-    model, x = unit_scale(plain(), init=init), torch.randn(8, 32) * 2.0**-20
+def test_autocast_of_a_transformed_model():
+    model, x = unit_scale(plain()), torch.randn(8, 32) * 2.0**-20
     results = {}
     for recipe in ("auto", "unit", "tensor"):
         with fp8.autocast(recipe):
             results[recipe] = model(x)
-    one, other = ("unit", "tensor") if init == "unit" else ("tensor", "unit")
-    assert torch.equal(results["auto"], results[one])
-    assert not torch.equal(results["auto"], results[other])
+    assert torch.equal(results["auto"], results["unit"])
+    assert not torch.equal(results["auto"], results["tensor"])
 
 
 def test_the_choice_lasts_where_blocks_are_opened_again():
@@ -182,7 +177,6 @@ def test_unit_by_name_for_a_plain_model_warns_once():
 @pytest.mark.filterwarnings("error")
 def test_what_fits_does_not_warn():
     fp8.convert(unit_scale(plain()), "unit")
-    fp8.convert(unit_scale(plain(), init="preserve"), "unit")  # which has static scales
     fp8.convert(nn.Sequential(uu.Linear(8, 8)), "unit")
     for recipe in RECIPES.values():
         if not needs_unit_scale(recipe):

@@ -357,7 +357,7 @@ def test_stats_warn_where_an_operand_has_left_its_scale():
 
 
 def test_mup_scales_of_weights_are_left_to_what_was_measured():
-    """A tag of a weight of unit_scale(init="preserve") says what "unit" casts by."""
+    """A tag of a weight that unit_scale leaves says what "unit" casts by."""
     layer, x = nn.Linear(16, 16), randn(32, 16).detach()
     model = fp8.convert(layer, "static")
     fp8.calibrate(model, x)

@@ -90,9 +90,9 @@ SAME = {
 """Edits that leave the function as it is."""
 
 
-def transformed(model: nn.Module, init: str, drift: bool = True) -> Any:
+def transformed(model: nn.Module, drift: bool = True) -> Any:
     """With weights that training has moved: no longer of RMS 1."""
-    ours = unit_scale(model, init=init)
+    ours = unit_scale(model)
     with torch.no_grad():
         for p in ours.parameters() if drift else ():
             p.mul_(1.25)
@@ -132,19 +132,11 @@ def check(model: Any, name: str, called: bool, compiled: bool, expected: Tensor)
 
 @pytest.mark.sampled(3)
 @whens
-def test_preserved_models(name, called, compiled):
-    """As the same edit of the plain model."""
-    expected = edited(plain(), name)(X)
-    check(transformed(plain(), "preserve", drift=False), name, called, compiled, expected)
-
-
-@pytest.mark.sampled(3)
-@whens
 def test_unit_scaled_models(name, called, compiled):
     """As before the edit where that changes nothing; else as a model that was edited before it was
     transformed or, once it has run, as a copy that is edited."""
     same = name in SAME
-    model = transformed(plain(), "unit", drift=same)
+    model = transformed(plain(), drift=same)
     if name == "weight norm" and not called:
         with pytest.raises(ValueError, match=r"1\.up has a parametrization of its weight"):
             edited(model, name)(X)
@@ -165,7 +157,7 @@ def test_unit_scaled_models(name, called, compiled):
 @pytest.mark.parametrize("called", [False, True])
 def test_a_new_layer_in_a_unit_scaled_model(called):
     """Its weights are used as they are, and a warning names them once."""
-    model = transformed(plain(), "unit", drift=False)
+    model = transformed(plain(), drift=False)
     if called:
         model(X)
     model[1].up = nn.Linear(SIZE, SIZE)
@@ -182,37 +174,24 @@ def test_a_new_layer_in_a_unit_scaled_model(called):
         model(X)
 
 
-def test_a_new_layer_in_a_preserved_model_has_no_tags():
-    model = transformed(plain(), "preserve", drift=False)
-    model[1].up = nn.Linear(SIZE, SIZE)
-    with pytest.raises(ValueError, match="has no mup_type"):
-        uu.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def test_parts_of_another_kind():
-    """A part with factors has no place in a model without; the other way round is scaled anew."""
+def test_a_part_that_is_unit_scaled_already():
+    """It is scaled anew with the model around it."""
     model = plain()
     model[1] = unit_scale(model[1])
-    with pytest.raises(ValueError, match="1 was unit-scaled with init='unit'"):
-        unit_scale(model, init="preserve")
     whole = unit_scale(model)
     torch.testing.assert_close(whole(X), unit_scale(plain())(X), rtol=1e-4, atol=1e-5)
-    other = plain()
-    other[1] = unit_scale(other[1], init="preserve")
-    torch.testing.assert_close(unit_scale(other)(X), unit_scale(plain())(X), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("init", ["unit", "preserve"])
 @pytest.mark.parametrize("called", [False, True])
-def test_a_forward_that_is_replaced_in_the_class(called, init, monkeypatch):
+def test_a_forward_that_is_replaced_in_the_class(called, monkeypatch):
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.down(self.up(self.norm(x)))
 
-    model = transformed(plain(), init, drift=False)
+    model = transformed(plain(), drift=False)
     if called:
         model(X)
     monkeypatch.setattr(Block, "forward", forward)
-    expected = unit_scale(plain())(X) if init == "unit" else plain()(X)
+    expected = unit_scale(plain())(X)
     torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -15,18 +15,15 @@ import fp8
 from tests.transforms.gradients import gradients
 from tests.transforms.models import GPT, TRANSFORMS, Net, batch, gpt, no_block, same, step, tiny
 from unit_scaling.formats import FPFormat
-from unit_scaling.transforms import ModelPlan, compile, simulate_format, simulate_fp8, unit_scale
+from unit_scaling.transforms import compile, simulate_format, simulate_fp8, unit_scale
 from unit_scaling.transforms.state import EXTRA_STATE, MARKER
 
 PRINTED = {
-    "unit_scale": "unit_scale(init='unit')",
-    "preserve": "unit_scale(init='preserve')",
+    "unit_scale": "unit_scale",
     "simulate_fp8": "simulated casts to e4m3 and e5m2",
-    "both": "unit_scale(init='unit'), simulated casts to e4m3 and e5m2",
+    "both": "unit_scale, simulated casts to e4m3 and e5m2",
 }
 every_transform = pytest.mark.parametrize("name", TRANSFORMS)
-alone = pytest.mark.parametrize("name", ["unit_scale", "preserve"])
-"""Where each model is compiled: simulation, which takes long, is compiled by other tests here."""
 
 
 def transformed(name: str) -> GPT:
@@ -150,30 +147,19 @@ def test_twice_is_once() -> None:
     same(step(simulate_fp8(simulate_fp8(gpt()))), step(simulate_fp8(gpt())))
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ({}, {"init": "preserve"}),
-        ({"init": "preserve"}, {}),
-        ({}, {"replace": {torch.relu: torch.tanh}}),
-        ({}, {"plan": ModelPlan("unit")}),
-    ],
-)
-def test_twice_in_two_ways_is_refused(first: dict, then: dict) -> None:
+def test_twice_in_two_ways_is_refused() -> None:
     """It would stay as it is."""
-    model = unit_scale(no_block(), **first)
-    init = first.get("init", "unit")
-    with pytest.raises(ValueError, match=f"is unit-scaled already, with init='{init}': pass it"):
-        unit_scale(model, **then)
+    model = unit_scale(no_block())
+    with pytest.raises(ValueError, match="is unit-scaled already, without these functions in"):
+        unit_scale(model, {torch.relu: torch.tanh})
 
 
 @pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
-@alone
-def test_compiled_before_the_first_call(name: str) -> None:
+def test_compiled_before_the_first_call() -> None:
     torch._dynamo.reset()
-    expected = step(TRANSFORMS[name](tiny()))
+    expected = step(unit_scale(tiny()))
     counter = CompileCounter()
-    compiled = torch.compile(TRANSFORMS[name](tiny()), backend=counter)
+    compiled = torch.compile(unit_scale(tiny()), backend=counter)
     for _ in range(3):
         same(step(compiled), expected, rtol=1e-5, atol=1e-5)
     assert counter.frame_count == 1  # one whole graph, once the model has been seen

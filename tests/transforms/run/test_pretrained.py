@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import unit_scaling as uu
+from tests.transforms.models import plan_of
 from unit_scaling.transforms import unit_scale
 
 with warnings.catch_warnings():
@@ -63,7 +64,7 @@ def test_back_with_its_plan(tmp_path):
     model = scaled()
     model.save_pretrained(tmp_path)
     again = loaded(tmp_path)
-    assert uu.plan(again) == uu.plan(model)
+    assert plan_of(again) == plan_of(model)
     assert torch.equal(logits(again), logits(model))
 
 
@@ -80,13 +81,11 @@ def test_the_plain_class_refuses_the_files(cls, tmp_path):
 
 
 def test_plain_files(tmp_path):
-    """Of a batch, of init="preserve", and of weights that are not those of the model."""
+    """Of a batch, and of weights that are not those of the model."""
     batched = unit_scale(gpt2(), batch={"input_ids": IDS})
-    preserved = unit_scale(gpt2(), init="preserve")
     batched.save_pretrained(tmp_path / "0")
-    preserved.save_pretrained(tmp_path / "1")
-    scaled().save_pretrained(tmp_path / "2", state_dict=gpt2().state_dict())
-    for i, model in enumerate((batched, preserved, gpt2())):
+    scaled().save_pretrained(tmp_path / "1", state_dict=gpt2().state_dict())
+    for i, model in enumerate((batched, gpt2())):
         plain = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / str(i))
         torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
 

@@ -16,7 +16,7 @@ from unit_scaling.transforms.run import transform as module
 
 TRANSFORMS = {
     "both": lambda model: simulate_fp8(unit_scale(model)),
-    "preserve": lambda model: unit_scale(model, init="preserve"),
+    "unit_scale": unit_scale,
     "norms": lambda model: fp8.apply_low_precision_layernorm(unit_scale(model), "amp_bf16"),
 }
 each_transform = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)

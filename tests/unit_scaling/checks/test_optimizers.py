@@ -138,7 +138,6 @@ def test_compiled_steps_are_left_alone():
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "transform": lambda: unit_scale(plain()),
     "modules": lambda: nn.Sequential(uu.Linear(16, 32), uu.GELU(), uu.LinearReadout(32, 8)),
-    "preserve": lambda: unit_scale(plain(), init="preserve"),
     "plain": plain,
 }
 
@@ -195,9 +194,8 @@ UNIT: list[tuple[Callable[[nn.Module], torch.optim.Optimizer], str | None]] = [
     (named(uu.optim.AdamW, lr_mult=uu.optim.UMUP), None),
     (lambda m: Container(m.parameters(), {}), None),
 ]
-#: Weights with their own scales take rates of any size.
+#: Weights without tags take rates of any size.
 OTHERS = {
-    "preserve": [(named(uu.optim.AdamW, lr=2**-10), None), (named(OPT.AdamW, lr=1e-3), None)],
     "plain": [(named(OPT.AdamW, lr=1e-3), None)],
 }
 CASES = [(of, *case) for of in MODELS for case in OTHERS.get(of, UNIT)]
@@ -220,16 +218,10 @@ def test_a_rate_far_from_the_rule_is_named_once(of: str, make: Any, message: str
 
 
 @pytest.mark.parametrize(
-    ("init", "scale", "eps", "warned"),
-    [
-        ("unit", 1e-9, 1e-8, True),
-        ("unit", 1e-9, 1e-16, False),
-        ("unit", 1.0, 1e-8, False),
-        ("preserve", 1e-9, 1e-8, False),
-    ],
+    ("scale", "eps", "warned"), [(1e-9, 1e-8, True), (1e-9, 1e-16, False), (1.0, 1e-8, False)]
 )
-def test_an_eps_near_the_gradients_is_named_once(init: str, scale: float, eps: float, warned: bool):
-    model = unit_scale(plain(), init=init)
+def test_an_eps_near_the_gradients_is_named_once(scale: float, eps: float, warned: bool):
+    model = unit_scale(plain())
     optimizer = torch.optim.Adam(model.parameters(), 2.0**-4, eps=eps)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

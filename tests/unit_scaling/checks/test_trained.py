@@ -60,17 +60,16 @@ def test_a_trained_model_shows_signs():
     assert signs_of_training(model) != ""
 
 
-def test_unit_scale_warns_once_and_names_preserve():
+def test_unit_scale_warns_once_and_names_static():
     """Random gains, as MobileViT's batch norms have, are none of training."""
     model = plain()
     nn.init.normal_(model[1].weight, std=0.02)
     assert signs_of_training(model) == ""
     nn.init.normal_(model[1].weight, mean=1.0, std=0.02)
     with pytest.warns(
-        fp8.warnings.ConvertWarning, match=r"gains of 1 differ.*init='preserve'"
+        fp8.warnings.ConvertWarning, match=r"gains of 1 differ.*convert\(model, 'static'\)"
     ) as caught:
         scaled = unit_scale(model)
     assert len(caught) == 1
-    unit_scale(model, init="preserve")
     unit_scale(scaled)  # is unit-scaled already
     copy.deepcopy(scaled)

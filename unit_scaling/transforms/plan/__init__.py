@@ -1,1 +1,1 @@
-"""The plan of `unit_scale`: what decides it from recorded calls, and the plan as data."""
+"""The plan of `unit_scale`: what decides it from recorded calls, and its data."""

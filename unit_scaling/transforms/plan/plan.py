@@ -1,16 +1,15 @@
-"""What `unit_scale` decided for a model, as data: printed, saved and applied again."""
+"""What `unit_scale` decided for a model, as data: the state_dict holds it."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from torch import nn
 
-from fp8.common.report import LEFT_ALONE, as_table
+from fp8.common.report import LEFT_ALONE
 from fp8.common.validation import check_keys
 
 from ...parameter import Tags
@@ -19,7 +18,7 @@ from ..record.place import Place
 
 T = TypeVar("T")
 
-VERSION = 11
+VERSION = 12
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,9 @@ class CallRow:
 
 @dataclass
 class ModelPlan:
-    """The decisions of `unit_scale` for a model, as returned by `unit_scaling.plan`.
-
-    Printing shows a table of the calls that have a step; lines of code are named where a module has
-    several calls of a kind. ``unit_scale(model, plan=...)`` applies the plan to another model of
-    the same architecture, which is then not recorded.
+    """The decisions of `unit_scale` for a model.
 
     Attributes:
-        init: as in `unit_scale`.
         tags: parameter name -> its tags.
         rows: the rows of the report.
         entries: the paths of the modules whose calls from outside are known, "" for the model.
@@ -79,7 +73,6 @@ class ModelPlan:
             divided by before a cast.
     """
 
-    init: str
     tags: dict[str, Tags] = field(default_factory=dict)
     rows: list[CallRow] = field(default_factory=list)
     entries: list[str] = field(default_factory=list)
@@ -112,7 +105,6 @@ class ModelPlan:
         names = [f.name for f in fields(cls)]
         check_keys("plan", data, ["version", *names], names)
         return cls(
-            data["init"],
             tags={name: Tags(*tags) for name, tags in data["tags"].items()},
             rows=[CallRow(**row) for row in data["rows"]],
             entries=data["entries"],
@@ -121,23 +113,6 @@ class ModelPlan:
             },
             gradients={_tupled(place): _tupled(e) for place, e in data["gradients"]},
         )
-
-    def __str__(self) -> str:
-        lines = [("module", "call", "step")]
-        places = Counter((path, kind) for path, kind, _ in self.steps)
-        for (path, kind, where), steps in self.steps.items():
-            for step in filter(None, steps):
-                call = f"{kind} ({where})" if places[path, kind] > 1 else kind
-                lines.append((path or "(model)", call, _described(step)))
-        head = f"plan of unit_scale(init={self.init!r})"
-        return f"{head}\n{as_table(lines)}"
-
-
-def _described(step: Step) -> str:
-    other = {f.name: v for f in fields(step) if (v := getattr(step, f.name)) != f.default}
-    op = other.pop("op", "as it is")
-    parts = (f"{n}={v:.4g}" if n == "factor" else f"{n}={v!r}" for n, v in other.items())
-    return ", ".join([op, *parts])
 
 
 def _read(cls: type[T], data: Mapping[str, Any]) -> T:
@@ -151,15 +126,9 @@ def _tupled(value: Any) -> Any:
 # A plan and a model
 
 
-def check_fits(model: nn.Module, plan: ModelPlan) -> None:
-    """Raises ValueError if parameters or modules exist in only one of the two."""
+def fits(model: nn.Module, plan: ModelPlan) -> bool:
+    """Whether the parameters and modules of a plan are those of a model."""
     names = {name for name, _ in model.named_parameters()}
     paths = {path for path, _ in model.named_modules()}
     used = {path.partition(" > ")[0] for path, _, _ in plan.steps}
-    other = sorted(names ^ plan.tags.keys()) or sorted(used - paths)
-    if other:
-        more = ", ..." if len(other) > 3 else ""
-        raise ValueError(
-            f"the plan is of another model than this {type(model).__name__}: only one of them has "
-            f"{', '.join(map(repr, other[:3]))}{more}"
-        )
+    return names == plan.tags.keys() and used <= paths

@@ -72,13 +72,12 @@ class Planner:
     changed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        self.preserve = self.plan.init == "preserve"
         self.scaled = scaled(self.tags)
         self.readouts = frozenset(n for n, t in self.tags.items() if t.mup_type == "output")
         self.flow = Flow(self.nodes)
         self.loops = self._loops()
-        self.residuals = {} if self.preserve else _find_residuals(self.flow, self.branches())
-        self.kept = frozenset[str]() if self.preserve else self._kept()
+        self.residuals = _find_residuals(self.flow, self.branches())
+        self.kept = self._kept()
         self.inner = self._inner_readouts()
 
     def branches(self) -> list[Branch]:
@@ -196,8 +195,6 @@ class Planner:
             same = (before.inside, before.path) == (node.inside, node.path)
             done = "" if before.value.live and same else LEFT_ALONE
             return None, done, f"inside {node.inside}, as all its calls"
-        if self.preserve:
-            return _NOTHING
         if index in self.residuals:
             return self.residuals[index]
         weights = self._scaled(node) - self.kept

@@ -97,15 +97,12 @@ def nearest_power(rms: float) -> float:
     return float(2.0 ** min(max(round(math.log2(rms)), -32), 32))
 
 
-def prepare(model: nn.Module, init: str) -> list[CallRow]:
-    """Tags all parameters of ``model``.
-
-    With init="unit", the weight of the last `nn.Linear` is tagged as the readout, a matrix (two or
-    more dimensions) is divided in place by its RMS, its tag ``mup_divisor``, and biases are set to
-    zero. With init="preserve", values do not change, and the power of two nearest to the RMS of a
-    matrix is its tag ``mup_scale``."""
+def prepare(model: nn.Module) -> list[CallRow]:
+    """Tags all parameters of ``model``. The weight of the last `nn.Linear` is tagged as the
+    readout, a matrix (two or more dimensions) is divided in place by its RMS, its tag
+    ``mup_divisor``, and biases are set to zero."""
     rows: list[CallRow] = []
-    readout, seen = _readout(model) if init == "unit" else None, set[int]()
+    readout, seen = _readout(model), set[int]()
     divided = {id(p) for p in model.parameters() if tags_of(p).mup_divisor}  # by an earlier call
     for path, module in model.named_modules():
         if package_of(bare_class(module)) == "unit_scaling":
@@ -114,11 +111,8 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
         for leaf, parameter in sorted(named, key=lambda item: "bias" in item[0]):  # weights first
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                done = _prepared(module, leaf, parameter, init, parameter is readout, divided)
+                done = _prepared(module, leaf, parameter, parameter is readout, divided)
                 rows += [] if done is None else [CallRow(path, leaf, *done)]
-    parameters = dict(model.named_parameters())
-    for name in parameters if init == "preserve" else ():
-        scale_bias(parameters, name)
     remember_tags(model)
     return rows
 
@@ -128,7 +122,6 @@ def _prepared(
     module: nn.Module,
     leaf: str,
     parameter: nn.Parameter,
-    init: str,
     is_readout: bool,
     divided: Collection[int],
 ) -> Done | None:
@@ -138,10 +131,10 @@ def _prepared(
         return "unchanged", "parametrized: keeps its values"
     if parameter.dim() - stacked > 1 and not _is_gain(parameter):
         tag(parameter, "output" if is_readout else "weight", mup_stacked=stacked)
-        return _rescale(parameter, init)
+        return _rescale(parameter)
     if leaf.endswith("bias") or leaf.startswith("bias_"):  # recurrent layers have bias_ih_l0
         tag(parameter, "bias")
-        if init != "unit" or parameter.is_meta or not bool(parameter.any()):
+        if parameter.is_meta or not bool(parameter.any()):
             return None
         if _has_offset(parameter):
             return "unchanged", "its mean is not zero"
@@ -149,10 +142,9 @@ def _prepared(
             parameter.div_(size)
             return "unit scale", f"divided by {size:.4g}, as its layer's result"
         parameter.zero_()
-        return "set to zero", "init='unit'"
+        return "set to zero", "rule of biases"
     tag(parameter, "norm")
-    gain = init == "unit" and not isinstance(module, nn.PReLU)  # its slopes are no gains
-    return _unit_gain(parameter) if gain else None
+    return None if isinstance(module, nn.PReLU) else _unit_gain(parameter)  # slopes are no gains
 
 
 FEW_INPUTS = 16
@@ -242,25 +234,20 @@ def _is_one_number(parameter: nn.Parameter) -> bool:
     return bool((parameter == parameter.flatten()[0]).all())
 
 
-def _rescale(parameter: nn.Parameter, init: str) -> Done:
-    """Divides a weight by its RMS, or tags it with a power of two."""
-    left = "unchanged" if init == "preserve" else LEFT_ALONE
+def _rescale(parameter: nn.Parameter) -> Done:
+    """Divides a weight by its RMS."""
     if parameter.is_meta:
-        return left, "has no values yet (meta device)"
+        return LEFT_ALONE, "has no values yet (meta device)"
     if not parameter.numel():
         return "unchanged", "is empty"
-    if init == "unit" and not bool(parameter.any()):  # has the factor that its learning rate is for
+    if not bool(parameter.any()):  # has the factor that its learning rate is for
         tag(parameter, *tags_of(parameter)._replace(mup_divisor=1.0))
         return "unchanged", "starts at zeros"
     if _is_one_number(parameter):
-        return left, f"is {parameter.flatten()[0].item():.4g} everywhere"
+        return LEFT_ALONE, f"is {parameter.flatten()[0].item():.4g} everywhere"
     rms = parameter.abs().double().square().mean().sqrt().item() or 1.0
     if not math.isfinite(rms):
-        return left, "holds Inf or NaN"
-    if init == "preserve":
-        scale = nearest_power(rms)
-        tag(parameter, *tags_of(parameter)._replace(mup_scale=scale))
-        return "unchanged", f"static scale {scale:g}"
+        return LEFT_ALONE, "holds Inf or NaN"
     return _divided(parameter, rms)
 
 

@@ -112,13 +112,12 @@ def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
 
 class Calls(FirstLook):
     """A torch-function mode that observes each call of a model, and not what that calls in turn. A
-    call with an `expansion` is observed as the calls that it is composed of. in_pairs: also an
-    einsum of three or more operands, as products of two."""
+    call with an `expansion` is observed as the calls that it is composed of, and an einsum of three
+    or more operands as products of two."""
 
-    def __init__(self, in_pairs: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._busy = False
-        self._in_pairs = in_pairs
 
     @abstractmethod
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -135,7 +134,7 @@ class Calls(FirstLook):
         if not self.sees():
             return called(function, args, kwargs)
         expanded = expansion(function, args, kwargs)
-        if expanded is not None and (self._in_pairs or function is not torch.einsum):
+        if expanded is not None:
             with self:
                 return expanded()
         if runs_functions(function):
@@ -161,8 +160,7 @@ class Recorder(Calls):
 
     kinds: of functions for which they differ from `kind_of`. parameters: names by id. inputs: the
     ids of the tensors among the arguments. path: returns the path of the running module.
-    normalizes: whether results of products are divided by their RMS, as under the plan; einsums of
-    three operands are then seen in pairs.
+    normalizes: whether results of products are divided by their RMS, as under the plan.
     """
 
     kinds: dict[Callable[..., Any], str]
@@ -172,7 +170,7 @@ class Recorder(Calls):
     normalizes: bool
 
     def __post_init__(self) -> None:
-        super().__init__(in_pairs=self.normalizes)
+        super().__init__()
         self.nodes: list[CallNode] = []
         self.outputs: list[int] = []  # the nodes of the results
         self.changed: frozenset[str] = frozenset()  # parameters that the model changes itself

@@ -74,7 +74,7 @@ def learned(transform: Any, called: Called) -> ModelPlan:
         i: corrected(s, exponents[nodes[i].place], nodes[i].place in measuring.loops)
         for i, s in decided.items()
     }
-    addition = ModelPlan(transform.plan.init, steps=by_place(nodes, steps))
+    addition = ModelPlan(steps=by_place(nodes, steps))
     if is_first:
         addition.rows += demoted(module, path, planner.inner)
     addition.rows += _kept_rows(planner.kept, added)
@@ -128,7 +128,7 @@ def _record(transform: Any, called: Called, hooked: bool) -> Recorder:
         names,
         {id(t) for _, t in tensors_in(given)},
         lambda: running[-1] if running else path,
-        normalizes=transform.unit_scaled,
+        normalizes=True,
     )
     output, recorder.changed = _run(transform, recorder, copied)
     recorder.outputs = recorder.nodes_of(output)
@@ -256,9 +256,7 @@ def _rows(
     return [replace(row, why=text) for row, text in zip(rows, texts, strict=True)]
 
 
-def steps_by_rule(
-    place: Place, function: Any, args: Args, kwargs: Kwargs, unit_scaled: bool
-) -> tuple[Steps, CallRow]:
+def steps_by_rule(place: Place, function: Any, args: Args, kwargs: Kwargs) -> tuple[Steps, CallRow]:
     """The steps of a call that no recording shows: by the rule of its op, if one of its operands is
     a weight of RMS 1."""
     path, kind, lines = place
@@ -267,7 +265,7 @@ def steps_by_rule(
     op = find_op(function)
     step: Step | None = None
     done, how = "unchanged", "as it is"
-    scaled = unit_scaled and any(getattr(t, "mup_divisor", None) for t in factors)
+    scaled = any(getattr(t, "mup_divisor", None) for t in factors)
     if scaled and op is not None and kind in PRODUCTS | RECURRENT:
         step, done, how = step_by_rule(op, function, args, kwargs), "scaled", "by its rule"
     return (step,), CallRow(path, kind, done, f"not seen in a recording: {how} ({lines})")

@@ -39,7 +39,7 @@ class Replay(Calls):
     def __init__(
         self, transform: Any, called: Called, steps: dict[Place, Steps] | None = None
     ) -> None:
-        super().__init__(in_pairs=transform.unit_scaled)
+        super().__init__()
         self.transform, self.called = transform, called
         self._steps = transform.plan.steps if steps is None else steps
         self._path = transform.path.items

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,16 +23,15 @@ from ..install import (
     Given,
     Kwargs,
     Scope,
-    find_scope,
     is_exported,
     is_sharded,
     run_in_mode,
     warn_of_break,
 )
-from ..plan.plan import ModelPlan, Step, Steps, check_fits
+from ..plan.plan import ModelPlan, Step, Steps, fits
 from ..plan.weights import adopt_tags, named_tags, pruned, refuse_split, refuse_weights, scaled
 from ..record.calls import location, tensors_in
-from ..record.kinds import KINDS, LAYERS, STEPPED
+from ..record.kinds import KINDS, STEPPED
 from ..record.place import Place
 from ..record.probe import unobserved
 from ..record.values import has_values, rms_of
@@ -50,13 +48,20 @@ class UnitScale(Scope):
     number of recordings that this model's weights know of."""
 
     order = 0
+    title = "unit_scale"
+    unit_scaled = True
+    no_export = (
+        "unit_scale: its factors and the functions in replace are in the graph, in no weight. "
+        "Train the model that unit_scale(model, batch=...) returns, which is a plain one, and "
+        "export that"
+    )
 
     def __init__(self, plan: ModelPlan, replacements: Replacements) -> None:
         self.plan = plan
         self.replacements = replacements
         self.skips = not self.replacements
         self.edition = "0"
-        self.adopted = False  # whether the plan was not recorded here
+        self.adopted = False  # whether the plan is that of a checkpoint
         self.name = ""
         self.path = Stack()
         self.applied = len(plan.entries)
@@ -66,18 +71,9 @@ class UnitScale(Scope):
     def _finish(self) -> None:
         self.recording = threading.RLock()
         self.looked: set[Place] = set()
-        kinds = STEPPED if self.unit_scaled else STEPPED - {"add"}
         #: The functions whose calls may have a step -> their kinds.
-        self.kinds = {function: kind for function, kind in KINDS.items() if kind in kinds}
+        self.kinds = {function: kind for function, kind in KINDS.items() if kind in STEPPED}
         self.kinds |= {function: f"replace {i}" for i, function in enumerate(self.replacements)}
-
-    @property
-    def title(self) -> str:
-        return f"unit_scale(init={self.plan.init!r})"
-
-    @property
-    def unit_scaled(self) -> bool:
-        return self.plan.init != "preserve"
 
     def __getstate__(self) -> dict[str, Any]:
         made = ("recording", "looked", "kinds")
@@ -122,8 +118,7 @@ class UnitScale(Scope):
                 "part of, which records one thread: transform the parts, each by itself"
             )
         self._agree(module)
-        known = self.is_known(path) or (not self.unit_scaled and not _is_readable(given, module))
-        if not known:
+        if not self.is_known(path):
             if in_shape_inference():  # looks at each frame of the stack
                 return call()
             with self.recording, unobserved():
@@ -154,7 +149,7 @@ class UnitScale(Scope):
             steps = self.plan.steps.get(place)
             if steps is not None:
                 return steps
-            by_rule, row = steps_by_rule(place, function, args, kwargs, self.unit_scaled)
+            by_rule, row = steps_by_rule(place, function, args, kwargs)
             if in_shape_inference() or not _is_readable((args, kwargs)):
                 return by_rule
             if self.adopted:
@@ -190,8 +185,7 @@ class UnitScale(Scope):
         """Records a module before its first call, and tags its weights as copies have learned."""
         if not self.plan.covers(path):
             _check_recordable(module, given)
-            if self.unit_scaled:
-                refuse_split(module)
+            refuse_split(module)
             self._record((module, path, given))
             self.plan.tags |= named_tags(module, path)
             self.plan.entries.append(path)
@@ -204,10 +198,7 @@ class UnitScale(Scope):
         self.edition = str(int(self.edition) + 1)
 
     def _record(self, called: Called) -> None:
-        module, path, _ = called
-        self.check_parts(module, path)
-        if self.unit_scaled:
-            _warn_of_new_weights(module, self)
+        _warn_of_new_weights(called[0], self)
         plan, found = self.plan, learned(self, called)
         plan.steps |= {p: steps for p, steps in found.steps.items() if p not in plan.steps}
         kept = {(row.path, row.call) for row in found.rows if row.done == KEPT}
@@ -224,32 +215,18 @@ class UnitScale(Scope):
     def agreed(self, what: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
         return agreed(f"{self.name}/{what}", values)
 
-    def check_parts(self, module: nn.Module, path: str = "") -> None:
-        """Raises ValueError for a part with init="unit" in a model with init="preserve"."""
-        for name, child in () if self.unit_scaled else module.named_modules(prefix=path):
-            other = find_scope(child, UnitScale)
-            if other is not None and other.unit_scaled:
-                raise ValueError(
-                    f"{name or 'the model'} was unit-scaled with init='unit', and the model around "
-                    "it with init='preserve', which has no factors: use one init for both"
-                )
-
-    # The plan as data
+    # The plan in the state_dict
 
     def data(self, model: nn.Module) -> ModelPlan:
-        """The plan with the tags of ``model``, without steps before the first call. Raises
-        ValueError for functions in ``replace``."""
-        if self.replacements:
-            raise ValueError("the plan of a model with functions in replace cannot be saved")
+        """The plan with the tags of ``model``, without steps before the first call."""
         if self.plan.entries:
             self._agree(model)
         plan = copy.deepcopy(self.plan)
         plan.tags, plan.gradients = named_tags(model, ""), self.gradients.exponents()
         return plan
 
-    def adopt(self, model: nn.Module, plan: ModelPlan, rescale: bool) -> None:
-        check_fits(model, plan)
-        adopt_tags(model, "", plan.tags, rescale)
+    def _adopt(self, model: nn.Module, plan: ModelPlan) -> None:
+        adopt_tags(model, "", plan.tags, rescale=False)
         self.plan, self.gradients = copy.deepcopy(plan), GradientScales(plan.gradients)
         self.plan.tags = {n: t for n, t in plan.tags.items() if plan.covers(n)}
         self.applied, self.adopted = len(plan.entries), bool(plan.entries)
@@ -262,39 +239,16 @@ class UnitScale(Scope):
         with contextlib.suppress(ValueError):
             plan = ModelPlan.from_json(text)
             differs = not scaled(plan.tags) <= scaled(named_tags(model, ""))
-            if plan.entries or not self.plan.entries or differs:
-                self.adopt(model, plan, rescale=False)
-
-    def check_seen(self, model: nn.Module) -> None:
-        """Raises ValueError before the first call."""
-        if not self.plan.entries:
-            raise ValueError(
-                f"{type(model).__name__} is unit-scaled and has not run: its factors are found at "
-                "its first call, so call it once with an example batch"
-            )
-
-    def exponents(self) -> dict[str, int]:
-        """Read by `fp8.export`: path of a layer -> the exponent of the power of two that its input
-        is cast at, where its calls have one. Raises ValueError where weights are not those of the
-        plain model."""
-        if self.unit_scaled or self.replacements:
-            why = "functions in replace are" if self.replacements else "its factors are"
-            raise ValueError(
-                f"{self.title}: {why} in the graph, in no weight. Train the model that "
-                "unit_scale(model, batch=...) returns, which is a plain one, and export that"
-            )
-        found: dict[str, set[int]] = defaultdict(set)
-        for (path, kind, _), own in self.plan.steps.items():
-            if kind in LAYERS:
-                found[path] |= {dict(step.static).get((0,), 0) if step else 0 for step in own}
-        return {path: exponents.pop() for path, exponents in found.items() if len(exponents) == 1}
+            newer = bool(plan.entries) or not self.plan.entries or differs
+            if newer and fits(model, plan):
+                self._adopt(model, plan)
 
 
 def _unplanned(place: Place) -> str:
     path, kind, lines = place
     return (
-        f"the adopted plan has no {kind} in {path or 'the model itself'} at {lines!r}: the code "
-        "has changed since the plan was made, or this branch had not run. The call is measured now"
+        f"the plan of the checkpoint has no {kind} in {path or 'the model itself'} at {lines!r}: "
+        "the code has changed since, or this branch had not run. The call is measured now"
     )
 
 

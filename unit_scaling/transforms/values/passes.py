@@ -44,7 +44,6 @@ class Pass(Recorder):
         before: Before | None,
     ) -> None:
         super().__init__(dict(KINDS), names, inputs, path, normalizes)
-        self._in_pairs = True  # so that the passes of a model have the same calls
         self._before = before
         self._counts: Counter[tuple[str, str]] = Counter()
         self.places: dict[Place, int] = {}

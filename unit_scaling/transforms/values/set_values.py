@@ -72,13 +72,13 @@ class _Setter:
         self._classify()
 
     def _classify(self) -> None:
-        for row in prepare(self.model, "unit"):
+        for row in prepare(self.model):
             self.rows[_named(row.path, row.call)] = row
         seen = run_pass(self.model, self.batch, normalizes=True)
         self.nodes, self.index_of = seen.nodes, seen.places
         self.place_of = {index: place for place, index in seen.places.items()}
-        tags, plan = named_tags(self.model, ""), ModelPlan("unit")
-        self.planner = Planner(self.nodes, plan, tags, seen.outputs, changed=seen.changed)
+        tags = named_tags(self.model, "")
+        self.planner = Planner(self.nodes, ModelPlan(), tags, seen.outputs, changed=seen.changed)
         self._keep(self.planner.kept, self.planner.added())
         for name in self.planner.inner:
             parameter = self.parameters[name]
