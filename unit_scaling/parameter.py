@@ -4,8 +4,8 @@
         readout matrix)
     mup_scaling_depth: the number of layers in the parameter's residual stack, or None
     mup_scale: the size that `unit_scale` leaves in a weight's values, with a batch any number, and
-        a power of two in a weight that keeps its values; otherwise 1. Learning rates are in
-        proportion to it, and the power of two next to it divides a weight before a cast to FP8
+        a power of two in a weight that keeps its values, by which that is divided before a cast to
+        FP8; otherwise 1. Learning rates are in proportion to it
     mup_divisor: the number that `unit_scale` divided a weight by to RMS 1, otherwise None
     mup_stacked: whether the first dimension counts parameters of one shape (the weights of several
         experts), so that a learning rate depends on the others alone

@@ -87,7 +87,10 @@ def gather_in_fp8(
             rows.append(Row(name, kind, LEFT_ALONE, cast))
             continue
         if module.weight not in replaced:
-            replaced[module.weight] = _wrapped(module.weight, cast)
+            # A plan divides a weight by its tag before a cast; layers themselves do not.
+            planned = hasattr(model, "fp8_planned_scales")
+            exponent = static_exponent(module.weight) if planned else 0
+            replaced[module.weight] = _wrapped(module.weight, cast, exponent)
         module.register_state_dict_post_hook(_as_plain)
         module.weight = replaced[module.weight]
         rows.append(Row(name, kind, f"sent as {cast}"))
@@ -178,8 +181,7 @@ def _why_not_sent(recipe: Recipe | None) -> str:
     return ""
 
 
-def _wrapped(weight: nn.Parameter, cast: Cast) -> nn.Parameter:
-    exponent = static_exponent(weight)
+def _wrapped(weight: nn.Parameter, cast: Cast, exponent: int) -> nn.Parameter:
     wrapped = nn.Parameter(_Weight(weight.detach(), cast, exponent), weight.requires_grad)
     # Dunders belong to the instance, like the tags' __deepcopy__.
     vars(wrapped).update({k: v for k, v in vars(weight).items() if not k.startswith("__")})

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import fp8
 import unit_scaling as uu
+from fp8.distributed.fsdp import gather_in_fp8
 from tests.launch import run_ranks
 from tests.transforms.models import GPT, KINDS, Net, loss_of, rms
 from unit_scaling.parameter import tags_of
@@ -481,6 +482,14 @@ def test_simulated_casts_lose_nothing(name: str) -> None:
     assert {row.format for row in rows} == {"e4m3", "e5m2"}
     lost = [row for row in rows if row.zero > 0.2 or row.saturated > 0.05]
     assert len(lost) <= 0.03 * len(rows), lost
+
+
+def test_what_fsdp_gathers_is_cast_as_the_layer_casts() -> None:
+    """A layer does not divide its weight by the tag, which is of its learning rate."""
+    ours = fp8.convert(unit_scale(nn.Linear(16, 16), batch=torch.randn(8, 16)), "unit")
+    assert ours.weight.mup_scale != 1
+    gather_in_fp8(ours)
+    assert ours.weight.exponent == 0
 
 
 def test_casts_are_static_and_in_range() -> None:
