@@ -160,7 +160,8 @@ class LowPrecision(Optimizer):
         values = torch.stack([x.float() for x in looks]).tolist() if alike else map(float, looks)
         numbers = iter(values)
         largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
-        are_finite = all(x < math.inf for x in [*largest, *itertools.islice(numbers, len(wide))])
+        largest_of_all = largest + list(itertools.islice(numbers, len(wide)))
+        are_finite = all(x < math.inf for x in largest_of_all)
         if not states.everywhere(are_finite, parameters_of(self)):
             return False
         for unit, x in zip(units, largest, strict=True):

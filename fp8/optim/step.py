@@ -209,13 +209,18 @@ def step_as_torch(
     if not parameters:
         return
     b1, b2 = group["betas"]
+    values = [part_of(parameter.detach()) for parameter in parameters]
+    gradients = [part_of(parameter.grad.detach()) for parameter in parameters]  # type: ignore[union-attr]
+    first = [state[FIRST] for state in states]
+    second = [state[SECOND] for state in states]
+    steps = [state["step"] for state in states]
     adam(
-        [part_of(parameter.detach()) for parameter in parameters],
-        [part_of(parameter.grad.detach()) for parameter in parameters],  # type: ignore[union-attr]
-        [state[FIRST] for state in states],
-        [state[SECOND] for state in states],
+        values,
+        gradients,
+        first,
+        second,
         [],
-        [state["step"] for state in states],
+        steps,
         has_complex=any(map(torch.is_complex, parameters)),
         decoupled_weight_decay=decoupled,
         amsgrad=False,
