@@ -7,7 +7,7 @@ import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -262,6 +262,22 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
                     setattr(module, name, buffer)
                 if not buffer.is_meta and not torch.equal(buffer, before):
                     buffer.copy_(before)
+
+
+@contextmanager
+def running_modules(model: nn.Module) -> Iterator[list[str]]:
+    """Within the block, the names of the modules that are running, outermost first."""
+    names: list[str] = []
+
+    def leave(*_: Any) -> None:
+        names.pop()
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: names.append(name))
+            hooks.enter_context(enter)
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+        yield names
 
 
 class restored(TorchFunctionMode):

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..common.copies import deep_copy
-from ..common.step import Batch, call, copied, tensors, untouched
+from ..common.step import Batch, call, copied, running_modules, tensors, untouched
 from ..products.grouped import MULTIPLY_GROUPS
 from ..surgery.convert import convert, report
 from ..warnings import PitfallWarning, strict
@@ -198,7 +198,12 @@ def trace(model: nn.Module, batch: Batch) -> list[Product]:
     """
     why_not = left_alone(model)
     model = deep_copy(model).train()
-    with untouched(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _running(model) as names:
+    with (
+        untouched(model),
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        running_modules(model) as names,
+    ):
         mode = _Trace(_Weights(model), names)
         with mode:
             call(model, copied(batch))
@@ -212,19 +217,3 @@ def trace(model: nn.Module, batch: Batch) -> list[Product]:
         )
         for product, calls in mode.products.items()
     ]
-
-
-@contextmanager
-def _running(model: nn.Module) -> Iterator[list[str]]:
-    """Within the block, the names of the modules that are running, outermost first."""
-    names: list[str] = []
-
-    def leave(*_: Any) -> None:
-        names.pop()
-
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            enter = module.register_forward_pre_hook(lambda *_, name=name: names.append(name))
-            hooks.enter_context(enter)
-            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-        yield names

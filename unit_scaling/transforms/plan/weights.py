@@ -51,22 +51,22 @@ def keep_values(
         parameter.mul_(divisor)
         tags = tags_of(parameter)._replace(mup_divisor=None)
         if name in added:
-            tags = tags._replace(mup_type="bias", mup_scale=nearest_power(added[name]))
+            tags = tags._replace(mup_type="bias", mup_scale=_nearest_power(added[name]))
         else:
             kind = "weight" if tags.mup_type == "output" else tags.mup_type
-            tags = tags._replace(mup_type=kind, mup_scale=nearest_power(divisor))
+            tags = tags._replace(mup_type=kind, mup_scale=_nearest_power(divisor))
         retag(parameter, tags)
-        scale_bias(parameters, name)
+        _scale_bias(parameters, name)
 
 
-def scale_bias(parameters: Mapping[str, nn.Parameter], name: str) -> None:
+def _scale_bias(parameters: Mapping[str, nn.Parameter], name: str) -> None:
     """Gives the bias of a layer whose weight has a static scale that of the layer's result: the
     layer is s * (u @ x / sqrt(n) + b / s) for a weight u of RMS 1 and s = mup_scale * sqrt(n)."""
     owner, dot, leaf = name.rpartition(".")
     bias = parameters.get(owner + dot + leaf.removesuffix("_orig").replace("weight", "bias"))
     weight = parameters[name]
     if bias is not None and bias is not weight and tags_of(weight).mup_type == "weight":
-        scale = nearest_power(tags_of(weight).mup_scale * fan_in(weight.shape) ** 0.5)
+        scale = _nearest_power(tags_of(weight).mup_scale * fan_in(weight.shape) ** 0.5)
         tag(bias, *tags_of(bias)._replace(mup_scale=scale))
 
 
@@ -92,7 +92,7 @@ def demoted(model: nn.Module, path: str, names: Collection[str]) -> list[CallRow
     return [CallRow(owner, leaf, "tagged as weight", "not the readout") for owner, _, leaf in split]
 
 
-def nearest_power(rms: float) -> float:
+def _nearest_power(rms: float) -> float:
     """The power of two next to an RMS, at most 32 octaves from 1."""
     return float(2.0 ** min(max(round(math.log2(rms)), -32), 32))
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8.casts.measuring import uncast
-from fp8.common.step import Batch, arguments, detached, restored, tensors_within, untouched
+from fp8.common.step import (
+    Batch,
+    arguments,
+    detached,
+    restored,
+    running_modules,
+    tensors_within,
+    untouched,
+)
 from fp8.common.threads import apart
 
 from ..install import Args, Kwargs
@@ -91,9 +99,9 @@ def run_pass(
             stack.enter_context(untouched(model, seed=0))
             for context in (apart(), torch.inference_mode(False), torch.enable_grad(), uncast()):
                 stack.enter_context(context)
-            path = stack.enter_context(_paths(model))
+            paths = stack.enter_context(running_modules(model))
             written = stack.enter_context(restored(parameters))
-            seen = Pass(names, inputs, lambda: path[-1], normalizes, before)
+            seen = Pass(names, inputs, lambda: paths[-1] if paths else "", normalizes, before)
             with seen:
                 output = model(*args, **kwargs)
             seen.changed = frozenset(n for n, p in model.named_parameters() if written.changed(p))
@@ -104,20 +112,3 @@ def run_pass(
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
     return seen
-
-
-@contextmanager
-def _paths(model: nn.Module) -> Iterator[list[str]]:
-    """Within the block, the paths of the modules that are running, innermost last."""
-    paths = [""]
-
-    def leave(*_: Any) -> None:
-        paths.pop()
-
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name:
-                enter = module.register_forward_pre_hook(lambda *_, name=name: paths.append(name))
-                hooks.enter_context(enter)
-                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-        yield paths

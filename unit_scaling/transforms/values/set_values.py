@@ -32,17 +32,15 @@ from ...rules.rates import fan_in
 from ..install import Args, Kwargs
 from ..plan.plan import CallRow, ModelPlan
 from ..plan.planner import Planner
-from ..plan.weights import named_tags, nearest_power, prepare, scale_bias
+from ..plan.weights import keep_values, named_tags, prepare
 from ..record.calls import Input, tensors_in
 from ..record.kinds import ATTENTION, EMBEDDINGS, RECURRENT, is_added
 from ..record.values import has_scale, rms_of
+from ..run.learn import REACH
 from ..run.ranks import agreed, model_name
 from .passes import Pass, Place, run_pass
 from .sources import Holder, Sources
 from .streams import find_branches
-
-REACH = 1.5
-"""An operand whose RMS is within so many octaves of 1 counts as 1: batches differ."""
 
 LOWEST, HIGHEST = 2.0**-12, 2.0**4
 """A number outside of these is reported."""
@@ -123,20 +121,15 @@ class _Setter:
     @torch.no_grad()
     def _keep(self, kept: frozenset[str], added: dict[str, float]) -> None:
         """Gives weights that calls read in other ways than as weights their plain values."""
+        keep_values(self.model, "", kept, added)
         for name in sorted(kept):
-            parameter = self.parameters[name]
-            tags = tags_of(parameter)
-            scale = nearest_power(added.get(name) or tags.mup_divisor or 1.0)
-            parameter.copy_(self.plain[name])
-            kind = "bias" if name in added else tags.mup_type.replace("output", "weight")
-            retag(parameter, tags._replace(mup_type=kind, mup_divisor=None, mup_scale=scale))  # type: ignore[arg-type]
+            self.parameters[name].copy_(self.plain[name])  # without the error of two roundings
             why = "added to values" if name in added else "read by calls that are no products"
             self.rows[name] = CallRow(*_split(name), "keeps its values", why)
             path, leaf = _split(name)
             bias = _named(path, leaf.replace("weight", "bias"))
             if bias != name and bias in self.parameters:
                 self.parameters[bias].copy_(self.plain[bias])
-                scale_bias(self.parameters, name)
                 self.kept[bias] = CallRow(*_split(bias), "keeps its values", "as its weight")
 
     # the second pass
