@@ -26,11 +26,11 @@ from benchmarks.forecast import PUBLISHED as LAYERS_AND_MODELS
 from benchmarks.forecast import TORCHAO, Block, Readout
 from fp8.casts.casting import lowered
 from fp8.common.step import Batch, call, tensors
+from fp8.kernels.product import why_not_here
+from fp8.kernels.selftest import why_not_compiled
+from fp8.kernels.table import kernel_of, multiply, store
 from fp8.lab.forecast.card import CARDS
 from fp8.lab.hardware import BF16
-from fp8.native.kernels import kernel_of, multiply, store
-from fp8.native.product import why_not_here
-from fp8.native.selftest import why_not_compiled
 
 DTYPE = torch.bfloat16
 RECIPES = (

@@ -202,7 +202,7 @@ PRODUCT_FLOW = (
         what="a cast for each of six operands",
         where="fp8/casts/operands.py",
         aside="backend native: FP8 kernels",
-        aside_where="fp8/native/product.py",
+        aside_where="fp8/kernels/product.py",
     ),
     Step(what="Q(x), Q(w): scale, then round", where="fp8/casts/casting.py"),
     Step(

@@ -71,7 +71,7 @@ def skip_native(items: Sequence[pytest.Item]) -> None:
     if native:
         import torch
 
-        from fp8.native.kernels import why_not_device
+        from fp8.kernels.kernel import why_not_device
 
         if why_not := why_not_device(torch.device("cpu")):
             for item in native:

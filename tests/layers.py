@@ -6,7 +6,7 @@ A name is a file or a folder of the package or of the folder. `unit_scaling` may
 
 LAYERS = {
     "fp8": """
-        version common warnings formats recipes tensors casts native products selection modes
+        version common warnings formats recipes tensors casts kernels products selection modes
         surgery
         norms optim levels distributed checkpoints adapters
         lab __main__

@@ -65,7 +65,7 @@ def test_what_counts_as_named(name, text, named):
         ("format e4m3", True),
         ("format e1m2", False),
         ("recipe e4m3", False),  # a key of another table
-        ("module fp8.native.product", True),
+        ("module fp8.kernels.product", True),
         ("module fp8.studies", False),
         ("module fp8.studies.page", False),
     ],

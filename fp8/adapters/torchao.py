@@ -11,7 +11,7 @@ from torch import nn
 from ..common.libraries import need
 from ..common.mixin import bare_class
 from ..formats.format import get_format
-from ..native.kernels import ALIGNMENT, why_not_device
+from ..kernels.kernel import ALIGNMENT, why_not_device
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 from ..selection.layers import Where, checked_where

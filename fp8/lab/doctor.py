@@ -10,8 +10,8 @@ import torch
 
 from ..common.libraries import LIBRARIES, probe
 from ..common.report import as_table
-from ..native.kernels import why_not_device
-from ..native.product import why_not_here
+from ..kernels.kernel import why_not_device
+from ..kernels.product import why_not_here
 from ..recipes.recipe import RECIPES
 
 ABOUT = "what this machine can run"
@@ -23,7 +23,7 @@ def examine() -> dict[str, Section]:
     """Rows for "system", "devices", "recipes" and "libraries", all of which are imported.
 
     recipes: how products run by default on each device: "native", if it is a GPU whose kernels pass
-    the self-test (`fp8.native.selftest`, with results in bfloat16), or "simulated", and why.
+    the self-test (`fp8.kernels.selftest`, with results in bfloat16), or "simulated", and why.
     """
     devices = _devices()
     return {

@@ -181,9 +181,9 @@ class autocast:
             Or a `fp8.Policy` without a switch (`fp8.Policy.at`) that selects no layers.
         backend: "simulate" computes from rounded operands in the dtype of the tensors. "native"
             uses torch's kernels for products of two matrices of supported sizes
-            (`fp8.native.product.fits`), saves their operands in one byte or less per element, and
+            (`fp8.kernels.product.fits`), saves their operands in one byte or less per element, and
             simulates the others. It simulates all, with a RuntimeWarning, if this device has no
-            kernels for the recipe that pass the self-test (`fp8.native.selftest`). "auto" is
+            kernels for the recipe that pass the self-test (`fp8.kernels.selftest`). "auto" is
             "native" on CUDA devices.
         enabled: False computes as torch does, whatever the recipe and the surrounding blocks, in
             layers of `fp8.convert` too.

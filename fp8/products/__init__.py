@@ -1,2 +1,2 @@
 """Matrix products, convolutions and attention under a recipe, forward and backward.
-Imports `fp8.native` and below."""
+Imports `fp8.kernels` and below."""

@@ -14,7 +14,7 @@ from ..casts.measuring import measuring
 from ..common.compiler import called
 from ..common.threads import checkpoints, in_reentrant, in_shape_inference
 from ..common.validation import check_name
-from ..native import product as native
+from ..kernels import product as native
 from ..recipes.history import LayerState, role_of
 from ..recipes.recipe import Recipe
 from ..warnings import RecipeWarning, warn_once

@@ -39,8 +39,8 @@ from ..casts.rotation import rotation_signs
 from ..common.compiler import apply, apply_eagerly, compiled_as, in_graph, is_differentiated_again
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
-from ..native import product as native
-from ..native.kernels import times
+from ..kernels import product as native
+from ..kernels.kernel import times
 from ..recipes.recipe import Recipe
 from .active import ACTIVE, Scales, histories, product_recipe, static_exponents
 

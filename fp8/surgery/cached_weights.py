@@ -20,8 +20,8 @@ from ..casts.operands import Casts, casts_of, one_copy, static_exponent
 from ..common.compiler import compiled_as, taken_as_constant
 from ..common.mixin import check_module
 from ..common.step import unwrapped
-from ..native import product as native
-from ..native.kernels import store
+from ..kernels import product as native
+from ..kernels.table import store
 from .convert import Converted
 
 Layouts = tuple[QuantizedOperand, QuantizedOperand]

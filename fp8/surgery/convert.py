@@ -23,8 +23,8 @@ from ..common.mixin import (
     remove_mixin,
 )
 from ..common.report import CHANGES, LEFT_ALONE, Report, Row, notes_on
+from ..kernels.product import needs, why_not_here, why_not_recipe
 from ..modes.autocast import LayerBlock, high_precision
-from ..native.product import needs, why_not_here, why_not_recipe
 from ..products.active import ACTIVE, checked_backend, is_off
 from ..products.matmul import linear
 from ..recipes import history

@@ -18,8 +18,8 @@ from ...common.copies import deep_copy
 from ...common.libraries import need
 from ...common.mixin import check_module
 from ...common.step import Batch, Loss, call, loss_value, unwrapped
-from ...native import selftest
-from ...native.product import why_not_recipe
+from ...kernels import selftest
+from ...kernels.product import why_not_recipe
 from ...recipes.history import has_scales, histories
 from ...recipes.policy import Policy, as_policy, name_of, recipe_of
 from ...recipes.recipe import Recipe

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8
 from fp8 import RECIPES, Cast, Recipe
 from fp8.adapters import torchao
-from fp8.native.kernels import why_not_device
+from fp8.kernels.kernel import why_not_device
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -17,8 +17,8 @@ from fp8.recipes.rules import CORRECTED
 from fp8.recipes.scaling import SCALINGS
 from tests import reference
 from tests.fp8.blocks import block
-from tests.fp8.native.scaled_mm import emulated
-from tests.fp8.native.test_product import NATIVE, TILED
+from tests.fp8.kernels.scaled_mm import emulated
+from tests.fp8.kernels.test_product import NATIVE, TILED
 from tests.fp8.oracles import flush_denormal, randn
 
 __all__ = ["emulated"]

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import fp8
 from fp8 import RECIPES
 from fp8.common.flops import _flops
-from fp8.native.product import why_not_recipe
+from fp8.kernels.product import why_not_recipe
 
 UNROTATED = [
     name

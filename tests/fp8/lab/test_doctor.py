@@ -13,8 +13,8 @@ import fp8
 from fp8 import RECIPES
 from fp8.__main__ import main
 from fp8.common.libraries import LIBRARIES, Found
+from fp8.kernels import product as native
 from fp8.lab import doctor
-from fp8.native import product as native
 
 NATIVE = 'native if backend="native" requests it: "auto" simulates on CPUs'
 BROKEN = Found("broken", "1.0", "RuntimeError: no library", None, RuntimeError())

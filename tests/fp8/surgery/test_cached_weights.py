@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8.native import product
+from fp8.kernels import product
 from fp8.surgery import cached_weights as module
 from tests.fp8.products.test_matmul import randn
 

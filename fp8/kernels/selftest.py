@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..casts.casting import LoweredCast, lowered, rounded, shifted
+from ..casts.casting import LoweredCast, QuantizedOperand, lowered, rounded, shifted
 from ..common.compiler import compiled_as, taken_as_constant
 from ..common.flops import SCALED, count_flops
 from ..recipes.cast import Cast
-from .kernels import kernel_of, multiply, store, why_not_kernel
+from .table import kernel_of, multiply, store, why_not_kernel
 
 Pair = tuple[LoweredCast | None, LoweredCast | None]
 
@@ -41,6 +41,7 @@ _TRUSTED = [False]
 """Whether all kernels count as right, without a test: see `trusted`."""
 
 _ROWS, _INNER, _OUTER = 130, 600, 256
+_FACTOR = 0.5
 _SHARE = 1 / 8
 """The share of nonzero elements in a sample: sums have so few terms that they are nearly exact."""
 _BITS = 2.0**-13
@@ -54,9 +55,11 @@ def _kernels(
 ) -> tuple[str, ...]:
     """The kernels of the products; () if they are to be simulated. Warns, once, of a failed
     self-test and, for "native", of a missing kernel. Arguments as in `why_not`."""
-    which, why = "products", why_not(pairs, device, dtype)
+    which = "products"
+    why = why_not(pairs, device, dtype)
     if compiled and not why:
-        which, why = "products of compiled code", why_not_compiled(device)
+        which = "products of compiled code"
+        why = why_not_compiled(device)
     if not why:
         count_flops(SCALED)
         return tuple(kernel_of(*pair)[0] for pair in pairs)
@@ -70,8 +73,8 @@ def _of_casts(
     compiled: bool, backend: str, casts: tuple[LoweredCast | None, ...], device: str, dtype: str
 ) -> tuple[str, ...]:
     """`_kernels` for the casts of all operands, on whose static scales they do not depend."""
-    a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec.margin) for spec in casts)
-    pairs = ((a_y, b_y), (a_da, b_da), (a_db, b_db))
+    unscaled = [spec and shifted(spec, -spec.margin) for spec in casts]
+    pairs = tuple(zip(unscaled[::2], unscaled[1::2], strict=True))
     return _kernels(compiled, backend, pairs, device, dtype)
 
 
@@ -88,21 +91,29 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
     """Why kernels do not compute these products on a device that has FP8 products; "" if they do,
     by the self-test. pairs: the casts of both operands of the output and of the two gradients.
     device, dtype: names of the device and of the results' dtype, like "cuda:0" and "bfloat16"."""
-    if why := _why_not_expected(pairs, device):
+    why = _why_not_expected(pairs, device)
+    if why or _TRUSTED[0]:
         return why
     for (name, axes), (a, b) in zip(_PRODUCTS.items(), pairs, strict=True):
         if a is None or b is None:  # both are, and torch computes the product
             continue
-        specs = (s._replace(rounding="nearest", hadamard=0, label="") for s in (a, b))
-        if not _TRUSTED[0] and (why := _in_new_thread(_failure, *specs, axes, device, dtype)):
+        why = _in_new_thread(_failure, _tested(a), _tested(b), axes, device, dtype)
+        if why:
             return f"{name}: {why}"
     return ""
+
+
+def _tested(cast: LoweredCast) -> LoweredCast:
+    """The cast without what does not concern a kernel."""
+    return cast._replace(rounding="nearest", hadamard=0, label="")
 
 
 @cache
 def why_not_compiled(device: str) -> str:
     """Why casts in compiled code are wrong on a device; "" if they are right."""
-    return "" if _TRUSTED[0] else _in_new_thread(_compiled_failure, device)
+    if _TRUSTED[0]:
+        return ""
+    return _in_new_thread(_compiled_failure, device)
 
 
 def _in_new_thread(test: Callable[..., str], *args: Any) -> str:
@@ -121,8 +132,12 @@ code for a CPU has none: the first size suffices."""
 
 def _casts(x: Tensor) -> list[Tensor]:
     """``x`` and its transpose under each of _CASTS."""
-    stored = (store(x, spec, axis).values for spec in _CASTS for axis in (-1, -2))
-    return [values.contiguous() for values in stored]
+    stored = []
+    for spec in _CASTS:
+        for axis in (-1, -2):
+            operand = store(x, spec, axis)
+            stored.append(operand.values.contiguous())
+    return stored
 
 
 def _compiled_failure(device: str) -> str:
@@ -130,12 +145,15 @@ def _compiled_failure(device: str) -> str:
 
     generator = torch.Generator().manual_seed(0)
     orders = [torch.randperm(1 << 16, generator=generator) for _ in range(6)]
-    words = (torch.cat(orders) - (1 << 15)).to(torch.int16).view(torch.bfloat16)
-    for rows, columns in _SIZES[:1] if device == "cpu" else _SIZES:
-        x = words[: rows * columns].view(rows, columns).to(device)
+    codes = torch.cat(orders) - (1 << 15)
+    numbers = codes.to(torch.int16).view(torch.bfloat16)
+    sizes = _SIZES[:1] if device == "cpu" else _SIZES
+    for rows, columns in sizes:
+        x = numbers[: rows * columns].view(rows, columns).to(device)
         try:
             for stored in in_each_configuration(_casts, x):
-                if why := _difference(stored, x):
+                why = _difference(stored, x)
+                if why:
                     return why
         except Exception as error:
             return f"the compiler raised {_named(error)}"
@@ -146,73 +164,92 @@ def _difference(stored: Sequence[Tensor], x: Tensor) -> str:
     """How the results of `_casts` for ``x`` differ from the simulation; "" if they do not."""
     cases = product(_CASTS, (False, True))
     for got, (spec, is_transposed) in zip(stored, cases, strict=True):
-        want = rounded(x, spec)[0]
-        if wrong := _wrong(got, want.T if is_transposed else want):
-            what = "the transpose of a cast" if is_transposed else "a cast"
+        want, _ = rounded(x, spec)
+        what = "a cast"
+        if is_transposed:
+            want, what = want.T, "the transpose of a cast"
+        wrong = _wrong(got, want)
+        if wrong:
             return f"{what} to {spec.format} has {wrong} wrong bytes of {got.numel()}"
     return ""
 
 
 def _wrong(got: Tensor, want: Tensor) -> int:
     """The number of wrong bytes of ``got``; where ``want`` is not finite, of finite ones."""
-    differs = got.view(torch.uint8) != want.to(got.dtype).contiguous().view(torch.uint8)
-    return int(torch.where(want.isfinite(), differs, got.float().isfinite()).sum())
+    expected = want.to(got.dtype).contiguous().view(torch.uint8)
+    differs = got.view(torch.uint8) != expected
+    wrong = torch.where(want.isfinite(), differs, got.float().isfinite())
+    return int(wrong.sum())
 
 
 def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    """The class of an error and the first line of its message."""
+    line, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}: {line}"
 
 
 def _why_not_expected(pairs: tuple[Pair, ...], device: str) -> str:
-    rows = [kernel_of(*pair) for pair in pairs]
-    whys = (why or why_not_kernel(kind, torch.device(device)) for kind, why in rows)
-    return next(filter(None, whys), "")
+    """Why the table has no kernel of a product on a device; "" if it has all."""
+    for pair in pairs:
+        kind, why = kernel_of(*pair)
+        why = why or why_not_kernel(kind, torch.device(device))
+        if why:
+            return why
+    return ""
 
 
 @cache
 @torch.no_grad()
 def _failure(a: LoweredCast, b: LoweredCast, axes: tuple[int, int], device: str, dtype: str) -> str:
     """How the kernel for these operands fails; "" if it passes."""
-    kind, wanted = kernel_of(a, b)[0], getattr(torch, dtype)
+    kind, _ = kernel_of(a, b)
+    wanted = getattr(torch, dtype)
     x = _sample(_ROWS, a, seed=0).to(device)
     y = _sample(_OUTER, b, seed=1).to(device)
     try:
-        left, right = (
-            store(t if axis == -1 else t.T.contiguous(), spec, axis)
-            for t, spec, axis in zip((x, y), (a, b), axes, strict=True)
-        )
-        exact = [rounded(t, spec)[0].double() for t, spec in ((x, a), (y, b))]
+        left, right = _operand(x, a, axes[0]), _operand(y, b, axes[1])
+        exact_x, exact_y = rounded(x, a)[0].double(), rounded(y, b)[0].double()
         excess = 0.0
         for fast in (False, True):
-            got = multiply(kind, left, right, 0.5, wanted, fast)[:_ROWS]
+            got = multiply(kind, left, right, _FACTOR, wanted, fast)[:_ROWS]
             if got.dtype != wanted:
                 return f"the kernel gives {got.dtype}, asked for {wanted}"
-            excess = max(excess, _excess(got.double(), *exact))
+            excess = max(excess, _excess(got.double(), exact_x, exact_y))
     except Exception as error:  # any error means that the product is not available
         return f"the kernel raised {_named(error)}"
-    return "" if excess <= 1 else f"the kernel is off by {excess:.2g} times what rounding explains"
+    if excess <= 1:
+        return ""
+    return f"the kernel is off by {excess:.2g} times what rounding explains"
+
+
+def _operand(x: Tensor, cast: LoweredCast, axis: int) -> QuantizedOperand:
+    """``x``, to be multiplied along its rows, stored as an operand that is cast along ``axis``."""
+    x = x if axis == -1 else x.T.contiguous()
+    return store(x, cast, axis)
 
 
 def _sample(rows: int, spec: LoweredCast, seed: int) -> Tensor:
     """Values 0, 1 and -1 times a power of two per tile, which the cast does not change."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = [by or size for size, by in zip((rows, _INNER), spec.tile, strict=True)]
-    tiles = [-(-size // by) for size, by in zip((rows, _INNER), sizes, strict=True)]
+    across, along = spec.tile[0] or rows, spec.tile[1] or _INNER
+    tiles = (-(-rows // across), -(-_INNER // along))
     powers = 2.0 ** torch.randint(-2, 3, tiles, generator=generator)
-    spread = powers.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
+    spread = powers.repeat_interleave(across, 0).repeat_interleave(along, 1)
     draw = torch.rand(rows, _INNER, generator=generator)
     signs = (draw < _SHARE / 2).float() - (draw > 1 - _SHARE / 2).float()
     return signs * spread[:rows, :_INNER]
 
 
 def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
-    """The largest error of ``got``, 0.5 * a b^T, relative to the bound of rounding: n terms lose at
-    most n * 2**-13 of the largest term. Scales and the result are rounded three times to float32
-    and once to a dtype of at least 8 bits, which is at most 2**-8 of the sum."""
+    """The largest error of ``got``, `_FACTOR` * a b^T, relative to the bound of rounding: n terms
+    lose at most n * 2**-13 of the largest term. Scales and the result are rounded three times to
+    float32 and once to a dtype of at least 8 bits, which is at most 2**-8 of the sum."""
     terms = (a != 0).double() @ (b != 0).double().T
-    allowed = 0.5 * (a.abs() @ b.abs().T) * (terms * _BITS + 2.0**-8 + 2.0**-22)
-    error = (got - 0.5 * a @ b.T).abs()
-    return float((error / allowed.clamp(min=2.0**-40)).nan_to_num(nan=torch.inf).amax())
+    sums = _FACTOR * (a.abs() @ b.abs().T)
+    allowed = sums * (terms * _BITS + 2.0**-8 + 2.0**-22)
+    error = (got - _FACTOR * a @ b.T).abs()
+    excess = error / allowed.clamp(min=2.0**-40)
+    return float(excess.nan_to_num(nan=torch.inf).amax())
 
 
 @contextmanager

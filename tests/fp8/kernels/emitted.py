@@ -26,8 +26,9 @@ from triton.backends.compiler import GPUTarget
 
 from fp8.casts.casting import lowered
 from fp8.casts.operands import _stored
-from fp8.native import selftest
-from fp8.native.kernels import _filled, store
+from fp8.kernels import selftest
+from fp8.kernels.kernel import filled
+from fp8.kernels.table import store
 from fp8.recipes.cast import Cast
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -78,7 +79,7 @@ def kernels_of(argument: str) -> list[str]:
     def cast(x: Tensor) -> Any:
         if spec is None:
             return _stored(x, torch.float8_e5m2)
-        return [_filled(store(x, spec, axis).values) for axis in (-1, -2)]
+        return [filled(store(x, spec, axis).values) for axis in (-1, -2)]
 
     with FakeTensorMode():
         x = torch.empty(512, 256, dtype=torch.bfloat16, device="cuda")

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8
+from fp8.kernels import selftest
 from fp8.lab.forecast.card import CARDS, compiling_for, why_not
 from fp8.lab.forecast.compiled import graphs
-from fp8.native import selftest
 from tests.fp8.lab.forecast.assembly import assembled
 
 pytestmark = [

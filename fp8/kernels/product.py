@@ -4,7 +4,7 @@ element, which are saved for the backward pass. Casts and products equal simulat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +26,10 @@ from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
 from . import selftest
-from .kernels import (
-    ALIGNMENT,
-    HIGH,
-    KERNELS,
-    kernel_of,
-    multiply,
-    store,
-    why_not_device,
-)
+from .kernel import ALIGNMENT, Kernel, why_not_device
+from .table import KERNELS, kernel_of, multiply, store
+
+# The choice of kernels.
 
 
 def _pairs(recipe: Recipe) -> tuple[selftest.Pair, ...]:
@@ -49,32 +44,50 @@ def why_not_recipe(recipe: Recipe) -> str:
         return f"the sums of accumulate={recipe.accumulate!r} are simulated"
     if not any(recipe.casts):
         return "it casts no operand"
-    return next(filter(None, (kernel_of(*pair)[1] for pair in _pairs(recipe))), "")
+    for pair in _pairs(recipe):
+        _, why = kernel_of(*pair)
+        if why:
+            return why
+    return ""
 
 
 def why_not_here(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> str:
     """Why the products of layers on ``device``, with results of ``dtype``, are simulated under
-    ``recipe``; "" if kernels compute them, by `fp8.native.selftest`."""
+    ``recipe``; "" if kernels compute them, by `fp8.kernels.selftest`."""
     why = why_not_device(device) or why_not_recipe(recipe)
     return why or selftest.why_not(_pairs(recipe), str(device), dtype_name(dtype))
+
+
+def kernels_of(recipe: Recipe) -> list[Kernel]:
+    """The kernels of the products of ``recipe``, in the order of the table. Products of operands
+    in high precision need none."""
+    kinds = {kernel_of(*pair)[0] for pair in _pairs(recipe)}
+    return [row for name, row in KERNELS.items() if name in kinds]
 
 
 def needs(recipe: Recipe) -> tuple[int, str]:
     """What the kernels of ``recipe``, which has some, need: the number of which the sizes of a
     weight are multiples, and a description of the devices."""
-    kinds = {kernel_of(*pair)[0] for pair in _pairs(recipe)} & KERNELS.keys()
-    rows = [KERNELS[kind] for kind in kinds]
-    return max(row.multiple for row in rows), max(rows, key=lambda row: row.least).devices
+    rows = kernels_of(recipe)
+    multiple = max(row.multiple for row in rows)
+    newest = max(rows, key=lambda row: row.least)
+    return multiple, newest.devices
 
 
 def kernels(
-    backend: str, a: Tensor, b: Tensor, casts: tuple[LoweredCast | None, ...], dtype: torch.dtype
+    backend: str,
+    a: Tensor,
+    b: Tensor,
+    casts: tuple[LoweredCast | None, ...],
+    dtype: torch.dtype,
 ) -> tuple[str, ...]:
     """The kernels (rows of KERNELS) of a product of a (m, k) and b (n, k), which `takes` accepts,
     with a result of ``dtype``, and of its gradients; () if they are to be simulated."""
     kinds = selftest.kernels(backend, tuple(casts), str(a.device), dtype_name(dtype))
-    multiples = [KERNELS[kind].multiple for kind in kinds if kind != HIGH]
-    return kinds if all(fits(a, b, multiple) for multiple in multiples) else ()
+    for kind in kinds:
+        if kind in KERNELS and not fits(a, b, KERNELS[kind].multiple):
+            return ()
+    return kinds
 
 
 def takes(backend: str, a: Tensor, b: Tensor) -> bool:
@@ -102,10 +115,26 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
     )
 
 
+# The product.
+
+
+_OUTPUT, _GRAD_A, _GRAD_B = range(3)
+"""The three products."""
+
+
 class Settings(NamedTuple):
-    """The constants of a product. kinds, fast: the kernels of the three products, and whether they
-    sum fast. dtype: the name of that of the output. bias_scale: as in
-    `fp8.products.matmul.linear`. is_weight: whether b is the weight of a layer."""
+    """The constants of a product. Those of three values have one for each product: the output and
+    the gradients of a and b.
+
+    Attributes:
+        kinds: the kernels.
+        scales: the factors of the results.
+        casts: those of the operands.
+        dtype: the name of the dtype of the output.
+        bias_scale: as in `fp8.products.matmul.linear`.
+        fast: whether the kernels sum fast.
+        is_weight: whether b is the weight of a layer.
+    """
 
     kinds: tuple[str, ...]
     scales: tuple[float, float, float]
@@ -114,6 +143,13 @@ class Settings(NamedTuple):
     bias_scale: float = 1.0
     fast: tuple[bool, ...] = (False, False, False)
     is_weight: bool = False
+
+    def multiply(
+        self, product: int, a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype
+    ) -> Tensor:
+        """One of the three products."""
+        kind, factor, fast = self.kinds[product], self.scales[product], self.fast[product]
+        return multiply(kind, a, b, factor, dtype, fast)
 
 
 class _Native(Function):
@@ -130,19 +166,21 @@ class _Native(Function):
         how: Settings,
         *operands: Tensor | None,
     ) -> Tensor:
-        left, right, *_ = _stored(operands)
-        dtype = getattr(torch, how.dtype)
-        y = multiply(how.kinds[0], left, right, how.scales[0], dtype, how.fast[0])
+        left, right, _, _ = _stored(operands)
+        y = how.multiply(_OUTPUT, left, right, getattr(torch, how.dtype))
         y = y[: a.shape[0]]  # without padding rows
-        return y if bias is None else unaliased(y.add_(bias * how.bias_scale))
+        if bias is None:
+            return y
+        return unaliased(y.add_(bias * how.bias_scale))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, _, _, ctx.history, ctx.how, *operands = inputs
-        first, second = _stored(operands[:6]), _stored(operands[6:])
-        pairs = list(zip(first, second, strict=True))
-        ctx.save_for_backward(*_flat(x if y.values is None else y for x, y in pairs))
-        ctx.is_transposed = tuple(y.values is None for _, y in pairs)
+        left, right, again_a, again_b = _stored(operands)
+        ctx.reuses_a, ctx.reuses_b = again_a.values is None, again_b.values is None
+        a = left if ctx.reuses_a else again_a
+        b = right if ctx.reuses_b else again_b
+        ctx.save_for_backward(*a, *b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -151,38 +189,42 @@ class _Native(Function):
                 "create_graph=True: products of backend='native' have no second derivative; those "
                 "of backend='simulate' have"
             )
-        saved = zip(_stored(saved_tensors(ctx)), ctx.is_transposed, strict=True)
-        a, b = (x.mT if is_transposed else x for x, is_transposed in saved)
-        (_, *kinds), (_, *scales), casts, _, _, (_, *fast), _ = ctx.how
+        a, b = _stored(saved_tensors(ctx))
+        a = a.mT if ctx.reuses_a else a
+        b = b.mT if ctx.reuses_b else b
+        how, casts = ctx.how, ctx.how.casts
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             g = store(grad, casts.grad_for_a, -1, ctx.history, record=True)
-            da = multiply(kinds[0], g, b, scales[0], grad.dtype, fast[0])[: grad.shape[0]]
+            da = how.multiply(_GRAD_A, g, b, grad.dtype)[: grad.shape[0]]
         if ctx.needs_input_grad[1]:
             if g is None:
                 g = store(grad, casts.grad_for_b, -2, ctx.history, record=True)
             else:
                 g = _second(grad, g, casts.grad_for_a, casts.grad_for_b) or g.mT
-            db = multiply(kinds[1], g, a, scales[1], grad.dtype, fast[1])
+            db = how.multiply(_GRAD_B, g, a, grad.dtype)
         if ctx.needs_input_grad[2]:
-            dbias = grad.sum(0) * scales[1]
-        return da, db, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
+            dbias = grad.sum(0) * how.scales[_GRAD_B]
+        others = [None] * (len(ctx.needs_input_grad) - 3)
+        return da, db, dbias, *others
 
 
 def _stored(tensors: Sequence[Any]) -> list[QuantizedOperand]:
-    return [QuantizedOperand(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+    """Operands, of three tensors each."""
+    starts = range(0, len(tensors), 3)
+    return [QuantizedOperand(*tensors[i : i + 3]) for i in starts]
 
 
-def _flat(operands: Iterable[QuantizedOperand | None]) -> list[Tensor | None]:
-    return [tensor for operand in operands for tensor in operand or (None, None, None)]
+_NO_TENSORS = (None, None, None)
 
 
 def _second(
     x: Tensor, stored: QuantizedOperand, spec: LoweredCast | None, second: LoweredCast | None
 ) -> QuantizedOperand | None:
     """``x`` for its product along the other axis; None if ``stored``, of one scale, serves it."""
-    one = one_copy(spec, second) and not stored.scale.dim()
-    return None if one else store(x, second, -2)
+    if one_copy(spec, second) and not stored.scale.dim():
+        return None
+    return store(x, second, -2)
 
 
 def _at_once(
@@ -191,15 +233,25 @@ def _at_once(
     """In a graph a copy, as the partitioner never computes one again, and a sum of no bytes of it,
     as it moves what the forward product does not need to the backward graph."""
     later = first.mT if second is None else second
-    scaled = [later.values] if second is None else [later.values, later.scale]
-    copies = [torch.zeros_like(x, memory_format=torch.contiguous_format).copy_(x) for x in scaled]
-    values = first.values.view(torch.uint8)
-    for copy in copies:
-        none = copy.flatten()[:0]
-        none = none.view(torch.uint8) if copy.itemsize == 1 else none
-        values = values | none.sum(dtype=torch.uint8)
-    first = first._replace(values=values.view(first.values.dtype))
-    return first, QuantizedOperand(*copies, *later[len(copies) :])
+    values = _copied(later.values)
+    scale = later.scale if second is None else _copied(later.scale)
+    bytes = first.values.view(torch.uint8)
+    bytes = bytes | _sum_of_none(values)
+    if second is not None:
+        bytes = bytes | _sum_of_none(scale)
+    first = first._replace(values=bytes.view(first.values.dtype))
+    return first, later._replace(values=values, scale=scale)
+
+
+def _copied(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, memory_format=torch.contiguous_format).copy_(x)
+
+
+def _sum_of_none(x: Tensor) -> Tensor:
+    """The sum of no elements of ``x``."""
+    none = x.flatten()[:0]
+    none = none.view(torch.uint8) if x.itemsize == 1 else none
+    return none.sum(dtype=torch.uint8)
 
 
 @compiled_as(_at_once)
@@ -227,19 +279,25 @@ def product(
     a: Tensor, b: Tensor, bias: Tensor | None, histories: list[Tensor | None], how: Settings
 ) -> Tensor:
     """``s_y * a b^T + bias`` for a (m, k) and b (n, k), computed by kernels."""
-    casts: Any = how.casts
+    casts = how.casts
     of_a, of_b, of_grad = histories
     record = updates_states()
+    again_a = again_b = None
     with torch.no_grad():
         left = store(a, casts.a, -1, of_a, record)
-        again_a = _second(a, left, casts.a, casts.a_for_grad_b) if record else None
-        if (cached := _cached(b, casts)) is not None:
-            right, again_b = cached if record else (cached[0], None)
+        if record:
+            again_a = _second(a, left, casts.a, casts.a_for_grad_b)
+        cached = _cached(b, casts)
+        if cached is not None:
+            right, again = cached
+            again_b = again if record else None
         else:
             right = store(b, casts.b, -1, of_b, record)
-            again_b = _second(b, right, casts.b, casts.b_for_grad_a) if record else None
+            if record:
+                again_b = _second(b, right, casts.b, casts.b_for_grad_a)
             both = how.is_weight and casts.b_for_grad_a is not None
             if record and both and right.scale.dtype == torch.float32:
                 right, again_b = _cast_at_once(right, again_b)
-    operands = _flat([left, right, again_a, again_b])
+    saved_a, saved_b = again_a or _NO_TENSORS, again_b or _NO_TENSORS
+    operands = (*left, *right, *saved_a, *saved_b)
     return apply(_Native, a, b, bias, of_grad, how, *operands, written=of_grad)

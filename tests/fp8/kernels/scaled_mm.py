@@ -8,6 +8,7 @@ checks of shapes and strides, as a call on a device that is only thought of.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from fp8.native import kernels, selftest
+from fp8.kernels import selftest
+from fp8.kernels.table import KERNELS
 
 TYPES, SWIZZLES = F.ScalingType, F.SwizzleType
 REAL = F.scaled_mm
@@ -138,8 +140,8 @@ def forget() -> None:
 @pytest.fixture
 def emulated(monkeypatch) -> Iterator[None]:
     """The CPU as a device with all kernels."""
-    for kind, row in kernels.KERNELS.items():
-        monkeypatch.setitem(kernels.KERNELS, kind, row._replace(cpu=True))
+    for kind, row in KERNELS.items():
+        monkeypatch.setitem(KERNELS, kind, replace(row, cpu=True))
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
     forget()
     yield

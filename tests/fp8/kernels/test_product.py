@@ -17,11 +17,11 @@ from fp8 import FORMATS, RECIPES, Cast, Recipe
 from fp8.casts import casting
 from fp8.casts.operands import casts_of
 from fp8.common.traced import run_compiled
-from fp8.native import kernels
-from fp8.native import product as native
+from fp8.kernels import kernel, table
+from fp8.kernels import product as native
 from fp8.products.matmul import linear
 from tests.fp8.blocks import block, keeper
-from tests.fp8.native.scaled_mm import emulated, forget
+from tests.fp8.kernels.scaled_mm import emulated, forget
 from tests.fp8.oracles import all_patterns, assert_same, random_patterns
 from tests.fp8.products.test_matmul import randn
 from tests.reference import unrotated
@@ -30,7 +30,7 @@ __all__ = ["emulated"]
 
 CPU = torch.device("cpu")
 KNOWN = [name for name, recipe in RECIPES.items() if not native.why_not_recipe(recipe)]
-NATIVE = [name for name in KNOWN if native.needs(RECIPES[name])[0] == kernels.ALIGNMENT]
+NATIVE = [name for name in KNOWN if native.needs(RECIPES[name])[0] == kernel.ALIGNMENT]
 TILED = [name for name in KNOWN if name not in NATIVE]
 STATELESS = [name for name in NATIVE if not RECIPES[name].keeps_history]
 SHAPES = [(48, 32, 64), (1, 16, 32), (33, 128, 48)]  # rows, in, out
@@ -38,7 +38,7 @@ TILED_SHAPES = [(128, 128, 256), (33, 384, 128), (1, 128, 640)]
 GRID = [(recipe, shape) for recipe in NATIVE for shape in SHAPES]
 GRID += [(recipe, shape) for recipe in TILED for shape in TILED_SHAPES]
 NO_GPU = "" if torch.cuda.is_available() else "no CUDA device"
-NO_GPU = NO_GPU or kernels.why_not_device(torch.device("cuda"))
+NO_GPU = NO_GPU or kernel.why_not_device(torch.device("cuda"))
 
 pytestmark = pytest.mark.native
 
@@ -82,7 +82,7 @@ def test_some_recipes_have_kernels_and_the_others_say_why_not():
 
 def check(recipe: str, shape: tuple[int, int, int], size: float, scales, device: str) -> None:
     """Operands are the same to the bit, so products differ by the order of sums, and by what a sum
-    keeps: all of float32, or on a GPU 14 bits (see `fp8.native.selftest`).
+    keeps: all of float32, or on a GPU 14 bits (see `fp8.kernels.selftest`).
 
     Of n terms a sum has an error of at most n * 2**-24, or 2**-13, times the sum of magnitudes,
     which is at most the product of the norms of a row and a column; both have it. So of all sums,
@@ -148,7 +148,7 @@ def test_operands_are_the_same_to_the_bit(recipe):
     x = randn(32, 48, seed=3) * torch.logspace(-12, 6, 32)[:, None]
     for spec in set(casts_of(RECIPES[recipe].text)):
         for axis in (-1, -2):
-            stored = kernels.store(x, spec, axis)
+            stored = table.store(x, spec, axis)
             got = stored.values.float() * stored.scale
             want = casting.rounded(x, spec, axis)[0]
             assert torch.equal(got if axis == -1 else got.mT, want)
@@ -177,7 +177,7 @@ def test_a_conversion_rounds_as_the_simulation(format, compiled):
         want = casting.rounded(x.float(), spec)[0]
 
         def store(x: Tensor) -> list[Tensor]:
-            return [kernels.store(x, spec).values]
+            return [table.store(x, spec).values]
 
         (got,) = run_compiled(store, x) if compiled else store(x)
         assert_same(got.float(), want, x)

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 import fp8
 from fp8 import RECIPES
 from fp8.common import traced
+from fp8.kernels import product as native
+from fp8.kernels import selftest
 from fp8.lab import doctor
-from fp8.native import product as native
-from fp8.native import selftest
-from tests.fp8.native.scaled_mm import emulated, forget, scaled_mm
+from tests.fp8.kernels.scaled_mm import emulated, forget, scaled_mm
 from tests.fp8.products.test_matmul import randn
 
 __all__ = ["emulated"]

@@ -13,10 +13,10 @@ from fp8.casts import casting
 from fp8.casts.casting import lowered
 from fp8.casts.operands import casts_of
 from fp8.formats import rounding
-from fp8.native import kernels
-from fp8.native.blackwell import swizzled
-from fp8.native.kernels import KERNELS, kernel_of, store
-from tests.fp8.native.scaled_mm import SWIZZLES, TYPES, decoded, unswizzled
+from fp8.kernels import block
+from fp8.kernels.blackwell import swizzled
+from fp8.kernels.table import KERNELS, kernel_of, store, why_not_kernel
+from tests.fp8.kernels.scaled_mm import SWIZZLES, TYPES, decoded, unswizzled
 from tests.fp8.oracles import all_patterns
 from tests.fp8.products.test_matmul import randn
 
@@ -35,7 +35,8 @@ def decode(stored: casting.QuantizedOperand, kind: str) -> torch.Tensor:
     if data.dtype == torch.uint8:
         data = data.view(torch.float4_e2m1fn_x2)
     if kind == "block":
-        return decoded(data, [stored.scale.mT], [kernels._block_type(data, stored.scale)], [])
+        scales = block.scales_of(data, stored.scale)
+        return decoded(data, [scales.values], [scales.types], [])
     types = {"mx": [TYPES.BlockWise1x32], "nv": [TYPES.BlockWise1x16, TYPES.TensorWise]}
     swizzles = [SWIZZLES.SWIZZLE_32_4_4, SWIZZLES.NO_SWIZZLE]
     return decoded(data, [stored.scale, stored.unit], types[kind], swizzles)
@@ -148,16 +149,16 @@ def test_what_each_device_is_expected_to_have(monkeypatch):
     device, found = torch.device("cuda", 0), {}
     for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)  # noqa: B023
-        found[capability] = {kind for kind in KERNELS if not kernels.why_not_kernel(kind, device)}
+        found[capability] = {kind for kind in KERNELS if not why_not_kernel(kind, device)}
     assert found == {
         (8, 9): {"tensor", "row"},
         (9, 0): {"tensor", "row", "block"},
         (10, 0): {"tensor", "row", "mx", "nv"},
         (12, 0): {"tensor", "row", "mx", "nv"},
     }
-    why = kernels.why_not_kernel("block", device)
+    why = why_not_kernel("block", device)
     assert why == "scales by block need CUDA devices of compute capability 9.0, not 12.0"
-    assert not fp8.native.kernels.why_not_kernel("row", torch.device("cpu"))
+    assert not why_not_kernel("row", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])

@@ -1,0 +1,81 @@
+"""Operands with a scale for each 128 elements of a row, or for each 128 x 128 (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.1)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..casts.casting import LoweredCast, QuantizedOperand, format_of
+from ..formats.quantize import in_dtype
+from ..recipes.rules import UNITS
+from .kernel import (
+    ALIGNMENT,
+    Kernel,
+    Output,
+    Scales,
+    in_rows_or_squares,
+    padded,
+    rows_in_memory,
+    scaled_mm,
+    times,
+)
+
+SIDE = 128
+
+
+def accepts(cast: LoweredCast) -> bool:
+    """Scales of rows or squares of 128, in float32 without a unit."""
+    return cast.rule not in UNITS and in_rows_or_squares(cast, SIDE)
+
+
+def refuses(a: LoweredCast, b: LoweredCast) -> str:
+    """torch has 1 x 128 by the same or by 128 x 128, in both orders."""
+    if a.tile == b.tile == (SIDE, SIDE):
+        return "no kernel multiplies tiles of 128 x 128 by the same"
+    return ""
+
+
+def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
+    """values: e4m3. scale: float32, (inner / 128, outer), or of squares (outer / 128, inner / 128
+    padded to a multiple of 4)."""
+    scale, across = operand.scale, cast.tile[0]
+    # A column of scales starts at a multiple of 16 bytes.
+    values = padded(operand.values, SIDE, max(across, ALIGNMENT))
+    if across == 1:
+        missing = values.shape[0] - scale.shape[0]
+        scale = F.pad(scale.mT, (0, missing), value=1.0).contiguous()
+    else:
+        scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
+    return QuantizedOperand(in_dtype(values, format_of(cast).dtype), scale)
+
+
+def multiply(a: QuantizedOperand, b: QuantizedOperand, output: Output) -> Tensor:
+    """The factor is folded into the scales of a."""
+    x, y = rows_in_memory(a), rows_in_memory(b)
+    left = scales_of(x, times(a.scale, output.factor))
+    right = scales_of(y, b.scale)
+    # torch refuses fast sums of blocks.
+    return scaled_mm(x, y, left, right, output._replace(fast=False))
+
+
+def scales_of(values: Tensor, scale: Tensor) -> Scales:
+    """The stored scales of an operand, of rows or of squares."""
+    of_rows = scale.shape == (values.shape[1] // SIDE, values.shape[0])
+    kinds = F.ScalingType
+    return Scales(scale.mT, kinds.BlockWise1x128 if of_rows else kinds.BlockWise128x128)
+
+
+BLOCK = Kernel(
+    name="block",
+    about="e4m3, a scale for each 128 of a row; one operand may have squares of 128 x 128",
+    accepts=accepts,
+    formats=(("e4m3", "e4m3"),),
+    refuses=refuses,
+    store=store,
+    multiply=multiply,
+    least=(9, 0),
+    # torch rejects it on capabilities above Hopper.
+    below=(10, 0),
+    multiple=SIDE,
+)

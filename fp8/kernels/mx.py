@@ -1,0 +1,60 @@
+"""MXFP8: e4m3 operands with an e8m0 scale for each 32 elements of a row (OCP Microscaling Formats
+specification 1.0)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..casts.casting import LoweredCast, QuantizedOperand, format_of
+from ..formats.quantize import in_dtype
+from ..recipes.rules import UNITS
+from .blackwell import of_blocks, swizzled
+from .kernel import (
+    Kernel,
+    Output,
+    Scales,
+    in_rows_or_squares,
+    padded,
+    rows_in_memory,
+    scaled_mm,
+    times,
+)
+
+ALONG = 32
+
+
+def accepts(cast: LoweredCast) -> bool:
+    """Scales of rows or squares of 32 that are powers of two: e8m0 has no other values."""
+    is_power = cast.rule not in (*UNITS, "exact")
+    return is_power and in_rows_or_squares(cast, ALONG)
+
+
+def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
+    """values: e4m3. scale: e8m0, `swizzled`."""
+    values = padded(operand.values, ALONG)
+    scale = of_blocks(operand.scale, values, cast)
+    scale = swizzled(scale.to(torch.float8_e8m0fnu))
+    return QuantizedOperand(in_dtype(values, format_of(cast).dtype), scale)
+
+
+def multiply(a: QuantizedOperand, b: QuantizedOperand, output: Output) -> Tensor:
+    """The factor multiplies the result, as e8m0 scales have no room for it."""
+    x, y = rows_in_memory(a), rows_in_memory(b)
+    how = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+    result = scaled_mm(x, y, Scales(a.scale, *how), Scales(b.scale, *how), output)
+    return times(result, output.factor)
+
+
+MX = Kernel(
+    name="mx",
+    about="e4m3, an e8m0 scale for each 32 of a row",
+    accepts=accepts,
+    # Not e2m1: when compiling, torch 2.13 expects half the number of scales for packed values.
+    formats=(("e4m3", "e4m3"),),
+    store=store,
+    multiply=multiply,
+    least=(10, 0),
+    multiple=ALONG,
+)

@@ -1,0 +1,86 @@
+"""NVFP4: pairs of e2m1 values with an e4m3 scale for each 16 elements of a row, and a scale of the
+tensor (arXiv:2509.25149, section 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..casts.casting import LoweredCast, QuantizedOperand
+from ..recipes.rules import CORRECTED, UNITS
+from .blackwell import of_blocks, swizzled
+from .kernel import (
+    Kernel,
+    Output,
+    Scales,
+    in_rows_or_squares,
+    padded,
+    rows_in_memory,
+    scaled_mm,
+    times,
+)
+
+ALONG = 16
+
+MULTIPLE = 32
+"""The values in 16 bytes."""
+
+
+def accepts(cast: LoweredCast) -> bool:
+    """Scales of rows or squares of 16 in a unit of the tensor."""
+    # A corrected scale needs random signs, which are simulated.
+    has_unit = cast.rule in UNITS and cast.rule not in CORRECTED
+    return has_unit and in_rows_or_squares(cast, ALONG)
+
+
+def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
+    """values: uint8, `in_pairs`. scale: e4m3, `swizzled`. unit: float32, 0-dim."""
+    assert operand.unit is not None
+    values = padded(operand.values, MULTIPLE)
+    scale = of_blocks(operand.scale, values, cast)
+    # Restores the e4m3 values of the rule; a value above their range occurs only for all-zero
+    # tiles.
+    scale = (scale / operand.unit).clamp(max=448.0)
+    scale = swizzled(scale.to(torch.float8_e4m3fn))
+    return QuantizedOperand(in_pairs(values), scale, operand.unit)
+
+
+def in_pairs(y: Tensor) -> Tensor:
+    """Packs e2m1 values, which may be off by errors of float32, as uint8, two of a row in one; the
+    first is in the lower four bits. The magnitudes 0 to 2 in steps of 0.5, 3, 4 and 6 have the
+    codes 0 to 7. NaN becomes an arbitrary code."""
+    m = y.abs()
+    codes = torch.minimum(torch.minimum(2 * m, m + 2), m / 2 + 4)
+    bits = codes.round() + 8 * y.signbit()
+    return (bits[:, ::2] + 16 * bits[:, 1::2]).to(torch.uint8)
+
+
+def multiply(a: QuantizedOperand, b: QuantizedOperand, output: Output) -> Tensor:
+    """The factor is folded into the unit of a."""
+    assert a.unit is not None
+    assert b.unit is not None
+    x, y = rows_in_memory(a), rows_in_memory(b)
+    left = [a.scale, times(a.unit, output.factor)]
+    right = [b.scale, b.unit]
+    types = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+    swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+    return scaled_mm(
+        x.view(torch.float4_e2m1fn_x2),
+        y.view(torch.float4_e2m1fn_x2),
+        Scales(left, types, swizzles),
+        Scales(right, types, swizzles),
+        output,
+    )
+
+
+NV = Kernel(
+    name="nv",
+    about="e2m1, an e4m3 scale for each 16 of a row and one of the tensor",
+    accepts=accepts,
+    formats=(("e2m1", "e2m1"),),
+    store=store,
+    multiply=multiply,
+    least=(10, 0),
+    multiple=MULTIPLE,
+)

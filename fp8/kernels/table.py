@@ -1,0 +1,93 @@
+"""The table of kernels, and the choice among them: by the casts of operands, and by the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..casts.casting import LoweredCast, QuantizedOperand, quantized, static_scale
+from ..common.compiler import in_graph, taken_as_constant
+from .block import BLOCK
+from .kernel import Kernel, Output, times
+from .mx import MX
+from .nv import NV
+from .row import ROW
+from .tensor import TENSOR
+
+KERNELS: dict[str, Kernel] = {row.name: row for row in (TENSOR, ROW, BLOCK, MX, NV)}
+"""Name -> kernel. An operand is stored by the first row that accepts its cast; a later row that
+accepts it too reads that layout. `fp8.kernels.selftest` tests the kernels of a device."""
+
+HIGH = "high"
+"""The kind of a product whose operands both stay in high precision: torch's own."""
+
+
+def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
+    """The kernel (or HIGH) for operands under these casts, and ""; or "" and why there is none."""
+    if a is None and b is None:
+        return HIGH, ""
+    if a is None or b is None:
+        return "", "one operand of a product stays in high precision"
+    if "random" in (a.signs, b.signs):
+        return "", "random signs of a rotation are simulated"
+    layouts = layouts_of((a, b))
+    if "" in layouts:
+        cast = b if layouts[0] else a
+        return "", "no kernel has tiles of {} x {} by rule {!r}".format(*cast.tile, cast.rule)
+    rows = [row for row in KERNELS.values() if row.accepts(a) and row.accepts(b)]
+    if not rows:
+        return "", "no kernel multiplies scales by {} by scales by {}".format(*sorted(layouts))
+    whys = [row.why_not_pair(a, b) for row in rows]
+    if "" in whys:
+        return rows[whys.index("")].name, ""
+    return "", whys[0]
+
+
+@taken_as_constant  # takes a tuple, because torch 2.13 passes a named tuple as an empty one
+def layouts_of(casts: tuple[LoweredCast, ...]) -> tuple[str, ...]:
+    """The kernels in whose layouts operands under these casts are stored; "" for none."""
+    layouts = []
+    for cast in casts:
+        accept = [name for name, row in KERNELS.items() if row.accepts(cast)]
+        layouts.append(accept[0] if accept else "")
+    return tuple(layouts)
+
+
+def why_not_kernel(kind: str, device: torch.device) -> str:
+    """Why ``device`` is not expected to have a kernel of KERNELS, or HIGH; "" if it is."""
+    return "" if kind == HIGH else KERNELS[kind].why_not_on(device)
+
+
+def store(
+    x: Tensor,
+    cast: LoweredCast | None,
+    axis: int = -1,
+    history: Tensor | None = None,
+    record: bool = False,
+) -> QuantizedOperand:
+    """`quantized` of the matrix ``x`` in the layout of a kernel, under a cast that `kernel_of`
+    supports; ``x``, or with axis -2 its transpose, without a cast. Operands with scales by tiles
+    are padded with zeros to the sizes that the kernel needs."""
+    if cast is None:
+        x = x if axis == -1 else x.mT
+        return QuantizedOperand(x.detach(), static_scale(0, x))
+    operand = quantized(x, cast, axis, history, record, converts=True)
+    (layout,) = layouts_of((cast,))
+    return KERNELS[layout].store(operand, cast)
+
+
+@in_graph  # torch 2.11 and 2.12 cannot trace scaled_mm
+def multiply(
+    kind: str,
+    a: QuantizedOperand,
+    b: QuantizedOperand,
+    factor: float,
+    dtype: torch.dtype,
+    fast: bool = False,
+) -> Tensor:
+    """``factor * a b^T`` in ``dtype``, of stored operands, by a kernel of KERNELS or, for HIGH, by
+    torch. fast: as `Recipe.fast_sums`."""
+    if kind == HIGH:
+        product = torch.mm(a.values.to(dtype), b.values.to(dtype).mT)
+        return times(product, factor)
+    return KERNELS[kind].multiply(a, b, Output(factor, dtype, fast))

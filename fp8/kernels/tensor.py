@@ -1,0 +1,45 @@
+"""Operands with one scale each, of all of their elements."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..casts.casting import LoweredCast, QuantizedOperand, format_of
+from ..formats.quantize import in_dtype
+from .kernel import EIGHT_BITS, Kernel, Output, Scales, rows_in_memory, scaled_mm, times
+
+
+def accepts(cast: LoweredCast) -> bool:
+    """One scale, by any rule or static."""
+    return cast.tile == (0, 0)
+
+
+def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
+    """values: in an FP8 dtype. scale: float32, 0-dim, or (outer, 1) for rows."""
+    values, dtype = operand.values, format_of(cast).dtype
+    if cast.is_plain:
+        # Inf is NaN already in graphs, which have no labels.
+        return QuantizedOperand(values.to(dtype), operand.scale)
+    return QuantizedOperand(in_dtype(values, dtype), operand.scale)
+
+
+def multiply(a: QuantizedOperand, b: QuantizedOperand, output: Output) -> Tensor:
+    """The factor is folded into the scale of a."""
+    x, y = rows_in_memory(a), rows_in_memory(b)
+    kind = F.ScalingType.TensorWise
+    left = Scales(times(a.scale, output.factor), kind)
+    right = Scales(b.scale, kind)
+    return scaled_mm(x, y, left, right, output)
+
+
+TENSOR = Kernel(
+    name="tensor",
+    about="e4m3 or e5m2, one scale",
+    accepts=accepts,
+    formats=EIGHT_BITS,
+    store=store,
+    multiply=multiply,
+    least=(8, 9),
+    cpu=True,
+)
