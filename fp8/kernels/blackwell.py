@@ -9,14 +9,17 @@ from torch.nn import functional as F
 
 from ..casts.casting import LoweredCast
 from ..recipes.scaling import widened
+from .kernel import padded
 
 
 def of_blocks(scale: Tensor, values: Tensor, cast: LoweredCast) -> Tensor:
     """The scale of each block of a row of padded ``values``, from those of tiles; 1 for padding."""
     across, along = cast.tile
     blocks = values.shape[1] // along
-    scale = widened(scale, (values.shape[0], scale.shape[1]), (across, 1))
-    return F.pad(scale, (0, blocks - scale.shape[1]), value=1.0)
+    size = (values.shape[0], scale.shape[1])
+    scale = widened(scale, size, (across, 1))
+    missing = blocks - scale.shape[1]
+    return F.pad(scale, (0, missing), value=1.0)
 
 
 def swizzled(scale: Tensor) -> Tensor:
@@ -24,6 +27,7 @@ def swizzled(scale: Tensor) -> Tensor:
     padded with zeros to tiles of 128 x 4, stored row by row. Within a tile, row i and column j are
     at 16 * (i % 32) + 4 * (i // 32) + j (cuBLAS, "1D Block Scaling Factors Layout")."""
     rows, columns = scale.shape
-    x = F.pad(scale.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
-    tiles = x.view(-(-rows // 128), 4, 32, -(-columns // 4), 4)
-    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
+    bytes = padded(scale.view(torch.uint8), 4, 128)
+    tiles = bytes.view(-(-rows // 128), 4, 32, -(-columns // 4), 4)
+    flat = tiles.permute(0, 3, 2, 1, 4).flatten()
+    return flat.view(scale.dtype)

@@ -16,7 +16,6 @@ from .kernel import (
     Scales,
     in_rows_or_squares,
     padded,
-    rows_in_memory,
     scaled_mm,
     times,
 )
@@ -39,31 +38,35 @@ def refuses(a: LoweredCast, b: LoweredCast) -> str:
 def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
     """values: e4m3. scale: float32, (inner / 128, outer), or of squares (outer / 128, inner / 128
     padded to a multiple of 4)."""
-    scale, across = operand.scale, cast.tile[0]
+    scale = operand.scale
+    across, _ = cast.tile
     # A column of scales starts at a multiple of 16 bytes.
     values = padded(operand.values, SIDE, max(across, ALIGNMENT))
     if across == 1:
         missing = values.shape[0] - scale.shape[0]
         scale = F.pad(scale.mT, (0, missing), value=1.0).contiguous()
     else:
-        scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
+        # The stride of a column is a multiple of 4 scales, those are 16 bytes.
+        missing = -scale.shape[1] % 4
+        scale = F.pad(scale, (0, missing), value=1.0)
     return QuantizedOperand(in_dtype(values, format_of(cast).dtype), scale)
 
 
 def multiply(a: QuantizedOperand, b: QuantizedOperand, output: Output) -> Tensor:
     """The factor is folded into the scales of a."""
-    x, y = rows_in_memory(a), rows_in_memory(b)
-    left = scales_of(x, times(a.scale, output.factor))
-    right = scales_of(y, b.scale)
+    left = scales_of(a.values, times(a.scale, output.factor))
+    right = scales_of(b.values, b.scale)
     # torch refuses fast sums of blocks.
-    return scaled_mm(x, y, left, right, output._replace(fast=False))
+    output = output._replace(fast=False)
+    return scaled_mm(a.values, b.values, left, right, output)
 
 
 def scales_of(values: Tensor, scale: Tensor) -> Scales:
     """The stored scales of an operand, of rows or of squares."""
     of_rows = scale.shape == (values.shape[1] // SIDE, values.shape[0])
-    kinds = F.ScalingType
-    return Scales(scale.mT, kinds.BlockWise1x128 if of_rows else kinds.BlockWise128x128)
+    if of_rows:
+        return Scales(scale.mT, F.ScalingType.BlockWise1x128)
+    return Scales(scale.mT, F.ScalingType.BlockWise128x128)
 
 
 BLOCK = Kernel(

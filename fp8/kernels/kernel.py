@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..casts.casting import LoweredCast, QuantizedOperand, format_of
-from ..common.compiler import in_memory
 
 ALIGNMENT = 16
 """The sizes of a weight must be multiples of this, because CUDA kernels read 16 bytes at a time.
@@ -52,7 +51,7 @@ class Kernel:
         formats: the pairs of formats of operands that it multiplies.
         refuses: why it does not multiply operands under two casts that it accepts; "" if it does.
         store: `quantized` values and scales in the layout of the kernel.
-        multiply: the product of two stored operands.
+        multiply: the product of two stored operands, whose values are `filled`.
         least: the lowest CUDA compute capability that has the kernel.
         below: the lowest one that no longer has it, if there is one.
         cpu: whether CPUs have the kernel.
@@ -122,7 +121,8 @@ def in_rows_or_squares(cast: LoweredCast, size: int) -> bool:
 
 def padded(values: Tensor, columns: int, rows: int = 1) -> Tensor:
     """A matrix filled up with zeros to multiples of these sizes."""
-    below, right = -values.shape[0] % rows, -values.shape[1] % columns
+    right = -values.shape[1] % columns
+    below = -values.shape[0] % rows
     return F.pad(values, (0, right, 0, below))
 
 
@@ -148,17 +148,11 @@ class Scales(NamedTuple):
     swizzles: Any = None
 
 
-def rows_in_memory(operand: QuantizedOperand) -> Tensor:
-    """The values of an operand as a kernel reads them."""
-    return in_memory(filled(operand.values))
-
-
 def scaled_mm(a: Tensor, b: Tensor, of_a: Scales, of_b: Scales, output: Output) -> Tensor:
-    """``a b^T`` with these scales, by `torch.nn.functional.scaled_mm`. The factor of the output is
-    to be in the scales."""
+    """``a b^T`` with these scales, which hold the factor of the output."""
+    # Row-major first and column-major second operand: the only layout that CUDA supports.
     result: Tensor = F.scaled_mm(
         a,
-        # Row-major first and column-major second operand: the only layout that CUDA supports.
         b.t(),
         of_a.values,
         of_a.types,

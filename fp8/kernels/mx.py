@@ -17,7 +17,6 @@ from .kernel import (
     Scales,
     in_rows_or_squares,
     padded,
-    rows_in_memory,
     scaled_mm,
     times,
 )
@@ -41,9 +40,10 @@ def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
 
 def multiply(a: QuantizedOperand, b: QuantizedOperand, output: Output) -> Tensor:
     """The factor multiplies the result, as e8m0 scales have no room for it."""
-    x, y = rows_in_memory(a), rows_in_memory(b)
     how = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-    result = scaled_mm(x, y, Scales(a.scale, *how), Scales(b.scale, *how), output)
+    left = Scales(a.scale, *how)
+    right = Scales(b.scale, *how)
+    result = scaled_mm(a.values, b.values, left, right, output)
     return times(result, output.factor)
 
 
@@ -55,6 +55,7 @@ MX = Kernel(
     formats=(("e4m3", "e4m3"),),
     store=store,
     multiply=multiply,
+    # Blackwell.
     least=(10, 0),
     multiple=ALONG,
 )

@@ -16,7 +16,6 @@ from .kernel import (
     Scales,
     in_rows_or_squares,
     padded,
-    rows_in_memory,
     scaled_mm,
     times,
 )
@@ -51,27 +50,24 @@ def in_pairs(y: Tensor) -> Tensor:
     first is in the lower four bits. The magnitudes 0 to 2 in steps of 0.5, 3, 4 and 6 have the
     codes 0 to 7. NaN becomes an arbitrary code."""
     m = y.abs()
-    codes = torch.minimum(torch.minimum(2 * m, m + 2), m / 2 + 4)
+    codes = torch.minimum(2 * m, m + 2)
+    codes = torch.minimum(codes, m / 2 + 4)
     bits = codes.round() + 8 * y.signbit()
-    return (bits[:, ::2] + 16 * bits[:, 1::2]).to(torch.uint8)
+    pairs = bits[:, ::2] + 16 * bits[:, 1::2]
+    return pairs.to(torch.uint8)
 
 
 def multiply(a: QuantizedOperand, b: QuantizedOperand, output: Output) -> Tensor:
     """The factor is folded into the unit of a."""
     assert a.unit is not None
     assert b.unit is not None
-    x, y = rows_in_memory(a), rows_in_memory(b)
-    left = [a.scale, times(a.unit, output.factor)]
-    right = [b.scale, b.unit]
     types = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
     swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
-    return scaled_mm(
-        x.view(torch.float4_e2m1fn_x2),
-        y.view(torch.float4_e2m1fn_x2),
-        Scales(left, types, swizzles),
-        Scales(right, types, swizzles),
-        output,
-    )
+    left = Scales([a.scale, times(a.unit, output.factor)], types, swizzles)
+    right = Scales([b.scale, b.unit], types, swizzles)
+    x = a.values.view(torch.float4_e2m1fn_x2)
+    y = b.values.view(torch.float4_e2m1fn_x2)
+    return scaled_mm(x, y, left, right, output)
 
 
 NV = Kernel(
@@ -81,6 +77,7 @@ NV = Kernel(
     formats=(("e2m1", "e2m1"),),
     store=store,
     multiply=multiply,
+    # Blackwell.
     least=(10, 0),
     multiple=MULTIPLE,
 )

@@ -85,7 +85,8 @@ def kernels(
     with a result of ``dtype``, and of its gradients; () if they are to be simulated."""
     kinds = selftest.kernels(backend, tuple(casts), str(a.device), dtype_name(dtype))
     for kind in kinds:
-        if kind in KERNELS and not fits(a, b, KERNELS[kind].multiple):
+        row = KERNELS.get(kind)  # None for torch's own product
+        if row is not None and not fits(a, b, row.multiple):
             return ()
     return kinds
 
@@ -145,11 +146,16 @@ class Settings(NamedTuple):
     is_weight: bool = False
 
     def multiply(
-        self, product: int, a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype
+        self,
+        product: int,
+        a: QuantizedOperand,
+        b: QuantizedOperand,
+        dtype: torch.dtype,
     ) -> Tensor:
         """One of the three products."""
-        kind, factor, fast = self.kinds[product], self.scales[product], self.fast[product]
-        return multiply(kind, a, b, factor, dtype, fast)
+        kind = self.kinds[product]
+        factor = self.scales[product]
+        return multiply(kind, a, b, factor, dtype, self.fast[product])
 
 
 class _Native(Function):
@@ -177,7 +183,9 @@ class _Native(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, _, _, ctx.history, ctx.how, *operands = inputs
         left, right, again_a, again_b = _stored(operands)
-        ctx.reuses_a, ctx.reuses_b = again_a.values is None, again_b.values is None
+        # One copy is saved of an operand.
+        ctx.reuses_a = again_a.values is None
+        ctx.reuses_b = again_b.values is None
         a = left if ctx.reuses_a else again_a
         b = right if ctx.reuses_b else again_b
         ctx.save_for_backward(*a, *b)
@@ -196,8 +204,10 @@ class _Native(Function):
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             g = store(grad, casts.grad_for_a, -1, ctx.history, record=True)
-            da = how.multiply(_GRAD_A, g, b, grad.dtype)[: grad.shape[0]]
+            da = how.multiply(_GRAD_A, g, b, grad.dtype)
+            da = da[: grad.shape[0]]  # without padding rows
         if ctx.needs_input_grad[1]:
+            # Where it has one scale, one cast of the gradient serves both products.
             if g is None:
                 g = store(grad, casts.grad_for_b, -2, ctx.history, record=True)
             else:
@@ -219,7 +229,10 @@ _NO_TENSORS = (None, None, None)
 
 
 def _second(
-    x: Tensor, stored: QuantizedOperand, spec: LoweredCast | None, second: LoweredCast | None
+    x: Tensor,
+    stored: QuantizedOperand,
+    spec: LoweredCast | None,
+    second: LoweredCast | None,
 ) -> QuantizedOperand | None:
     """``x`` for its product along the other axis; None if ``stored``, of one scale, serves it."""
     if one_copy(spec, second) and not stored.scale.dim():
@@ -276,7 +289,11 @@ def _cached(b: Tensor, casts: Casts) -> Any:
 
 
 def product(
-    a: Tensor, b: Tensor, bias: Tensor | None, histories: list[Tensor | None], how: Settings
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    histories: list[Tensor | None],
+    how: Settings,
 ) -> Tensor:
     """``s_y * a b^T + bias`` for a (m, k) and b (n, k), computed by kernels."""
     casts = how.casts

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..casts.casting import LoweredCast, QuantizedOperand
-from .kernel import EIGHT_BITS, Kernel, Output, Scales, rows_in_memory, scaled_mm, times
+from .kernel import EIGHT_BITS, Kernel, Output, Scales, scaled_mm, times
 from .tensor import store
 
 
@@ -18,16 +18,15 @@ def accepts(cast: LoweredCast) -> bool:
 
 def multiply(a: QuantizedOperand, b: QuantizedOperand, output: Output) -> Tensor:
     """The factor is folded into the scales of a."""
-    x, y = rows_in_memory(a), rows_in_memory(b)
-    left = _of_each_row(times(a.scale, output.factor), x)
-    right = _of_each_row(b.scale, y)
+    # Either operand may have one scale; those of the second belong to columns of its transpose.
+    rows, columns = a.values.shape[0], b.values.shape[0]
+    left = times(a.scale, output.factor).expand(rows, 1)
+    left = left.flatten().contiguous()
+    right = b.scale.expand(columns, 1).flatten().contiguous()
     kind = F.ScalingType.RowWise
-    return scaled_mm(x, y, Scales(left[:, None], kind), Scales(right[None], kind), output)
-
-
-def _of_each_row(scale: Tensor, values: Tensor) -> Tensor:
-    """The scale of each row, of one scale or (rows, 1)."""
-    return scale.expand(values.shape[0], 1).flatten().contiguous()
+    of_a = Scales(left[:, None], kind)
+    of_b = Scales(right[None], kind)
+    return scaled_mm(a.values, b.values, of_a, of_b, output)
 
 
 ROW = Kernel(
@@ -37,6 +36,7 @@ ROW = Kernel(
     formats=EIGHT_BITS,
     store=store,
     multiply=multiply,
+    # Ada.
     least=(8, 9),
     cpu=True,
 )

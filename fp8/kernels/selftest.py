@@ -40,6 +40,7 @@ _PRODUCTS = {
 _TRUSTED = [False]
 """Whether all kernels count as right, without a test: see `trusted`."""
 
+# Sizes that every layout pads, but for the number of outputs, a multiple of all.
 _ROWS, _INNER, _OUTER = 130, 600, 256
 _FACTOR = 0.5
 _SHARE = 1 / 8
@@ -51,7 +52,11 @@ to the largest and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."
 
 @cache
 def _kernels(
-    compiled: bool, backend: str, pairs: tuple[Pair, ...], device: str, dtype: str
+    compiled: bool,
+    backend: str,
+    pairs: tuple[Pair, ...],
+    device: str,
+    dtype: str,
 ) -> tuple[str, ...]:
     """The kernels of the products; () if they are to be simulated. Warns, once, of a failed
     self-test and, for "native", of a missing kernel. Arguments as in `why_not`."""
@@ -61,6 +66,7 @@ def _kernels(
         which = "products of compiled code"
         why = why_not_compiled(device)
     if not why:
+        # Before the first product, so that counters that are open see it.
         count_flops(SCALED)
         return tuple(kernel_of(*pair)[0] for pair in pairs)
     if backend == "native" or not _why_not_expected(pairs, device):
@@ -70,7 +76,11 @@ def _kernels(
 
 
 def _of_casts(
-    compiled: bool, backend: str, casts: tuple[LoweredCast | None, ...], device: str, dtype: str
+    compiled: bool,
+    backend: str,
+    casts: tuple[LoweredCast | None, ...],
+    device: str,
+    dtype: str,
 ) -> tuple[str, ...]:
     """`_kernels` for the casts of all operands, on whose static scales they do not depend."""
     unscaled = [spec and shifted(spec, -spec.margin) for spec in casts]
@@ -104,7 +114,7 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
 
 
 def _tested(cast: LoweredCast) -> LoweredCast:
-    """The cast without what does not concern a kernel."""
+    """The cast with what a kernel sees of it."""
     return cast._replace(rounding="nearest", hadamard=0, label="")
 
 
@@ -144,6 +154,7 @@ def _compiled_failure(device: str) -> str:
     from ..common.traced import in_each_configuration  # imports the compiler
 
     generator = torch.Generator().manual_seed(0)
+    # Every bfloat16 number six times, which the largest sample needs.
     orders = [torch.randperm(1 << 16, generator=generator) for _ in range(6)]
     codes = torch.cat(orders) - (1 << 15)
     numbers = codes.to(torch.int16).view(torch.bfloat16)
@@ -200,17 +211,25 @@ def _why_not_expected(pairs: tuple[Pair, ...], device: str) -> str:
 
 @cache
 @torch.no_grad()
-def _failure(a: LoweredCast, b: LoweredCast, axes: tuple[int, int], device: str, dtype: str) -> str:
+def _failure(
+    a: LoweredCast,
+    b: LoweredCast,
+    axes: tuple[int, int],
+    device: str,
+    dtype: str,
+) -> str:
     """How the kernel for these operands fails; "" if it passes."""
     kind, _ = kernel_of(a, b)
     wanted = getattr(torch, dtype)
     x = _sample(_ROWS, a, seed=0).to(device)
     y = _sample(_OUTER, b, seed=1).to(device)
     try:
-        left, right = _operand(x, a, axes[0]), _operand(y, b, axes[1])
-        exact_x, exact_y = rounded(x, a)[0].double(), rounded(y, b)[0].double()
+        left = _operand(x, a, axes[0])
+        right = _operand(y, b, axes[1])
+        exact_x = rounded(x, a)[0].double()
+        exact_y = rounded(y, b)[0].double()
         excess = 0.0
-        for fast in (False, True):
+        for fast in (False, True):  # two kernels on Hopper
             got = multiply(kind, left, right, _FACTOR, wanted, fast)[:_ROWS]
             if got.dtype != wanted:
                 return f"the kernel gives {got.dtype}, asked for {wanted}"
@@ -231,12 +250,15 @@ def _operand(x: Tensor, cast: LoweredCast, axis: int) -> QuantizedOperand:
 def _sample(rows: int, spec: LoweredCast, seed: int) -> Tensor:
     """Values 0, 1 and -1 times a power of two per tile, which the cast does not change."""
     generator = torch.Generator().manual_seed(seed)
-    across, along = spec.tile[0] or rows, spec.tile[1] or _INNER
+    across = spec.tile[0] or rows
+    along = spec.tile[1] or _INNER
     tiles = (-(-rows // across), -(-_INNER // along))
     powers = 2.0 ** torch.randint(-2, 3, tiles, generator=generator)
     spread = powers.repeat_interleave(across, 0).repeat_interleave(along, 1)
     draw = torch.rand(rows, _INNER, generator=generator)
-    signs = (draw < _SHARE / 2).float() - (draw > 1 - _SHARE / 2).float()
+    positive = (draw < _SHARE / 2).float()
+    negative = (draw > 1 - _SHARE / 2).float()
+    signs = positive - negative
     return signs * spread[:rows, :_INNER]
 
 
@@ -248,6 +270,7 @@ def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
     sums = _FACTOR * (a.abs() @ b.abs().T)
     allowed = sums * (terms * _BITS + 2.0**-8 + 2.0**-22)
     error = (got - _FACTOR * a @ b.T).abs()
+    # A sum without a nonzero term is 0 of 0.
     excess = error / allowed.clamp(min=2.0**-40)
     return float(excess.nan_to_num(nan=torch.inf).amax())
 

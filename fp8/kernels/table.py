@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..casts.casting import LoweredCast, QuantizedOperand, quantized, static_scale
-from ..common.compiler import in_graph, taken_as_constant
+from ..common.compiler import in_graph, in_memory, taken_as_constant
 from .block import BLOCK
-from .kernel import Kernel, Output, times
+from .kernel import Kernel, Output, filled, times
 from .mx import MX
 from .nv import NV
 from .row import ROW
@@ -90,4 +90,6 @@ def multiply(
     if kind == HIGH:
         product = torch.mm(a.values.to(dtype), b.values.to(dtype).mT)
         return times(product, factor)
+    a = a._replace(values=in_memory(filled(a.values)))
+    b = b._replace(values=in_memory(filled(b.values)))
     return KERNELS[kind].multiply(a, b, Output(factor, dtype, fast))

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from ..casts.casting import LoweredCast, QuantizedOperand, format_of
 from ..formats.quantize import in_dtype
-from .kernel import EIGHT_BITS, Kernel, Output, Scales, rows_in_memory, scaled_mm, times
+from .kernel import EIGHT_BITS, Kernel, Output, Scales, scaled_mm, times
 
 
 def accepts(cast: LoweredCast) -> bool:
@@ -17,7 +17,8 @@ def accepts(cast: LoweredCast) -> bool:
 
 def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
     """values: in an FP8 dtype. scale: float32, 0-dim, or (outer, 1) for rows."""
-    values, dtype = operand.values, format_of(cast).dtype
+    values = operand.values
+    dtype = format_of(cast).dtype
     if cast.is_plain:
         # Inf is NaN already in graphs, which have no labels.
         return QuantizedOperand(values.to(dtype), operand.scale)
@@ -26,11 +27,9 @@ def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
 
 def multiply(a: QuantizedOperand, b: QuantizedOperand, output: Output) -> Tensor:
     """The factor is folded into the scale of a."""
-    x, y = rows_in_memory(a), rows_in_memory(b)
     kind = F.ScalingType.TensorWise
     left = Scales(times(a.scale, output.factor), kind)
-    right = Scales(b.scale, kind)
-    return scaled_mm(x, y, left, right, output)
+    return scaled_mm(a.values, b.values, left, Scales(b.scale, kind), output)
 
 
 TENSOR = Kernel(
@@ -40,6 +39,7 @@ TENSOR = Kernel(
     formats=EIGHT_BITS,
     store=store,
     multiply=multiply,
+    # Ada, the first with FP8.
     least=(8, 9),
     cpu=True,
 )
