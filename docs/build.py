@@ -24,6 +24,9 @@ from docs import demo, figures, papers, parity
 from docs.markdown import as_markdown, table
 from docs.questions import QUESTIONS, answer, named, record
 from fp8.formats.format import FORMATS, Format
+from fp8.kernels.kernel import Kernel
+from fp8.kernels.product import kernels_of, why_not_recipe
+from fp8.kernels.table import KERNELS
 from fp8.lab.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
 from fp8.levels.initialize import LEVELS, Level
 from fp8.modes.dispatch import COMPOSED, LEFT, PRODUCTS
@@ -170,6 +173,16 @@ def scaling(name: str, row: Scaling) -> list[str]:
     return [f"`{name}`", row.about, " x ".join(sides), code(row.rules) or "none"]
 
 
+def kernel(row: Kernel) -> list[str]:
+    last = "and up" if row.below is None else "to below {}.{}".format(*row.below)
+    devices = "CUDA {}.{} ".format(*row.least) + last
+    if row.cpu:
+        devices = f"CPU, {devices}"
+    recipes = [name for name, recipe in RECIPES.items() if not why_not_recipe(recipe)]
+    served = [name for name in recipes if row in kernels_of(RECIPES[name])]
+    return [f"`{row.name}`", row.about, devices, str(row.multiple), code(served)]
+
+
 def encoding(name: str, row: Encoding) -> list[str]:
     places = {**MOMENTS, "master_weights": MASTERS}
     shares = {"none": "none", "tensor": "the tensor", "block": "each 128 elements"}[row.scale]
@@ -223,6 +236,13 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "name | input | weight | gradient of the output | otherwise | bias, normal "
         "| bias, heavy tails",
         [recipe(row) for row in RECIPES.values()],
+    ),
+    (
+        "Kernels",
+        "`fp8.kernels.table.KERNELS`: torch's kernels of FP8 products, and what they need. "
+        "Recipes: those whose products all have kernels.",
+        "scales by | operands | devices | weights, multiples of | recipes",
+        [kernel(row) for row in KERNELS.values()],
     ),
     (
         "Roles of layers",
