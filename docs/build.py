@@ -224,7 +224,7 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "`fp8.recipes.scaling.RULES`: how a scale follows from the largest magnitude (amax), and "
         "from the error where there are two candidates.",
         "name | scale",
-        documented(RULES),
+        [[f"`{name}`", as_markdown(row.about)] for name, row in RULES.items()],
     ),
     (
         "Recipes",

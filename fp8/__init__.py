@@ -13,8 +13,9 @@ from .formats.quantize import quantize
 from .modes.autocast import autocast, checkpoint_contexts
 from .recipes.cast import Cast
 from .recipes.history import reduce_amax
-from .recipes.policy import Policy, Rule
+from .recipes.policy import Policy
 from .recipes.recipe import RECIPES, Recipe
+from .recipes.rules import Rule
 from .surgery.calibrate import calibrate, calibration
 from .surgery.convert import advance, convert, report, revert
 from .surgery.override import override

@@ -75,6 +75,11 @@ def scale_of(
             steps = real(steps) * real(1 - 4 * np.finfo(real).eps)  # with errors of float32
             e4m3 = min((code for code in codes if code >= steps), default=448.0)
         return min(max(float(real(max(e4m3, 2.0**-9)) * real(unit)), 2.0**-126), 2.0**126)
+    if rule == "ceil":
+        exponent += math.frexp(amax)[0] != 0.5
+    if rule == "even":
+        mantissa = math.floor(amax / 2.0**exponent * 2.0**format.mantissa_bits + 0.5)
+        exponent += mantissa >= 2.0 ** (format.mantissa_bits + 1)
     return 2.0 ** min(max(exponent - top, least), -least)
 
 

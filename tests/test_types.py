@@ -12,6 +12,7 @@ import fp8.optim
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.common.report import Row
+from fp8.recipes.policy import LayerRule
 from unit_scaling.parameter import has_parameter_data
 from unit_scaling.transforms import compile, simulate_fp8, track_scales, unit_scale
 
@@ -27,7 +28,7 @@ def test_a_model_keeps_its_type() -> None:
 
 def test_a_policy_of_tuples() -> None:
     policy = fp8.Policy("row", rules=[("0", None, None)], keep=[], switch=[(0.9, "bf16")])
-    assert_type(policy.rules, tuple[fp8.Rule, ...])
+    assert_type(policy.rules, tuple[LayerRule, ...])
     model = fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), policy)
     assert_type(model, nn.Sequential)
     assert_type(fp8.advance(model, 0.95), bool)

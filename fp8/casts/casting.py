@@ -39,8 +39,8 @@ from ..formats.quantize import (
 from ..formats.rounding import Grid, divided
 from ..recipes import scaling
 from ..recipes.cast import Cast
-from ..recipes.rules import CORRECTED, E8M0, UNITS
-from ..recipes.scaling import inverse_of, scale_of, scaled_tiles, scales_and_unit, with_margin
+from ..recipes.rules import FORM_OF, LOWERED
+from ..recipes.scaling import scaled_tiles, scales_and_unit
 from ..tensors.scaled_tensor import dequantized
 from .counts import Observed, observe
 from .measuring import measuring
@@ -49,8 +49,8 @@ from .rotation import rotated
 
 class LoweredCast(NamedTuple):
     """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept. format:
-    a name in FORMATS, or a `Format.text`. rule: with suffix `E8M0` if the scale is stored in that
-    format. Without one the scale comes from a history (scaling "static"), or is ``2**margin``.
+    a name in FORMATS, or a `Format.text`. rule: a name in `LOWERED`. Without one the scale comes
+    from a history (scaling "static"), or is ``2**margin``.
     label: of the operand for `fp8.stats`; "": not sampled."""
 
     format: str
@@ -87,7 +87,12 @@ class LoweredCast(NamedTuple):
     def is_random(self) -> bool:
         """Whether two casts of one operand differ."""
         random = self.rounding == "stochastic" or self.signs == "random"
-        return random or self.rule in CORRECTED
+        return random or (self.rule is not None and LOWERED[self.rule].correct is not None)
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether the rule needs more of a tile than its largest magnitude."""
+        return self.rule is not None and LOWERED[self.rule].reads_values
 
 
 def lowered(cast: Cast) -> LoweredCast:
@@ -226,7 +231,7 @@ def whole_scale(
 ) -> Tensor | None:
     """The scale factor of all of ``x``, as `cast_values` returns it. format: that of the spec."""
     rule, margin = spec.rule, spec.margin
-    whole = rule is not None and spec.tile == (0, 0)
+    whole = rule is not None and spec.tile == (0, 0) and not LOWERED[rule].reads_values
     if whole and type(x) is not Tensor and is_dtensor(x):
         x = _amax_of(x)
     if history is not None:
@@ -236,8 +241,8 @@ def whole_scale(
         return static_scale(margin, x) if margin else None
     if not whole or not x.numel():
         return None
-    scale = scale_of(x, None, format, rule)
-    return with_margin(scale, margin, rule) if margin else scale
+    scale, _ = scales_and_unit(x, None, format, LOWERED[rule])
+    return FORM_OF[rule].with_margin(scale, margin) if margin else scale
 
 
 def static_scale(exponent: int, x: Tensor) -> Tensor:
@@ -280,14 +285,14 @@ def _rounded(
         return as_shard(x, _rounded(part_of(x), scale, spec, axis, x))
     rule, label = spec.rule, spec.label
     if rule is None or scale is not None or x.numel() == 0:
-        inverse = None if scale is None else inverse_of(scale, rule)
+        inverse = None if scale is None else FORM_OF[rule].inverse(scale)
         grid = _resolved_grid(spec.format, spec.overflow, x.dtype, scale is not None)
         y = round_operand(x, grid, spec.rounding, scale, inverse)
         whole = scale
     else:
         values, whole, _, _ = by_tiles(x, spec, axis, of)
-        multiply = scaling.times_power if rule.endswith(E8M0) else Tensor.mul_
-        y = untiled(multiply(values, whole).to(x.dtype), x, spec.tile, axis)
+        y = FORM_OF[rule].times(values, whole).to(x.dtype)
+        y = untiled(y, x, spec.tile, axis)
         if label:
             whole = untiled(whole.expand(values.shape), x, spec.tile, axis)
     if label:
@@ -299,30 +304,30 @@ def _rounded(
 def by_tiles(
     x: Tensor, spec: LoweredCast, axis: int, of: Any = None, converts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...]]:
-    """The numbers of the format in ``x``, the scales of tiles, their unit (of rules in UNITS) and
+    """The numbers of the format in ``x``, the scales of tiles, their unit (of a rule with one) and
     the dimensions of a tile. of: as in `_rounded`. converts: as in `quantized`."""
     assert spec.rule is not None
-    rule, format = spec.rule, format_of(spec)
+    rule, format = LOWERED[spec.rule], format_of(spec)
     tiles, dims = scaled_tiles(x, spec.tile, axis)
-    assert dims is not None
     scale, unit = _scales_of(tiles, dims, spec, axis, of)
     scale = in_memory(scale) if converts else scale
-    units = in_units(tiles.detach().to(scale.dtype), scale, rule, stored=converts)
+    units = in_units(tiles.detach().to(scale.dtype), scale, spec.rule, stored=converts)
     values = quantize_operand(units, format, unscaled=tiles, **rounding_of(spec, converts))
-    if rule in CORRECTED and unit is not None:
+    if rule.correct is not None:
         count = max(spec.hadamard // spec.tile[1], 1)
-        scale = scaling.corrected(units, values, scale, unit, dims, count)
-    return values, scale, unit, dims
+        scale = rule.correct(units, values, scale, unit, dims, count)
+    return values, scale, unit, dims or ()
 
 
 def in_units(x: Tensor, scale: Tensor, rule: str | None, stored: bool = False) -> Tensor:
     """``x / scale``, for a scale by this rule; exact if that is a power of two. stored: whether the
     inverse is, which a graph would compute with each element."""
-    inverse = inverse_of(scale, rule)
+    form = FORM_OF[rule]
+    inverse = form.inverse(scale)
     if inverse is None:
         return divided(x, scale)
     inverse = in_memory(inverse) if stored else inverse
-    return scaling.times_power(x, inverse) if str(rule).endswith(E8M0) else x * inverse
+    return form.times(x, inverse) if form.is_narrow else x * inverse
 
 
 def _amax_of(x: Any) -> Tensor:
@@ -333,23 +338,30 @@ def _amax_of(x: Any) -> Tensor:
 
 
 def _scales_of(
-    tiles: Tensor, dims: tuple[int, ...], spec: LoweredCast, axis: int, of: Any
+    tiles: Tensor, dims: tuple[int, ...] | None, spec: LoweredCast, axis: int, of: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`scales_and_unit` of tiles of a tensor, or of the local part of the DTensor ``of``."""
     assert spec.rule is not None
-    unit, rule, format = None, spec.rule, format_of(spec)
+    unit, rule, format = None, LOWERED[spec.rule], format_of(spec)
     if of is not None:
         for dim, by in zip((-2, -1), spec.tile if axis == -1 else spec.tile[::-1], strict=True):
             if by > 1:
                 check_whole(of, dim, by)
-        if rule in UNITS:
+        if rule.unit is not None:
             amax = _amax_of(of)
-            unit = UNITS[rule](amax.to(torch.promote_types(amax.dtype, torch.float32)), format)
+            amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
+            unit = rule.unit_of(amax, format)
         elif 0 in spec.tile:
             tiles = reduced(of, scaling.largest_finite(tiles, dims), [axis], "max")
-    scale, unit = scales_and_unit(tiles, dims, format, rule, unit)
-    unit = None if unit is None else with_margin(unit, spec.margin, rule)
-    return with_margin(scale, spec.margin, rule), unit
+        if rule.is_simulated:
+            raise NotImplementedError(
+                f"rule {rule.name!r} reads the values of whole tiles, and an operand is divided "
+                "among processes; take a rule of the largest magnitude"
+            )
+    scale, unit = scales_and_unit(tiles, dims, format, rule, unit, axis)
+    if unit is not None:
+        unit = rule.form.with_margin(unit, spec.margin)
+    return rule.form.with_margin(scale, spec.margin), unit
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
@@ -426,6 +438,11 @@ def quantized(
     """``x``, or with axis -2 its transpose, in numbers of the format, as `cast_values` rounds it.
     converts: whether a conversion to the dtype of the format rounds the values."""
     converts = converts and format_of(spec).dtype is not None and not spec.label
+    if spec.rule is not None and LOWERED[spec.rule].is_simulated:
+        raise ValueError(
+            f"rule {spec.rule!r} reads the values of tiles, and its products are simulated with "
+            "torch's sums; take a rule of the largest magnitude"
+        )
     x = rotated(dequantized(x), spec.hadamard, axis, signs) if spec.hadamard else x
     x = dequantized(x, torch.float32)
     scale = whole_scale(x, spec, format_of(spec), history, record)

@@ -124,5 +124,7 @@ def cast_groups(
     if history is not None and record:
         with torch.no_grad():
             history.copy_(after)
-    scaled = spec.tile == (0, 0) and (spec.rule is not None or spec.margin or history is not None)
+    if spec.tile != (0, 0) or spec.reads_values:
+        return y, None
+    scaled = spec.rule is not None or spec.margin or history is not None
     return y, scales if scaled else None

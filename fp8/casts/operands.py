@@ -22,6 +22,7 @@ from ..common.compiler import (
     taken_as_constant,
 )
 from ..formats.quantize import convertible
+from ..recipes.rules import LOWERED
 from .casting import LoweredCast, in_units, labelled, resolved_format, shifted, unrotated
 
 Exponents = tuple[int, ...]
@@ -226,6 +227,8 @@ _RECOMPUTED = (
 def _dtype(x: Tensor, spec: LoweredCast) -> torch.dtype | None:
     """The FP8 dtype in which ``x`` is saved; None to save it unchanged."""
     if spec.tile != (0, 0) or x.device.type == "mps":
+        return None
+    if spec.rule is not None and LOWERED[spec.rule].reads_values:  # which have several scales
         return None
     dtype = resolved_format(spec.format).dtype
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None

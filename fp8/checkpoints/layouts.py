@@ -20,7 +20,7 @@ from ..formats.format import FORMATS, get_format
 from ..formats.quantize import quantize_operand
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
-from ..recipes.rules import CORRECTED
+from ..recipes.rules import RULES
 from ..recipes.scaling import SCALINGS, Tile, grid_of, scale_of, scaled_tiles, widened
 from ..tensors.scaled_tensor import Memory
 
@@ -113,7 +113,9 @@ def unfit(recipe: Recipe) -> str:
             history=cast.history or None,
             tile=cast.tile if cast is weight and SCALINGS[cast.scaling].free else None,
         )
-        unlike = cast != usual or cast.rule in CORRECTED
+        unlike = cast != usual
+        if cast.rule is not None:  # readers compute the scales of inputs from largest magnitudes
+            unlike = unlike or RULES[cast.rule].reads_values
         if unlike or any(by and n % by for n, by in zip(cast.tile or (), tile, strict=True)):
             return f"{none}: {cast}; {then}"
     return ""

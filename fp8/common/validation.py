@@ -11,8 +11,8 @@ import torch
 from .compiler import eager_only
 
 
-def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
-    """Raises ValueError, with the `nearest` name, unless ``got`` is in ``allowed``.
+def check_name(what: str, got: object, allowed: Iterable[object], note: str = "") -> None:
+    """Raises ValueError, with the `nearest` name and ``note``, unless ``got`` is in ``allowed``.
 
     >>> check_name("rounding", "up", ("nearest", "stochastic"))
     Traceback (most recent call last):
@@ -23,7 +23,7 @@ def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
         near = nearest(got, names)
         hint = "" if near is None else f"; did you mean {near!r}?"
         listed = ", ".join(map(repr, names))
-        raise ValueError(f"unknown {what} {got!r}; choose one of {listed}{hint}")
+        raise ValueError(f"unknown {what} {got!r}; choose one of {listed}{hint}{note}")
 
 
 def nearest(got: object, names: tuple[object, ...]) -> str | None:
@@ -56,11 +56,11 @@ def check_flag(what: str, got: object) -> None:
         raise TypeError(f"{what} must be True or False, got {got!r}")
 
 
-def check_choice(what: str, got: object, allowed: Iterable[str]) -> None:
+def check_choice(what: str, got: object, allowed: Iterable[str], note: str = "") -> None:
     """`check_name`; raises TypeError unless ``got`` is a string."""
     if not isinstance(got, str):
         raise TypeError(f"{what} is a {type(got).__name__}; give a name")
-    check_name(what, got, allowed)
+    check_name(what, got, allowed, note)
 
 
 def check_between(what: str, got: object, low: int, high: int) -> None:

@@ -25,7 +25,8 @@ from ..formats.format import get_format
 from ..formats.quantize import in_dtype, quantize_operand
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, recipe_unless_auto
-from ..recipes.scaling import largest_finite, scale_of, with_margin
+from ..recipes.rules import FORM_OF, RULES
+from ..recipes.scaling import largest_finite, scale_of
 from ..selection.layers import LAYERS, Where, auto_of, checked_where
 from ..surgery.swap import warn_nothing
 
@@ -173,6 +174,8 @@ def _why_not_sent(recipe: Recipe | None) -> str:
             f"recipe {recipe.name!r} has weights with scaling {cast.scaling!r}, which goes along "
             f"what FSDP2 cuts; gather_in_fp8 takes {' and '.join(map(repr, SCALINGS))}"
         )
+    if cast.rule is not None and RULES[cast.rule].reads_values:
+        return f"rule {cast.rule!r} reads values, of which FSDP2 gives each process a part"
     if lowered(cast).is_random or cast.hadamard or recipe.grad_input[1] != cast:
         return (
             f"recipe {recipe.name!r} casts weights anew for each product; what is gathered is one "
@@ -274,7 +277,7 @@ class _Weight(Tensor):
         """The scale factor for the largest magnitude, cached until the weight is written."""
         assert self.cast.rule is not None
         scale = scale_of(amax, None, get_format(self.cast.format), self.cast.rule)
-        scale = with_margin(scale, self.cast.margin, self.cast.rule)
+        scale = FORM_OF[self.cast.rule].with_margin(scale, self.cast.margin)
         self.cached[:] = [scale, self.plain._version]
         return self.cached[0]
 

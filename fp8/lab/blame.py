@@ -20,7 +20,7 @@ from ..common.mixin import check_module
 from ..common.report import as_table
 from ..common.step import Batch, Loss, seeded
 from ..common.validation import check_number
-from ..recipes.policy import CASTS, Policy, Rule, composed
+from ..recipes.policy import CASTS, LayerRule, Policy, composed
 from ..recipes.recipe import OPERANDS, PRODUCTS, Recipe
 from ..surgery.convert import Converted, convert
 from ..surgery.override import override
@@ -51,7 +51,7 @@ class Blame:
     """The result of `blame`, as a text.
 
     Attributes:
-        rules: `fp8.Rule` objects that put the casts at fault into high precision; empty if low
+        rules: `LayerRule` objects that put the casts at fault into high precision; empty if low
             precision is not at fault. For `fp8.Policy`, after those that are in force.
         low, high: the step as it is, and with all products in high precision.
         repaired: the step under the rules; None without them.
@@ -60,7 +60,7 @@ class Blame:
 
     low: Step
     high: Step
-    rules: tuple[Rule, ...]
+    rules: tuple[LayerRule, ...]
     repaired: Step | None
     replays: int
 
@@ -137,7 +137,7 @@ def blame(
     if not threshold > 1:
         raise ValueError(f"threshold must be above 1, got {threshold}")
     replay = _Replay(model, batch, policy, loss, optimizer)
-    low, high = replay([]), replay([Rule("*")])
+    low, high = replay([]), replay([LayerRule("*")])
     if not all(map(math.isfinite, high.judged)) or not _is_faulty(low, high, threshold):
         return Blame(low, high, (), None, replay.count)
     rules = _at_fault(replay, lambda step: not _is_faulty(step, high, threshold))
@@ -167,7 +167,7 @@ class _Replay:
                 "convert it with fp8.convert"
             )
 
-    def __call__(self, rules: Sequence[Rule]) -> Step:
+    def __call__(self, rules: Sequence[LayerRule]) -> Step:
         self.count += 1
         model, optimizer, loss = self._copies()
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -204,11 +204,11 @@ class _Part(NamedTuple):
     casts: frozenset[int]
 
 
-def _at_fault(replay: _Replay, is_repaired: Callable[[Step], bool]) -> tuple[Rule, ...]:
+def _at_fault(replay: _Replay, is_repaired: Callable[[Step], bool]) -> tuple[LayerRule, ...]:
     """Rules for the casts at fault: of layers, then of products, then of operands."""
 
     @cache
-    def repaired_by(rules: tuple[Rule, ...]) -> bool:
+    def repaired_by(rules: tuple[LayerRule, ...]) -> bool:
         return is_repaired(replay(rules))
 
     def smallest(parts: Sequence[_Part]) -> list[_Part] | None:
@@ -217,8 +217,8 @@ def _at_fault(replay: _Replay, is_repaired: Callable[[Step], bool]) -> tuple[Rul
     every = frozenset(range(len(CASTS)))
     parts = smallest([_Part(name, every) for name in replay.layers])
     if parts is None:
-        return (Rule("*"),)
-    products = [frozenset(Rule("*", product=name).casts) for name in PRODUCTS]
+        return (LayerRule("*"),)
+    products = [frozenset(LayerRule("*", product=name).casts) for name in PRODUCTS]
     for pieces in (products, [frozenset([cast]) for cast in every]):
         split = [part for whole in parts for part in _split(replay, whole, pieces)]
         parts = smallest(split) or parts
@@ -259,7 +259,7 @@ def _smallest(parts: Sequence[T], repairs: Callable[[Sequence[T]], bool]) -> lis
     return needed
 
 
-def _joined(parts: Iterable[_Part]) -> tuple[Rule, ...]:
+def _joined(parts: Iterable[_Part]) -> tuple[LayerRule, ...]:
     """The casts of parts in few rules: an operand in both of its products, all of a product."""
     of_layer: dict[str, set[int]] = {}
     for part in parts:
@@ -267,7 +267,7 @@ def _joined(parts: Iterable[_Part]) -> tuple[Rule, ...]:
     joined = []
     for layer, casts in of_layer.items():
         for concern in (None, *OPERANDS, *PRODUCTS, *CASTS):
-            rule = Rule(layer or "*", product=concern)
+            rule = LayerRule(layer or "*", product=concern)
             if casts and casts.issuperset(rule.casts):
                 joined.append(rule)
                 casts.difference_update(rule.casts)

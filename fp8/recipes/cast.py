@@ -13,7 +13,7 @@ from ..common.validation import check_between, check_choice, check_keys
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
-from .rules import CORRECTED, E8M0, RULES
+from .rules import REGISTER, RULES
 from .scaling import SCALINGS, Tile
 
 SIGNS = ("fixed", "random")
@@ -26,8 +26,8 @@ class Cast:
     Attributes:
         format: a name in `fp8.FORMATS`, or a `fp8.Format`.
         scaling: a name in `fp8.recipes.scaling.SCALINGS`: which elements share a scale.
-        rule: a name in `fp8.recipes.scaling.RULES`: how the scale is computed from the largest
-            magnitude. None: the default of the scaling.
+        rule: a name in `fp8.recipes.scaling.RULES`, or of a registered `fp8.Rule`: how the scale is
+            computed from the values of the tile. None: the default of the scaling.
         tile: the number of elements that share a scale (across, along) the axis that the product
             sums over, for scalings with a free tile. None: the default of the scaling.
         margin: the scale is multiplied by 2**margin, which leaves headroom for that many doublings.
@@ -78,20 +78,27 @@ class Cast:
         vars(self).update(rule=rule, tile=tile, history=history)
         self._check_rotation()
         name = self.format.text if isinstance(self.format, Format) else self.format
-        rule = f"{rule}{E8M0}" if self.scaling == "mx" else rule
+        rule = SCALINGS[self.scaling].lowered(rule)
         rounding = (self.rounding, self.overflow, self.hadamard, self.signs)
         vars(self)["text"] = json.dumps([name, rule, tile, self.margin, *rounding])
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a pickle, which has the name of the rule. Raises ValueError for an unknown one."""
+        vars(self).update(state)
+        self._complete_rule()
+
     def _complete_rule(self) -> str | None:
-        rules = SCALINGS[self.scaling].rules
+        rules, rule = SCALINGS[self.scaling].rules, self.rule
         check_between("margin", self.margin, -32, 32)
         if self.margin and not rules:
             raise ValueError(f"scaling {self.scaling!r} has no margin")
-        if self.rule is not None and self.rule not in rules:
-            check_choice("rule", self.rule, RULES)
+        if rule is None:
+            return next(iter(rules), None)
+        if rule not in rules:
+            check_choice("rule", rule, RULES, f"; for one of your own, {REGISTER.format(rule)}")
             has = f"it has {', '.join(map(repr, rules)) or 'none'}"
-            raise ValueError(f"scaling {self.scaling!r} has no rule {self.rule!r}; {has}")
-        return next(iter(rules), None) if self.rule is None else self.rule
+            raise ValueError(f"scaling {self.scaling!r} has no rule {rule!r}; {has}")
+        return rule
 
     def _complete_tile(self) -> Tile:
         row, tile = SCALINGS[self.scaling], self.tile
@@ -118,7 +125,7 @@ class Cast:
             raise ValueError("random signs need a rotation: give hadamard too")
         if self.hadamard and self.keeps_history:
             raise ValueError(f"scaling {self.scaling!r} has no rotation: it keeps state")
-        if self.rule in CORRECTED:
+        if self.rule is not None and RULES[self.rule].correct is not None:
             across, along = self.tile or (0, 0)
             if self.rounding != "nearest" or across != 1 or self.hadamard % along:
                 needs = "values to nearest, in blocks of one row and rotations of whole blocks"

@@ -16,7 +16,7 @@ CASTS = tuple(f"{name}.{operand}" for name, operands in PRODUCTS.items() for ope
 """The casts of a layer: product.operand."""
 
 CONCERNS = (*PRODUCTS, *OPERANDS, *CASTS)
-"""What `Rule.product` may name: the casts of a product, of an operand, or a single one."""
+"""What `LayerRule.product` may name: the casts of a product, of an operand, or a single one."""
 
 ROLES: dict[str, str] = {
     "embedding": "layers outside of the repeated blocks that do not read the residual stream "
@@ -56,7 +56,7 @@ def name_of(recipe: str | Recipe | None) -> str:
 
 
 @dataclass(frozen=True)
-class Rule:
+class LayerRule:
     """The recipe of some layers, or of some of their casts.
 
     Attributes:
@@ -78,22 +78,22 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, str):
-            raise TypeError(f"Rule.layers must be a pattern of names, got {self.layers!r}")
+            raise TypeError(f"LayerRule.layers must be a pattern of names, got {self.layers!r}")
         if not self.layers:
-            raise ValueError('Rule.layers is empty: name a layer, or use "*" for all')
+            raise ValueError('LayerRule.layers is empty: name a layer, or use "*" for all')
         if self.product is not None:
             check_name("product of a rule", self.product, CONCERNS)
         object.__setattr__(self, "recipe", _stored(self.recipe))
 
     @staticmethod
-    def of(rule: Any) -> Rule:
-        """``rule``, or the Rule of a tuple (layers, product or None, recipe or None)."""
-        if isinstance(rule, Rule):
+    def of(rule: Any) -> LayerRule:
+        """``rule``, or the LayerRule of a tuple (layers, product or None, recipe or None)."""
+        if isinstance(rule, LayerRule):
             return rule
         if not isinstance(rule, tuple | list) or len(rule) != 3:
-            raise TypeError(f"a rule is a Rule or a tuple (layers, product, recipe), not {rule!r}")
+            raise TypeError(f"a rule of layers is a tuple (layers, product, recipe), not {rule!r}")
         layers, product, recipe = rule
-        return Rule(layers, recipe, product)
+        return LayerRule(layers, recipe, product)
 
     @property
     def casts(self) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class Rule:
         return f"{self.layers!r}" + (f" {self.product}" if self.product else "")
 
 
-# (layers, product, recipe) of a `Rule`; (fraction of the training steps, recipe from there on).
+# (layers, product, recipe) of a `LayerRule`; (fraction of the steps, recipe from there on).
 RuleTuple = tuple[str, str | None, str | Recipe | None]
 Start = tuple[float, str | Recipe | None]
 
@@ -121,7 +121,7 @@ class Policy:
 
     Attributes:
         recipe: a name in `fp8.RECIPES`, a `Recipe`, "auto", or None for high precision.
-        rules: `Rule` objects, or tuples (layers, product, recipe).
+        rules: `LayerRule` objects, or tuples (layers, product, recipe).
         first, last: the numbers of repeated blocks at the start and at the end of the model that
             take ``others``.
         keep: names in `ROLES`: layers that take ``others``.
@@ -144,7 +144,7 @@ class Policy:
     """
 
     recipe: str | Recipe | None
-    rules: tuple[Rule, ...]
+    rules: tuple[LayerRule, ...]
     first: int
     last: int
     keep: tuple[str, ...]
@@ -156,7 +156,7 @@ class Policy:
         self,
         recipe: str | Recipe | None = AUTO,
         *,
-        rules: Iterable[Rule | RuleTuple] = (),
+        rules: Iterable[LayerRule | RuleTuple] = (),
         first: int = 0,
         last: int = 0,
         keep: Iterable[str] = (),
@@ -173,7 +173,7 @@ class Policy:
             check_name("role in Policy.keep", role, ROLES)
         vars(self).update(
             recipe=_stored(recipe),
-            rules=tuple(map(Rule.of, _sequence("rules", rules))),
+            rules=tuple(map(LayerRule.of, _sequence("rules", rules))),
             first=first,
             last=last,
             keep=roles,
@@ -254,7 +254,7 @@ class Policy:
 
 
 def _sequence(field: str, values: Any) -> tuple[Any, ...]:
-    if isinstance(values, str | Mapping | Rule) or not isinstance(values, Iterable):
+    if isinstance(values, str | Mapping | LayerRule) or not isinstance(values, Iterable):
         raise TypeError(f"Policy.{field} must be a list or tuple, got {values!r}")
     return tuple(values)
 
@@ -286,9 +286,9 @@ def _read(recipe: Any) -> Any:
     return Recipe.from_dict(recipe) if isinstance(recipe, Mapping) else recipe
 
 
-def _read_rule(values: Any) -> Rule:
-    check_keys("rule of a Policy", values, [field.name for field in fields(Rule)], ("layers",))
-    return Rule(**{**values, "recipe": _read(values.get("recipe"))})
+def _read_rule(values: Any) -> LayerRule:
+    check_keys("rule of a Policy", values, [field.name for field in fields(LayerRule)], ("layers",))
+    return LayerRule(**{**values, "recipe": _read(values.get("recipe"))})
 
 
 def _read_switch(values: Any) -> tuple[Any, Any]:

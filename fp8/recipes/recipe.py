@@ -10,6 +10,7 @@ from ..common.libraries import who_takes
 from ..common.validation import check_between, check_choice, check_keys, check_name
 from ..formats.format import get_format
 from .cast import Cast
+from .rules import RULES
 from .tensor_cores import FORMATS, TENSOR_CORES
 
 AUTO = "auto"
@@ -66,9 +67,9 @@ class Recipe:
 
     Raises:
         TypeError: for a cast that is not a Cast.
-        ValueError: for an accelerator without an instruction for the formats of a product; for a
-            second cast with scaling "delayed" or "static"; if the two operands of a product are not
-            rotated alike.
+        ValueError: for an accelerator without an instruction for the formats of a product, or with
+            a rule that reads values; for a second cast with scaling "delayed" or "static"; if the
+            two operands of a product are not rotated alike.
     """
 
     name: str
@@ -154,6 +155,10 @@ class Recipe:
             got = f"got (hadamard, signs)={rotations}"
             raise ValueError(f"{product} needs both operands rotated alike, {got}")
         formats = [get_format(cast.format).name for cast in casts if cast is not None]
+        rules = [RULES[cast.rule] for cast in casts if cast is not None and cast.rule is not None]
+        if self.accumulate and any(rule.is_simulated for rule in rules):
+            takes = f"accumulate={self.accumulate!r} takes rules of the largest magnitude"
+            raise ValueError(f"{takes}, not {' by '.join(rule.name for rule in rules)} ({product})")
         if self.accumulate and len(formats) == 2 and not set(formats) <= set(FORMATS):
             takes = f"accumulate={self.accumulate!r} multiplies {', '.join(FORMATS)}"
             raise ValueError(f"{takes}, not {' by '.join(formats)} ({product})")
@@ -163,6 +168,13 @@ class Recipe:
         """The fields that are not "same"."""
         values = {field: getattr(self, field) for field in _OVERRIDES}
         return {field: cast for field, cast in values.items() if cast != SAME}
+
+    def register(self) -> Recipe:
+        """Adds the recipe to `fp8.RECIPES`, so that functions take its name, and policies store it.
+        Returns the recipe itself. Raises ValueError if another recipe has the name, or "auto"."""
+        if self.name == AUTO or RECIPES.get(self.name, self) != self:
+            raise ValueError(f"recipe {self.name!r} is registered already; choose another name")
+        return RECIPES.setdefault(self.name, self)
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as a dict of plain values, for ``json.dumps``."""
@@ -309,7 +321,8 @@ def recipe_unless_auto(recipe: str | Recipe) -> Recipe | None:
     if not isinstance(recipe, str):
         kind = type(recipe).__name__
         raise TypeError(f"a recipe must be a name or a Recipe, not {kind}{who_takes(recipe)}")
-    check_name("recipe", recipe, (AUTO, *RECIPES))
+    note = f"; for one of your own, call fp8.Recipe(name={recipe!r}, ...).register() before"
+    check_name("recipe", recipe, (AUTO, *RECIPES), note)
     return RECIPES.get(recipe)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..common.compiler import compiled_as, eager_only, reads_values
+from ..common.compiler import compiled_as, eager_only
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
-from ..formats.format import Format, get_format
+from ..formats.format import Format
 from ..formats.quantize import in_dtype, quantize_operand
 from ..formats.rounding import LAYOUTS
-from .rules import BY_ERROR, E8M0, LARGEST, POWERS, RULES, SMALLEST, UNITS, defined
+from .rules import E8M0, FORM_OF, LARGEST, LOWERED, RULES, SMALLEST, Rule
 
 __all__ = ["SCALINGS", "Scaling", "Tile"]
 
@@ -26,32 +26,81 @@ Tile = tuple[int, int]
 """The elements that share a scale: (across, along) the axis that a product sums over; 0 is all."""
 
 
-class Scaling(NamedTuple):
-    """A row of SCALINGS. rules: names in RULES, the default first; none if no rule computes the
-    scale. free: whether a cast may choose another tile."""
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """A row of SCALINGS.
+
+    Attributes:
+        about: what it is.
+        tile: the elements that share a scale; the usual one if a cast may choose another.
+        forms: the `Rule.stored` of the rules that may compute the scale; none if no rule does.
+        free: whether a cast may choose another tile.
+        keeps_magnitudes: whether the scale is that of earlier passes, of which the largest
+            magnitudes are known.
+        in_e8m0: whether the scales are stored in E8M0.
+    """
 
     about: str
     tile: Tile
-    rules: tuple[str, ...]
+    forms: tuple[str, ...] = ("power", "float32")
     free: bool = False
+    keeps_magnitudes: bool = False
+    in_e8m0: bool = False
 
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The names in RULES of the rules that may compute the scale, the default first."""
+        return tuple(name for name, rule in RULES.items() if self.has(rule))
 
-_ANY = ("up", "floor", "exact")
+    def has(self, rule: Rule) -> bool:
+        """Whether the rule may compute the scale."""
+        return rule.stored in self.forms and not (self.keeps_magnitudes and rule.reads_values)
+
+    def lowered(self, rule: str | None) -> str | None:
+        """The name in LOWERED of a rule of this scaling."""
+        return f"{rule}{E8M0}" if self.in_e8m0 else rule
+
 
 SCALINGS: dict[str, Scaling] = {
-    "unit": Scaling("1: the operand is expected to have RMS about 1", (0, 0), ()),
-    "tensor": Scaling("one of its largest magnitude, now", (0, 0), _ANY),
-    "delayed": Scaling("one of its largest magnitude in the last passes", (0, 0), _ANY),
-    "static": Scaling("one power of two, from its RMS: `fp8.calibrate`", (0, 0), ()),
-    "row": Scaling("one for each row along the summed axis: token, output channel", (1, 0), _ANY),
-    "block": Scaling(
-        "one for each 128 values along that axis; weights: 128 x 128", (1, 128), _ANY, free=True
+    "unit": Scaling(
+        about="1: the operand is expected to have RMS about 1",
+        tile=(0, 0),
+        forms=(),
     ),
-    "mx": Scaling("E8M0, one for each 32 values along that axis", (1, 32), POWERS, free=True),
+    "tensor": Scaling(
+        about="one of its largest magnitude, now",
+        tile=(0, 0),
+    ),
+    "delayed": Scaling(
+        about="one of its largest magnitude in the last passes",
+        tile=(0, 0),
+        keeps_magnitudes=True,
+    ),
+    "static": Scaling(
+        about="one power of two, from its RMS: `fp8.calibrate`",
+        tile=(0, 0),
+        forms=(),
+    ),
+    "row": Scaling(
+        about="one for each row along the summed axis: token, output channel",
+        tile=(1, 0),
+    ),
+    "block": Scaling(
+        about="one for each 128 values along that axis; weights: 128 x 128",
+        tile=(1, 128),
+        free=True,
+    ),
+    "mx": Scaling(
+        about="E8M0, one for each 32 values along that axis",
+        tile=(1, 32),
+        forms=("power",),
+        free=True,
+        in_e8m0=True,
+    ),
     "nv": Scaling(
-        "e4m3 times one float32 for the tensor, one for each 16 values along that axis",
-        (1, 16),
-        tuple(rule for rule in RULES if rule in UNITS),
+        about="e4m3 times one float32 for the tensor, one for each 16 values along that axis",
+        tile=(1, 16),
+        forms=("e4m3",),
         free=True,
     ),
 }
@@ -87,72 +136,106 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
 
 
 def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
-    """The scale factors of `scales_and_unit`."""
-    return scales_and_unit(x, dims, format, rule)[0]
+    """The scale factors of `scales_and_unit`, by the name of the rule in LOWERED."""
+    return scales_and_unit(x, dims, format, LOWERED[rule])[0]
 
 
 def scales_and_unit(
     x: Tensor,
     dims: tuple[int, ...] | None,
     format: Format,
-    rule: str,
+    rule: Rule,
     unit: Tensor | None = None,
+    axis: int = -1,
 ) -> tuple[Tensor, Tensor | None]:
     """The scale factors of the finite values of ``x``, not empty: one along ``dims``, kept as 1, or
-    of all (None); from 2**-126 to 2**126; 1 for zeros. And their unit, 0-dim, for a rule in UNITS.
-
-    A scale stored in eight bits (a rule in UNITS, or with suffix `E8M0`, which begins at 2**-127)
-    is NaN if its tile has Inf or NaN, and so becomes the tile, as in microxcaling; torchao treats
-    Inf as a large number (MX 1.0, section 5.1: NaN).
-    """
+    of all (None); from 2**-126 to 2**126; 1 for zeros; and their unit, 0-dim, for a rule with one.
+    Those of a narrow `Form` are NaN for a tile with Inf or NaN, and those in E8M0 begin at 2**-127.
+    axis: the one that a product sums over, for a rule that reads values."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    name, x = rule.removesuffix(E8M0), x.detach()
-    if rule == name and rule not in UNITS:
+    x, finite = x.detach(), None
+    if rule.form.is_narrow:
+        amax = _largest(x, dims).to(dtype)
+        finite = amax < torch.inf
+        amax = torch.where(finite, amax, 0.0)
+    else:
         amax = largest_finite(x, dims).to(dtype)
-        return defined(RULES[name](amax, format), amax), None
-    amax = _largest(x, dims).to(dtype)
-    finite = amax < torch.inf
-    amax = torch.where(finite, amax, 0.0)
-    if unit is None and rule in UNITS:
-        unit = UNITS[rule](amax, format)
-    scale = _by_rule(amax, format, rule, unit)
-    if name in BY_ERROR:
-        other = _by_rule((1.5 * amax).clamp(max=torch.finfo(dtype).max), format, rule, unit)
-        better = _error(x, dims, format, other, scale) < _error(x, dims, format, scale, scale)
-        scale = torch.where(better, other, scale)
-    return torch.where(finite, scale, torch.nan), unit
+    if rule.magnitude is not None:
+        amax = _by_values(x.to(dtype), dims, format, rule, amax, axis)
+    if unit is None and rule.unit is not None:
+        unit = rule.unit_of(amax, format)
+    scale = rule.scale_of(amax, format, unit)
+    if len(rule.candidates) > 1:
+        scale = _best(x, dims, format, rule, amax, unit, scale)
+    if finite is not None:
+        scale = torch.where(finite, scale, torch.nan)
+    return scale, unit
 
 
-def _by_rule(amax: Tensor, format: Format, rule: str, unit: Tensor | None) -> Tensor:
-    """The scale of tiles with these amax, all finite. unit: of a rule in UNITS, else None."""
-    name = rule.removesuffix(E8M0)
-    scale = RULES[name](amax, format) if unit is None else RULES[name](amax, format, unit)
-    return defined(scale, amax) if rule == name else torch.where(amax > 0, scale, 1.0)
-
-
-def corrected(
+def _best(
     x: Tensor,
-    values: Tensor,
-    scale: Tensor,
-    unit: Tensor,
-    dims: tuple[int, ...],
-    count: int,
+    dims: tuple[int, ...] | None,
+    format: Format,
+    rule: Rule,
+    amax: Tensor,
+    unit: Tensor | None,
+    first: Tensor,
 ) -> Tensor:
-    """The scales of rule "e4m3_eden", unbiased along ``x``: times c = <x, x> / <x, Q(x)> of the
-    ``count`` tiles that are rotated together (EDEN, arXiv:2108.08842), rounded stochastically to
-    e4m3. x, values: in units of ``scale``, before and after rounding. dims: the one of a tile."""
-    steps, along = scale / unit, dims[0] - 1
+    """The scale of the candidate with the smallest error in each tile. first: of the first one."""
+    best, least = first, _error(x, dims, format, first, first)
+    for candidate in range(1, len(rule.candidates)):
+        scale = rule.scale_of(amax, format, unit, candidate)
+        error = _error(x, dims, format, scale, first)
+        better = error < least
+        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+    return best
 
-    def inner_product(y: Tensor) -> Tensor:
-        products = (y * x).sum(dims, keepdim=True) * steps.square()
-        if count == 1:
-            return products
-        groups = products.unflatten(along, (-1, count))
-        return groups.nansum(along, keepdim=True).expand_as(groups).flatten(along - 1, along)
 
-    whole, projected = inner_product(x), inner_product(values)
-    factor = torch.where(projected > 0, whole / projected, 1.0)
-    return quantize_operand(steps * factor, get_format("e4m3"), rounding="stochastic") * unit
+def _by_values(
+    x: Tensor,
+    dims: tuple[int, ...] | None,
+    format: Format,
+    rule: Rule,
+    amax: Tensor,
+    axis: int,
+) -> Tensor:
+    """The magnitudes of `Rule.magnitude`, as ``amax``, the largest ones, which replace what is
+    zero or not finite."""
+    assert rule.magnitude is not None
+    values = _as_matrices(_zero_where_not(x.abs() < torch.inf, x), dims, axis)
+    found = rule.magnitude(values, format)
+    one = found.dim() == values.dim() and found.shape[-2] == 1
+    if not one or found.shape[-1] not in (1, values.shape[-1]):
+        needs = f"of {tuple(values.shape)}, with 1 in place of the last two sizes or of the first"
+        raise ValueError(f"Rule.magnitude of {rule.name!r} gave {tuple(found.shape)} {needs}")
+    found = _as_tiles(found, dims, axis).to(amax.dtype)
+    return torch.where((found > 0) & (found < torch.inf), found, amax)
+
+
+def _as_matrices(x: Tensor, dims: tuple[int, ...] | None, axis: int) -> Tensor:
+    """``x``, with tiles along ``dims`` as `scaled_tiles` has them, with the matrix of each tile in
+    the last two dimensions, the summed one last."""
+    if dims is None:
+        return (x.mT if axis == -2 else x).flatten(0, -2)
+    if dims == (-1,):
+        x = x.unsqueeze(-2)
+    elif dims == (-2,):
+        x = x.mT.unsqueeze(-1)
+    else:
+        x = x.movedim(dims[1], -2)
+    return x.mT if axis == -2 else x
+
+
+def _as_tiles(x: Tensor, dims: tuple[int, ...] | None, axis: int) -> Tensor:
+    """The inverse of `_as_matrices`, for results of size 1 across a tile, and maybe along it."""
+    x = x.mT if axis == -2 else x
+    if dims is None:
+        return x.squeeze() if x.numel() == 1 else x
+    if dims == (-1,):
+        return x.squeeze(-2)
+    if dims == (-2,):
+        return x.squeeze(-1).mT
+    return x.movedim(-2, dims[1])
 
 
 def _error(
@@ -165,39 +248,6 @@ def _error(
     x, scale, by = x * unit, scale * unit, by * unit * 2.0**format.max_exponent
     square = ((quantize_operand(x, format, scale=scale) - x) / by).square()
     return square.sum() if dims is None else square.sum(dims, keepdim=True)
-
-
-def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
-    """``scale * 2**margin``, clamped to the range of the rule's scales; NaN stays NaN."""
-    if not margin:
-        return scale
-    more, larger = rule.endswith(E8M0), scale * 2.0**margin
-    if more:  # 2**-127 is subnormal, and may be flushed to zero
-        larger = torch.where(scale < 2.0**SMALLEST, 2.0 ** (SMALLEST - 1 + margin), larger)
-    return larger.clamp(2.0 ** (SMALLEST - more), 2.0 ** (LARGEST + more))
-
-
-def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
-    """The factor that replaces the division by ``scale``, a power of two by its rule or without
-    one; None for others. 2**-127 of E8M0 is subnormal, which some devices flush to zero."""
-    if rule is None or rule in POWERS:
-        return 1 / scale
-    if not rule.endswith(E8M0):
-        return None
-    return torch.where(scale < 2.0**SMALLEST, 2.0 ** (1 - SMALLEST), 1 / scale)
-
-
-def times_power(x: Tensor, power: Tensor) -> Tensor:
-    """``x * power``, for powers of two from 2**-127 to 2**127. The first is subnormal, and zero for
-    CPUs under torch.set_flush_denormal(True) and for other devices: two factors are not."""
-    if x.device.type == "cuda":  # which keeps subnormal numbers, in graphs too
-        return x * power
-    if reads_values(power):
-        with suppress(RuntimeError):  # under vmap
-            if bool((power >= 2.0**SMALLEST).all()):  # the usual case
-                return x * power
-    half = torch.where(power < 2.0**SMALLEST, 0.5, 1.0)
-    return (x * half).mul_(power.clamp(min=2.0**SMALLEST))
 
 
 def scale_of_number(amax: float, format: Format) -> float:
@@ -231,7 +281,7 @@ def _delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record
         now = largest_finite(x.detach(), None).float() if x.numel() else amax.new_zeros(())
     if history.dim() > 1:
         amax = torch.where((amax > 0) & (amax < torch.inf), amax, now)
-    scale = defined(RULES[rule](amax, format), amax)
+    scale = RULES[rule].scale_of(amax, format)
     if record:
         newest = torch.where(
             (now > 0) & (now < torch.inf), torch.cat([now[None], entries[:-1]]), entries
@@ -302,7 +352,8 @@ def history_scale(
     """The scale of ``x``, 0-dim: by a rule from the history of "delayed", or that of "static"."""
     if rule is None:
         return _static_scale(x, history, static_rms(format), record)
-    return with_margin(_delayed_scale(x, history, format, rule, record), margin, rule)
+    scale = _delayed_scale(x, history, format, rule, record)
+    return FORM_OF[rule].with_margin(scale, margin)
 
 
 def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, ...] | None]:

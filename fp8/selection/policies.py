@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..common.mixin import bare_class
 from ..common.validation import nearest
-from ..recipes.policy import CASTS, Policy, Rule, Source, composed, source_of
+from ..recipes.policy import CASTS, LayerRule, Policy, Source, composed, source_of
 from ..recipes.recipe import Recipe
 from .layers import auto_of, candidates, layers_of
 from .roles import Layers, blocks_of, with_role, within
@@ -65,7 +65,7 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
     return decisions
 
 
-def _decide(policy: Policy, name: str, layer: nn.Module, rules: dict[str, Rule]) -> Decision:
+def _decide(policy: Policy, name: str, layer: nn.Module, rules: dict[str, LayerRule]) -> Decision:
     """The decision for a layer that is no exception. rules: by what messages call them."""
     sources: list[Source] = [source_of(policy.recipe)] * len(CASTS)
     deciding = [""] * len(CASTS)
@@ -101,7 +101,7 @@ def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, s
     return reasons
 
 
-def _matched(said: str, rule: Rule, model: nn.Module, layers: Layers) -> set[str]:
+def _matched(said: str, rule: LayerRule, model: nn.Module, layers: Layers) -> set[str]:
     """The layers that a rule matches. Raises ValueError for none, except for a rule that leaves in
     high precision what is never cast."""
     names = {name for name in layers if matches(rule.layers, name)}
@@ -115,8 +115,8 @@ def _matched(said: str, rule: Rule, model: nn.Module, layers: Layers) -> set[str
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of a `Rule` matches a name, with or without the names that wrappers put
-    in."""
+    """Whether a pattern of a `LayerRule` matches a name, with or without the names that wrappers
+    put in."""
     name = name or "(model)"  # as in reports
     compiled = _compiled(pattern)
     return any(compiled.fullmatch(n) for n in (name, bare_name(name)))

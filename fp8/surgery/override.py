@@ -15,7 +15,7 @@ from ..common.compiler import eager_only
 from ..common.mixin import check_module
 from ..common.threads import frames
 from ..products.active import ACTIVE
-from ..recipes.policy import CASTS, Rule, RuleTuple, Source, composed, source_of
+from ..recipes.policy import CASTS, LayerRule, RuleTuple, Source, composed, source_of
 from ..selection.layers import auto_of
 from ..selection.policies import matches
 from ..warnings import RecipeWarning, show
@@ -34,7 +34,7 @@ class Overridden(NamedTuple):
     number, in the order in which they were opened."""
 
     before: dict[str, Any]
-    rules: dict[int, list[Rule]]
+    rules: dict[int, list[LayerRule]]
 
 
 class override:
@@ -52,7 +52,7 @@ class override:
 
     Args:
         model: a model that `fp8.convert` has converted, or a part of it.
-        rules: `Rule` objects, or tuples (layers, product, recipe), as in `fp8.Policy`.
+        rules: `LayerRule` objects, or tuples (layers, product, recipe), as in `fp8.Policy`.
 
     Raises:
         TypeError: if ``model`` is not a module, and for what is no rule.
@@ -69,20 +69,20 @@ class override:
     'mxfp8'
     """
 
-    def __init__(self, model: nn.Module, *rules: Rule | RuleTuple) -> None:
+    def __init__(self, model: nn.Module, *rules: LayerRule | RuleTuple) -> None:
         check_module("override", model)
         if not rules:
             raise ValueError('override needs a rule: ("*.mlp.*", "grad_weight", None)')
         self._model = model
-        self._rules = tuple(map(Rule.of, rules))
+        self._rules = tuple(map(LayerRule.of, rules))
         self._open: list[tuple[int, dict[Any, Any]]] = []  # numbers, and hooks by layer
         self._by_layer()  # raises before anything changes
 
-    def _by_layer(self) -> dict[Any, list[Rule]]:
+    def _by_layer(self) -> dict[Any, list[LayerRule]]:
         """Layer -> its rules, which have a recipe on top of the one in force."""
         modules = self._model.named_modules()
         named: dict[str, Any] = {n: m for n, m in modules if isinstance(m, Converted)}
-        by_layer: dict[Any, list[Rule]] = {}
+        by_layer: dict[Any, list[LayerRule]] = {}
         for rule in self._rules:
             layers = {name: m for name, m in named.items() if matches(rule.layers, name)}
             if not layers:
@@ -131,7 +131,7 @@ class override:
             show(RecipeWarning, message)
 
 
-def _changed(sources: tuple[Source, ...], rules: Iterable[Rule]) -> tuple[Source, ...]:
+def _changed(sources: tuple[Source, ...], rules: Iterable[LayerRule]) -> tuple[Source, ...]:
     changed = list(sources)
     for rule in rules:
         for cast in rule.casts:

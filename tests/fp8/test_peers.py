@@ -23,14 +23,15 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchao", reason="torchao is the oracle")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3
+    from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
-MODES = {"up": "RCEIL", "floor": "FLOOR"}
+MODES = {"up": "RCEIL", "floor": "FLOOR", "ceil": "CEIL", "even": "EVEN"}
 ELEMENTS = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
+    "e3m2": DTYPE_FP6_E3M2,
     "e2m3": DTYPE_FP6_E2M3,
     "e2m1": torch.float4_e2m1fn_x2,
 }

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...common.report import as_table
-from ...recipes.policy import Policy, Rule
+from ...recipes.policy import LayerRule, Policy
 from ..hardware import BF16
 
 __all__ = ["Forecast", "Variant"]
@@ -94,7 +94,7 @@ class Forecast:
         if not variant.policy:
             raise ValueError(f"{recipe!r} is no policy of fp8")
         policy = Policy.from_dict(dict(variant.policy))
-        slower = (Rule(name) for name in self.slower(recipe))
+        slower = (LayerRule(name) for name in self.slower(recipe))
         return replace(policy, rules=(*policy.rules, *slower))
 
     def table(self) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...formats.format import get_format
-from ...recipes.policy import Policy, Rule
+from ...recipes.policy import LayerRule, Policy
 from ...recipes.recipe import PRODUCTS, Recipe
 from ..trace import Product
 from .findings import Candidate, Findings
@@ -41,7 +41,7 @@ def shares(products: Iterable[Product]) -> dict[str, float]:
 
 def keeping(recipe: Recipe | str, kept: Sequence[str]) -> Policy:
     """The policy that casts all layers but those in ``kept``."""
-    return Policy(recipe, rules=tuple(Rule(name) for name in kept))
+    return Policy(recipe, rules=tuple(LayerRule(name) for name in kept))
 
 
 class LayerError(NamedTuple):

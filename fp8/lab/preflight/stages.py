@@ -19,7 +19,7 @@ from torch import nn
 
 from ...common.step import described
 from ...common.validation import check_number, check_whole
-from ...recipes.policy import Policy, Rule
+from ...recipes.policy import LayerRule, Policy
 from ...recipes.recipe import AUTO, PLAIN, Recipe
 from ...version import __version__
 from ..forecast.estimate import estimate
@@ -348,7 +348,7 @@ class PreflightRun:
                     "it was not searched"
                 )
                 return []
-            squared = self.probes[-1](Policy(None, rules=(Rule(layer, recipe),))) ** 2
+            squared = self.probes[-1](Policy(None, rules=(LayerRule(layer, recipe),))) ** 2
             errors.append(LayerError(layer, squared, part))
         return errors
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fp8
-from fp8 import RECIPES, Policy, Rule
+from fp8 import RECIPES, Policy
 from fp8.adapters import torchao
 from fp8.adapters.policies import (
     as_code,
@@ -24,6 +24,7 @@ from fp8.adapters.policies import (
     for_transformer_engine,
     open_contexts,
 )
+from fp8.recipes.policy import LayerRule
 from tests.fp8.adapters.te_library import recipe_in_force
 from tests.fp8.selection.test_policies import net
 from tests.wheels import unpacked
@@ -62,7 +63,7 @@ def test_torchao_converts_the_layers_of_each_recipe():
 def test_torchao_takes_single_casts_in_high_precision():
     pytest.importorskip("torchao.float8")
     own = fp8.Recipe(name="own", **dict.fromkeys(("input", "weight", "grad"), RECIPES["row"].input))
-    policy = Policy(own, rules=[Rule("*", None, "grad_weight")])
+    policy = Policy(own, rules=[LayerRule("*", None, "grad_weight")])
     model, ours = converted(policy, net(), emulate=True), fp8.convert(net(), policy)
     config = model.head.config
     assert config.cast_config_input_for_grad_weight.scaling_type.value == "disabled"

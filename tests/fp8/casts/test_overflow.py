@@ -13,7 +13,7 @@ import fp8
 from fp8 import FORMATS, RECIPES, Cast
 from fp8.casts.casting import cast_forward
 from fp8.formats.quantize import quantize_operand
-from fp8.recipes.rules import CORRECTED
+from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS
 from tests import reference
 from tests.fp8.blocks import block
@@ -214,7 +214,7 @@ SMALL_CASTS = {
        for format in MX for rule in ("up", "floor")},
     "margin": Cast(format="e2m1", scaling="mx", margin=2),
     **{rule: Cast(format="e2m1", scaling="nv", rule=rule)
-       for rule in SCALINGS["nv"].rules if rule not in CORRECTED},
+       for rule in SCALINGS["nv"].rules if not RULES[rule].correct},
 }  # fmt: skip
 TINY = torch.finfo(torch.float32).tiny
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import fp8
 from fp8.common.libraries import ARGUMENTS, LIBRARIES, TAKES
+from fp8.recipes.policy import LayerRule
 from tests.fp8.adapters.te_library import te  # noqa: F401
 
 
@@ -50,7 +51,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "autocast": fp8.autocast,
     "initialize": lambda recipe: fp8.initialize(linear(), None, "O2", recipe),
     "policy": fp8.Policy,
-    "rule": lambda recipe: fp8.Rule("0", recipe),
+    "rule": lambda recipe: LayerRule("0", recipe),
     "switch": lambda recipe: fp8.Policy(switch=[(0.5, recipe)]),
 }
 

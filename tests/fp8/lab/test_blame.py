@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8 import Rule
 from fp8.lab.blame import Blame, _joined, _Part, _smallest, _split
 from fp8.lab.trace import quiet
+from fp8.recipes.policy import LayerRule
 from fp8.recipes.recipe import PRODUCTS
 
 WIDTH, LAYERS = 16, 4
@@ -246,7 +246,7 @@ def test_parts_of_a_layer_have_a_recipe_alone_and_together(recipe: str, name: st
     replay: Any = SimpleNamespace(layers={"0": fp8.RECIPES[recipe]})
     whole = _Part("0", frozenset(range(6)))
     singles = _split(replay, whole, [frozenset([cast]) for cast in range(6)])
-    products = _split(replay, whole, [frozenset(Rule("*", product=name).casts)])
+    products = _split(replay, whole, [frozenset(LayerRule("*", product=name).casts)])
     model = fp8.convert(nn.Sequential(nn.Linear(16, 16)), recipe, backend="simulate")
     for count in (1, 2, 3):
         for parts in combinations([*singles, *products], count):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fp8 import RECIPES, Cast, Policy, Recipe, Rule
-from fp8.recipes.policy import CASTS, CONCERNS, as_policy, composed
+from fp8 import RECIPES, Cast, Policy, Recipe
+from fp8.recipes.policy import CASTS, CONCERNS, LayerRule, as_policy, composed
 
 OWN = Recipe(name="own", input=Cast(format="e4m3", scaling="row"))
 POLICIES = {
@@ -19,7 +19,7 @@ POLICIES = {
     "high precision": Policy(None, rules=[("*.mlp.*", None, "mxfp8")]),
     "all": Policy(
         "mxfp8",
-        rules=[Rule("*.mlp.*", "row", "grad_weight"), ("lm_head", "forward.input", None)],
+        rules=[LayerRule("*.mlp.*", "row", "grad_weight"), ("lm_head", "forward.input", None)],
         first=2,
         last=1,
         keep=["router", "readout"],
@@ -77,7 +77,7 @@ def test_bad_json_is_refused_by_name(values: dict[str, Any], message: str):
     ("make", "error", "message"),
     [
         (lambda: Policy(rules="*"), TypeError, "rules must be a list"),
-        (lambda: Policy(rules=Rule("*")), TypeError, "rules must be a list"),
+        (lambda: Policy(rules=LayerRule("*")), TypeError, "rules must be a list"),
         (lambda: Policy(rules=[("*", None)]), TypeError, "a tuple (layers, product, recipe)"),
         (lambda: Policy(keep="readout"), TypeError, "keep must be a list"),
         (lambda: Policy(first=1.5), TypeError, "first must be a whole number"),
@@ -86,7 +86,7 @@ def test_bad_json_is_refused_by_name(values: dict[str, Any], message: str):
         (lambda: Policy(switch=[(0.9, "row"), (0.5, "row")]), ValueError, "must ascend"),
         (lambda: Policy(name=3), TypeError, "name must be a string"),
         (lambda: Policy(3), TypeError, "a recipe must be"),
-        (lambda: Rule(3), TypeError, "a pattern of names"),
+        (lambda: LayerRule(3), TypeError, "a pattern of names"),
         (lambda: Policy().at(1.5), ValueError, "fraction must be a number from 0 to 1"),
         (lambda: Policy().at(True), TypeError, "fraction must be a number from 0 to 1"),
         (lambda: as_policy(3), TypeError, "a recipe must be"),
@@ -99,13 +99,13 @@ def test_bad_arguments_are_refused(make, error, message):
 
 
 def test_what_a_rule_concerns():
-    every = {name: {CASTS[i] for i in Rule("*", product=name).casts} for name in CONCERNS}
+    every = {name: {CASTS[i] for i in LayerRule("*", product=name).casts} for name in CONCERNS}
     assert set().union(*every.values()) == set(CASTS)
     assert len(CASTS) == 6
     assert every["forward"] == {"forward.input", "forward.weight"}
     assert every["grad"] == {"grad_input.grad", "grad_weight.grad"}
     assert all(every[name] == {name} for name in CASTS)
-    assert len(Rule("*").casts) == 6
+    assert len(LayerRule("*").casts) == 6
 
 
 def test_a_switch_leaves_high_precision_alone():

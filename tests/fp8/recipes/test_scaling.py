@@ -6,7 +6,7 @@ import torch
 from fp8 import FORMATS, Cast
 from fp8.casts.casting import cast_forward
 from fp8.casts.rotation import rotated
-from fp8.recipes.rules import CORRECTED, E8M0, RULES, UNITS
+from fp8.recipes.rules import LOWERED, RULES
 from fp8.recipes.scaling import SCALINGS, scale_of
 from tests import reference
 from tests.fp8.oracles import randn
@@ -14,7 +14,7 @@ from tests.fp8.oracles import randn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NOW = {name: row for name, row in SCALINGS.items() if row.rules and name != "delayed"}
 SCALED = [(name, rule) for name, row in NOW.items() for rule in row.rules]
-EXACT = [(name, rule) for name, rule in SCALED if rule not in CORRECTED]
+EXACT = [(name, rule) for name, rule in SCALED if not RULES[rule].correct]
 E4M3 = FORMATS["e4m3"]
 
 
@@ -26,7 +26,7 @@ E4M3 = FORMATS["e4m3"]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_is_its_definition(rule, format, dtype):
-    if rule in UNITS and format.max > 1e9:
+    if RULES[rule].unit and format.max > 1e9:
         pytest.skip("448 times its largest value is no float32")
     limits = torch.finfo(dtype)
     real = reference.np.float64 if dtype == torch.float64 else reference.np.float32
@@ -48,12 +48,12 @@ def test_a_scale_that_is_a_code_is_not_rounded_up(rule, top, dtype):
     codes = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
     whole, format = randn(1000, 1).abs().to(dtype) + 0.1, FORMATS["e2m1"]
     for largest in whole:
-        unit = UNITS[rule](largest, format)
-        scale = RULES[rule](largest * (codes / top), format, unit)
+        unit = RULES[rule].unit_of(largest, format)
+        scale = RULES[rule].scale_of(largest * (codes / top), format, unit)
         assert torch.equal(scale, codes * unit)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in UNITS])
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.unit])
 def test_one_where_nothing_can_be_scaled(rule):
     for values in ([0.0], [-0.0, 0.0], [-math.inf], [math.nan, 0.0]):
         scale = scale_of(torch.tensor(values), None, E4M3, rule)
@@ -62,13 +62,13 @@ def test_one_where_nothing_can_be_scaled(rule):
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dims", [None, (-1,)], ids=["whole", "rows"])
-@pytest.mark.parametrize("rule", [*RULES, *(rule + E8M0 for rule in ("up", "floor"))])
+@pytest.mark.parametrize("rule", LOWERED)
 def test_a_scale_is_that_of_the_finite_values_or_nan(rule, dims, bad):
     x = randn(3, 8) / 1000
     expected = scale_of(torch.where(torch.arange(8) == 5, 0.0, x), dims, E4M3, rule)
     x[:, 5] = bad
     scale = scale_of(x, dims, E4M3, rule)
-    if rule in UNITS or rule.endswith(E8M0):
+    if LOWERED[rule].form.is_narrow:
         assert scale.isnan().all()
     else:
         assert torch.equal(scale, expected)
@@ -123,11 +123,11 @@ def test_zero_inf_nan_tiny_and_huge(scaling, rule):
     def first(*values):
         x = torch.stack([torch.tensor([*values, *[0.0] * (32 - len(values))]), torch.ones(32)])
         y = cast_forward(x, cast)
-        assert not row or rule in UNITS or torch.equal(y[1], torch.ones(32))
+        assert not row or RULES[rule].unit or torch.equal(y[1], torch.ones(32))
         return y[0, : len(values)].tolist()
 
     assert first(0.0, -0.0) == [0.0, 0.0]
-    if scaling == "mx" or rule in UNITS:
+    if scaling == "mx" or RULES[rule].unit:
         assert all(map(math.isnan, first(math.inf, 1.0) + first(math.nan, 1.0)))
     else:
         assert first(math.inf, 1.0) == [math.inf, 1.0]

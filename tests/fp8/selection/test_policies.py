@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8 import RECIPES, Policy, Rule
-from fp8.recipes.policy import ROLES
+from fp8 import RECIPES, Policy
+from fp8.recipes.policy import ROLES, LayerRule
 from fp8.selection.layers import candidates
 from fp8.selection.policies import resolve
 from fp8.selection.roles import with_role
@@ -158,9 +158,12 @@ def test_a_role_is_found_or_refused_by_name(role: str):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (Policy(rules=[Rule("haed")]), r"rule 1: 'haed' matches no layer; did you mean 'head'\?"),
+        (
+            Policy(rules=[LayerRule("haed")]),
+            r"rule 1: 'haed' matches no layer; did you mean 'head'\?",
+        ),
         (Policy(rules=[("head", None, None), ("x*", None, "row")]), "rule 2: 'x*' matches no"),
-        (Policy(rules=[Rule("blocks")]), r'inside of that module, use "blocks\.\*"'),
+        (Policy(rules=[LayerRule("blocks")]), r'inside of that module, use "blocks\.\*"'),
         (Policy(first=3, last=2), "first=3 and last=2 need .* Net has 4"),
         (
             Policy("nvfp4", rules=[("head", "grad_weight.grad", None)]),
@@ -182,9 +185,9 @@ def test_what_does_not_fit_the_model_is_an_error_and_changes_nothing(policy, mes
 
 def test_rules_for_layers_that_are_never_cast():
     model = nanogpt()
-    resolve(Policy("row", rules=[Rule("tokens")]), model)  # in high precision, as asked
+    resolve(Policy("row", rules=[LayerRule("tokens")]), model)  # in high precision, as asked
     with pytest.raises(ValueError, match=r"stay: 'tokens' \(a lookup, not a product\)"):
-        resolve(Policy(rules=[Rule("tokens", "row")]), model)
+        resolve(Policy(rules=[LayerRule("tokens", "row")]), model)
 
 
 def test_names_inside_of_wrappers():
@@ -206,7 +209,7 @@ def test_autocast_takes_a_policy_that_selects_no_layers():
     with fp8.autocast(Policy(None)):
         assert torch.equal(x @ x.mT, torch.mm(x, x.mT))
     with pytest.raises(ValueError, match=r"selects layers .* is for fp8.convert\(model, policy\)"):
-        fp8.autocast(Policy("row", rules=[Rule("head")]))
+        fp8.autocast(Policy("row", rules=[LayerRule("head")]))
     with pytest.raises(ValueError, match=r"pass policy.at\(fraction\)"):
         fp8.autocast(Policy("row", switch=[(0.9, "bf16")]))
     with pytest.raises(ValueError, match="recipe 'delayed' keeps scales"):
@@ -218,7 +221,7 @@ def test_levels_take_a_policy():
     fp8.initialize(model, None, "O2", Policy("row", keep=["readout"]))
     assert {r.path for r in fp8.report(model).left_alone} == {"head"}
     with pytest.raises(ValueError, match="matches no layer"):
-        fp8.initialize(net(), None, "O2", Policy("row", rules=[Rule("haed")]))
+        fp8.initialize(net(), None, "O2", Policy("row", rules=[LayerRule("haed")]))
 
 
 def test_calibration_and_unit_scaling_choose_again_under_auto():
