@@ -90,9 +90,9 @@ class LoweredCast(NamedTuple):
         return random or (self.rule is not None and LOWERED[self.rule].correct is not None)
 
     @property
-    def reads_values(self) -> bool:
-        """Whether the rule needs more of a tile than its largest magnitude."""
-        return self.rule is not None and LOWERED[self.rule].reads_values
+    def is_simulated(self) -> bool:
+        """Whether no kernel has the scales of the rule."""
+        return self.rule is not None and LOWERED[self.rule].is_simulated
 
 
 def lowered(cast: Cast) -> LoweredCast:
@@ -231,7 +231,7 @@ def whole_scale(
 ) -> Tensor | None:
     """The scale factor of all of ``x``, as `cast_values` returns it. format: that of the spec."""
     rule, margin = spec.rule, spec.margin
-    whole = rule is not None and spec.tile == (0, 0) and not LOWERED[rule].reads_values
+    whole = rule is not None and spec.tile == (0, 0) and not LOWERED[rule].is_simulated
     if whole and type(x) is not Tensor and is_dtensor(x):
         x = _amax_of(x)
     if history is not None:
@@ -265,8 +265,10 @@ def resolved_format(text: str) -> Format:
 
 
 @cache
-def _resolved_grid(format: str, overflow: str, dtype: torch.dtype, scaled: bool) -> Grid:
-    return operand_grid(resolved_format(format), overflow, dtype, scaled)
+def _resolved_grid(
+    format: str, overflow: str, dtype: torch.dtype, scaled: bool, rounding: str
+) -> Grid:
+    return operand_grid(resolved_format(format), overflow, dtype, scaled, rounding)
 
 
 def rounding_of(spec: LoweredCast | Cast, converts: bool = False) -> dict[str, Any]:
@@ -286,8 +288,8 @@ def _rounded(
     rule, label = spec.rule, spec.label
     if rule is None or scale is not None or x.numel() == 0:
         inverse = None if scale is None else FORM_OF[rule].inverse(scale)
-        grid = _resolved_grid(spec.format, spec.overflow, x.dtype, scale is not None)
-        y = round_operand(x, grid, spec.rounding, scale, inverse)
+        settings = (spec.format, spec.overflow, x.dtype, scale is not None, spec.rounding)
+        y = round_operand(x, _resolved_grid(*settings), spec.rounding, scale, inverse)
         whole = scale
     else:
         values, whole, _, _ = by_tiles(x, spec, axis, of)
@@ -344,6 +346,11 @@ def _scales_of(
     assert spec.rule is not None
     unit, rule, format = None, LOWERED[spec.rule], format_of(spec)
     if of is not None:
+        if rule.is_simulated:
+            raise NotImplementedError(
+                f"rule {rule.name!r} reads the values of whole tiles, and an operand is divided "
+                "among processes; take a rule of the largest magnitude"
+            )
         for dim, by in zip((-2, -1), spec.tile if axis == -1 else spec.tile[::-1], strict=True):
             if by > 1:
                 check_whole(of, dim, by)
@@ -353,11 +360,6 @@ def _scales_of(
             unit = rule.unit_of(amax, format)
         elif 0 in spec.tile:
             tiles = reduced(of, scaling.largest_finite(tiles, dims), [axis], "max")
-        if rule.is_simulated:
-            raise NotImplementedError(
-                f"rule {rule.name!r} reads the values of whole tiles, and an operand is divided "
-                "among processes; take a rule of the largest magnitude"
-            )
     scale, unit = scales_and_unit(tiles, dims, format, rule, unit, axis)
     if unit is not None:
         unit = rule.form.with_margin(unit, spec.margin)
@@ -438,10 +440,9 @@ def quantized(
     """``x``, or with axis -2 its transpose, in numbers of the format, as `cast_values` rounds it.
     converts: whether a conversion to the dtype of the format rounds the values."""
     converts = converts and format_of(spec).dtype is not None and not spec.label
-    if spec.rule is not None and LOWERED[spec.rule].is_simulated:
+    if spec.is_simulated:
         raise ValueError(
-            f"rule {spec.rule!r} reads the values of tiles, and its products are simulated with "
-            "torch's sums; take a rule of the largest magnitude"
+            f"products under rule {spec.rule!r}, which reads the values of tiles, are simulated"
         )
     x = rotated(dequantized(x), spec.hadamard, axis, signs) if spec.hadamard else x
     x = dequantized(x, torch.float32)

@@ -124,7 +124,7 @@ def cast_groups(
     if history is not None and record:
         with torch.no_grad():
             history.copy_(after)
-    if spec.tile != (0, 0) or spec.reads_values:
+    if spec.tile != (0, 0) or spec.is_simulated:
         return y, None
     scaled = spec.rule is not None or spec.margin or history is not None
     return y, scales if scaled else None

@@ -228,7 +228,7 @@ def _dtype(x: Tensor, spec: LoweredCast) -> torch.dtype | None:
     """The FP8 dtype in which ``x`` is saved; None to save it unchanged."""
     if spec.tile != (0, 0) or x.device.type == "mps":
         return None
-    if spec.rule is not None and LOWERED[spec.rule].reads_values:  # which have several scales
+    if spec.rule is not None and LOWERED[spec.rule].is_simulated:  # with several scales, maybe
         return None
     dtype = resolved_format(spec.format).dtype
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None

@@ -115,7 +115,7 @@ def unfit(recipe: Recipe) -> str:
         )
         unlike = cast != usual
         if cast.rule is not None:  # readers compute the scales of inputs from largest magnitudes
-            unlike = unlike or RULES[cast.rule].reads_values
+            unlike = unlike or RULES[cast.rule].is_simulated
         if unlike or any(by and n % by for n, by in zip(cast.tile or (), tile, strict=True)):
             return f"{none}: {cast}; {then}"
     return ""

@@ -174,7 +174,7 @@ def _why_not_sent(recipe: Recipe | None) -> str:
             f"recipe {recipe.name!r} has weights with scaling {cast.scaling!r}, which goes along "
             f"what FSDP2 cuts; gather_in_fp8 takes {' and '.join(map(repr, SCALINGS))}"
         )
-    if cast.rule is not None and RULES[cast.rule].reads_values:
+    if cast.rule is not None and RULES[cast.rule].is_simulated:
         return f"rule {cast.rule!r} reads values, of which FSDP2 gives each process a part"
     if lowered(cast).is_random or cast.hadamard or recipe.grad_input[1] != cast:
         return (

@@ -54,11 +54,11 @@ def quantize(
         x: float32, bfloat16, float16 or float64, any shape and strides. Each element is rounded
             once, from its exact value.
         format: a name in `FORMATS`, or a `Format`.
-        rounding: "nearest" (ties to even); "stochastic": to one of the two neighbours, so that the
-            expected value is x.
+        rounding: "nearest" (ties to even); "toward_zero"; "stochastic": to one of the two
+            neighbours, so that the expected value is x.
         overflow: "saturate": values beyond the largest value, including Inf, become the largest
             value with their sign. "nonfinite": they become Inf if the format has Inf, else NaN. As
-            in IEEE 754 the rounded value decides.
+            in IEEE 754 the rounded value decides; under "toward_zero" only Inf overflows.
         scale: a positive float, or a tensor of positive values that broadcasts to `x`, applied in
             float32 (float64 for float64), exactly for powers of two. For tensors outside of the CPU
             and in compiled code, other values give NaN instead of an error.
@@ -95,16 +95,18 @@ def quantize_operand(
     """`quantize` for casts of products: NaN and Inf stay nonfinite in every format, so that a check
     of the results (GradScaler's) detects them. rounding may be "none", as `saturated` has it.
     scale: not validated. unscaled: for "none", ``x`` before the division by a scale."""
-    grid = operand_grid(format, overflow, x.dtype, scale is not None)
+    grid = operand_grid(format, overflow, x.dtype, scale is not None, rounding)
     if rounding == "none":
         return saturated(x.detach(), (x if unscaled is None else unscaled).detach(), grid)
     return round_operand(x, grid, rounding, scale)
 
 
-def operand_grid(format: Format, overflow: str, dtype: torch.dtype, scaled: bool) -> Grid:
+def operand_grid(
+    format: Format, overflow: str, dtype: torch.dtype, scaled: bool, rounding: str
+) -> Grid:
     """The grid of `quantize_operand` for tensors of ``dtype``, with or without a scale."""
     infinity = (format.nonfinite or math.nan) if overflow == "saturate" else None
-    return _grid(format, overflow, dtype, scaled, 31, infinity)
+    return _grid(format, overflow, dtype, scaled, 31, infinity, rounding)
 
 
 def round_operand(
@@ -220,7 +222,8 @@ def _checked(
     check_name("rounding", rounding, ROUNDINGS)
     check_name("overflow", overflow, OVERFLOWS)
     check_between("random_bits", random_bits, 1, 31)
-    grid = _grid(get_format(format), overflow, x.dtype, scale is not None, random_bits, None)
+    limits = (overflow, x.dtype, scale is not None, random_bits, None, rounding)
+    grid = _grid(get_format(format), *limits)
     return tuple(grid), _scale(x, scale), _key(rounding, seed, x.device)
 
 
@@ -231,6 +234,7 @@ def _grid(
     scaled: bool,
     random_bits: int,
     infinity: float | None,
+    rounding: str,
 ) -> Grid:
     """The values of `format` that `dtype` can represent (with a scale, all), and overflow."""
     largest = format.max
@@ -244,7 +248,8 @@ def _grid(
     if beyond is None:
         raise ValueError(f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'")
     steps, values = (format.mantissa_bits, format.min_exponent), (largest, beyond)
-    return Grid(*steps, *values, format.negative_zero, random_bits, infinity)
+    truncates = rounding == "toward_zero"
+    return Grid(*steps, *values, format.negative_zero, random_bits, infinity, truncates)
 
 
 def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:

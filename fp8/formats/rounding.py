@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.compiler import compiled_as, in_graph, is_inductors
 
-ROUNDINGS = ("nearest", "stochastic")
+ROUNDINGS = ("nearest", "stochastic", "toward_zero")
 
 
 class Layout(NamedTuple):
@@ -58,6 +58,9 @@ class Grid(NamedTuple):
     """The number of random bits in stochastic rounding; see `random_bits.fewer_bits`."""
     infinity: float | None = None
     """The result for +-Inf if finite values saturate: inf or nan; None: `largest`."""
+    truncates: bool = False
+    """Whether values are rounded toward zero. Then finite ones stop at `largest`, whatever is
+    beyond (IEEE 754-2019, section 7.4)."""
 
 
 def divided(x: Tensor, by: Tensor | float) -> Tensor:
@@ -70,10 +73,11 @@ def divided(x: Tensor, by: Tensor | float) -> Tensor:
 
 
 def round_to_grid(x: Tensor, grid: Grid, bits: Tensor | None = None) -> Tensor:
-    """`x`, float32 or float64, rounded to the values of `grid` in a new tensor: to nearest, or by
-    the low 31 of random ``bits``. NaN stays NaN. Exact under torch.set_flush_denormal(True)."""
+    """`x`, float32 or float64, rounded to the values of `grid` in a new tensor: to nearest, toward
+    zero if it `truncates`, or by the low 31 of random ``bits``. NaN stays NaN. Exact under
+    torch.set_flush_denormal(True)."""
     layout = LAYOUTS[x.dtype]
-    if bits is None and _fits_floats(grid, layout):
+    if bits is None and not grid.truncates and _fits_floats(grid, layout):
         return _round_by_magic(x, grid, layout)
     return _round_by_bits(x, grid, layout, bits)
 
@@ -150,7 +154,7 @@ def _overflow(y: Tensor, x: Tensor, grid: Grid) -> Tensor:
 
 
 def _round_by_bits(x: Tensor, grid: Grid, layout: Layout, bits: Tensor | None) -> Tensor:
-    """Both roundings, on the bits of x, in integers alone. x is significand * 2**e; the low `drop`
+    """All roundings, on the bits of x, in integers alone. x is significand * 2**e; the low `drop`
     bits of the significand are below the spacing of the grid and decide about an increment."""
     width = layout.mantissa_bits
     raw = x.view(layout.integer)
@@ -162,7 +166,9 @@ def _round_by_bits(x: Tensor, grid: Grid, layout: Layout, bits: Tensor | None) -
     drop = drop.add_(normal).add_(width - grid.mantissa_bits - 1)
     if grid.mantissa_bits == width:
         drop = drop.clamp_(min=0)
-    up = _round_up(significand, drop, bits)
+    up: Tensor | int = 0
+    if not grid.truncates:
+        up = _round_up(significand, drop, bits)
     # Below the spacing the result is 0 or one step. Above it, the bits of x including the exponent
     # count steps, and a carry into the exponent is correct.
     step = layout.encode(2.0 ** (grid.min_exponent - grid.mantissa_bits))
@@ -192,6 +198,9 @@ def _finish_bits(
     largest = layout.encode(grid.largest)
     if grid.beyond == grid.largest:
         rounded = rounded.clamp_(max=largest)
+    elif grid.truncates:
+        beyond = layout.encode(grid.beyond)
+        rounded = torch.where(magnitude < layout.infinity, rounded.clamp(max=largest), beyond)
     else:
         rounded = torch.where(rounded > largest, layout.encode(grid.beyond), rounded)
     special = layout.infinity + (grid.infinity is None)  # Inf and NaN, or NaN alone

@@ -77,7 +77,7 @@ def _cast(
     if spec is None:
         return x, None
     cast = rounded if differentiable else cast_values
-    if geometry is None or (spec.tile == (0, 0) and not spec.reads_values):
+    if geometry is None or (spec.tile == (0, 0) and not spec.is_simulated):
         return cast(x, spec, axis, history, record, signs)
     last = x.movedim(1, -1)
     matrix = last.flatten(1) if weight else last.flatten(0, -2)

@@ -243,10 +243,8 @@ class Rule:
     # Set per instance.
     form: ClassVar[Form]
     """The row of `stored`."""
-    reads_values: ClassVar[bool]
-    """Whether the largest magnitude of a tile does not suffice."""
     is_simulated: ClassVar[bool]
-    """Whether no kernel may have the scales."""
+    """Whether more of a tile than its largest magnitude is read, for which no kernel is tested."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -265,12 +263,9 @@ class Rule:
                 raise ValueError(f"units and candidates must be positive, got {number!r}")
         if not self.candidates:
             raise ValueError("Rule.candidates is empty; (1.0,) is the magnitude itself")
-        reads_values = self.magnitude is not None or len(self.candidates) > 1
-        vars(self).update(
-            form=FORMS[self.stored],
-            reads_values=reads_values,
-            is_simulated=reads_values and (self.magnitude is not None or self.unit is None),
-        )
+        by_error = len(self.candidates) > 1 and self.unit is None
+        vars(self)["form"] = FORMS[self.stored]
+        vars(self)["is_simulated"] = by_error or self.magnitude is not None
 
     def scale_of(
         self, amax: Tensor, format: Format, unit: Tensor | None = None, candidate: int = 0

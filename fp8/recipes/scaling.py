@@ -54,7 +54,7 @@ class Scaling:
 
     def has(self, rule: Rule) -> bool:
         """Whether the rule may compute the scale."""
-        return rule.stored in self.forms and not (self.keeps_magnitudes and rule.reads_values)
+        return rule.stored in self.forms and not (self.keeps_magnitudes and rule.is_simulated)
 
     def lowered(self, rule: str | None) -> str | None:
         """The name in LOWERED of a rule of this scaling."""

@@ -212,7 +212,9 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _is_cacheable(layer: Any, weight: Tensor, casts: Casts, scale: Tensor | None) -> bool:
     specs = casts.b, casts.b_for_grad_a
-    if any(spec is None or spec.is_random for spec in specs) or weight.is_inference():
+    if any(spec is None or spec.is_random or spec.is_simulated for spec in specs):
+        return False
+    if weight.is_inference():
         return False
     if layer.fp8_recipe.accumulate or not native.takes(layer.fp8_backend, weight, weight):
         return False

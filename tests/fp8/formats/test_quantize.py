@@ -23,6 +23,7 @@ from tests.fp8.oracles import (
     random_bits,
     random_patterns,
     with_gfloat,
+    within,
 )
 
 ROWS = list(FORMATS.values())
@@ -33,6 +34,7 @@ CASES = [
     if overflow == "saturate" or format.nonfinite is not None
 ]
 IDS = [f"{format}-{overflow}" for format, overflow in CASES]
+MODES = {"nearest": RoundMode.TiesToEven, "toward_zero": RoundMode.TowardZero}
 BAD_SCALES = (0.0, -1.0, math.nan, math.inf)
 NESTED = torch.nested.nested_tensor([torch.ones(2, 8)], layout=torch.jagged)
 
@@ -71,8 +73,26 @@ def test_float64_is_that_of_gfloat(name: str) -> None:
     generator = np.random.default_rng(7)
     numbers = generator.standard_normal(10_000) * 2.0 ** generator.integers(-160, 150, 10_000)
     x = torch.from_numpy(numbers)
-    want = with_gfloat(x, FORMATS[name], RoundMode.TiesToEven, "saturate")
-    assert_same(quantize(x, name), want, x)
+    for rounding, mode in MODES.items():
+        want = with_gfloat(x, FORMATS[name], mode, "saturate")
+        assert_same(quantize(x, name, rounding=rounding), want, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("format", "overflow"), [c for c in CASES if c[0].name in GFLOAT], ids=str)
+def test_toward_zero_is_that_of_gfloat(format: Format, overflow: str, dtype: torch.dtype) -> None:
+    """For every number of 16 bits. Only Inf overflows."""
+    x = random_patterns(2**18, 1) if dtype == torch.float32 else all_patterns(dtype)
+    if not format.nan:
+        x = x[~x.isnan()]  # gfloat has nothing to give
+    got = quantize(x, format, rounding="toward_zero", overflow=overflow)
+    want = with_gfloat(x, format, RoundMode.TowardZero, overflow)
+    finite = within(want.where(x.isfinite(), 0.0), dtype, format, format.max)
+    beyond = finite.abs().max()
+    if overflow == "nonfinite":
+        beyond = torch.tensor(format.nonfinite).double()
+    want = torch.where(x.isinf(), torch.copysign(beyond, x), want.where(x.isnan(), finite))
+    assert_same(got, want, x)
 
 
 @pytest.mark.parametrize("name", GFLOAT)
