@@ -6,6 +6,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,19 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text("".join(words)[:4000])
     return path
+
+
+@pytest.fixture
+def own_rows() -> Iterator[None]:
+    """Rules and recipes that a test registers are gone after it."""
+    from unittest.mock import patch
+
+    from fp8.recipes import recipe, rules
+
+    with ExitStack() as stack:
+        for table in (recipe.RECIPES, rules.RULES, rules.LOWERED, rules.FORM_OF):
+            stack.enter_context(patch.dict(table))
+        yield
 
 
 @pytest.fixture

@@ -79,6 +79,7 @@ def blocks(path: Path) -> list[Block]:
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
 # Of transformers, which PEFT brings up.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.usefixtures("own_rows")
 @each([path for path in DOCUMENTS if path != CONTRIBUTING])
 def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,353 @@
+"""Rules as rows: registered ones read the values of tiles, wherever a cast runs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8
+from fp8 import FORMATS, Cast, Policy, Recipe, Rule
+from fp8.casts.casting import cast_forward
+from fp8.distributed.fsdp import gather_in_fp8
+from fp8.recipes.recipe import RECIPES
+from fp8.recipes.rules import LOWERED, RULES, exact
+from fp8.recipes.scaling import SCALINGS
+from tests import reference
+from tests.fp8.oracles import randn
+
+pytestmark = pytest.mark.usefixtures("own_rows")
+
+PLACES = (-2, -1)
+
+
+def percentile(values, format):
+    return values.abs().flatten(-2).quantile(0.9, dim=-1)[..., None, None]
+
+
+def rms(values, format):
+    """In float64, where the order of the sum makes no difference."""
+    return (2 * values.double().square().mean(PLACES, keepdim=True).sqrt()).to(values.dtype)
+
+
+def smooth(values, format):
+    """A scale for each place along the sum."""
+    places = values.abs().amax(-2, keepdim=True).clamp(min=1e-20).sqrt()
+    return places * (values / places).abs().amax(PLACES, keepdim=True)
+
+
+MAGNITUDES = {function.__name__: function for function in (percentile, rms, smooth)}
+FORMS = {"power": Rule(name="p"), "float32": Rule(name="f", scale=exact, stored="float32")}
+
+
+def registered(magnitude, stored: str = "power", name: str = "mine") -> Rule:
+    row = RULES["e4m3"] if stored == "e4m3" else FORMS[stored]
+    return dataclasses.replace(row, name=name, magnitude=magnitude).register()
+
+
+def recipe_of(cast: Cast, name: str = "own") -> Recipe:
+    return Recipe(name=name, input=cast, weight=cast, grad=cast)
+
+
+def expected(x: Tensor, cast: Cast, magnitude, axis: int = -1) -> Tensor:
+    """The cast by its definition: tile by tile, the rule "up" or "exact" for each magnitude."""
+    if axis == -2:
+        return expected(x.mT, cast, magnitude).mT
+    assert cast.tile is not None
+    rule = "up" if RULES[cast.rule or ""].stored == "power" else "exact"
+    format, least = FORMATS[str(cast.format)], -127 if cast.scaling == "mx" else -126
+    sizes = zip(cast.tile, x.shape[-2:], strict=True)
+    across, along = (min(by, max(size, 2)) if by else size for by, size in sizes)
+    y = torch.empty(x.shape, dtype=torch.float64)
+    batches = [x.flatten(0, -2)] if cast.tile == (0, 0) else x.reshape(-1, *x.shape[-2:])
+    results = [y.view(-1, x.shape[-1])] if cast.tile == (0, 0) else y.view(-1, *x.shape[-2:])
+    for matrix, result in zip(batches, results, strict=True):
+        rows = len(matrix) if cast.tile == (0, 0) else across
+        for i in range(0, len(matrix), rows):
+            for j in range(0, x.shape[-1], along):
+                at = (slice(i, i + rows), slice(j, j + along))
+                result[at] = _tile(matrix[at], format, rule, magnitude, (rows, along), least)
+    return y
+
+
+def _tile(x: Tensor, format, rule: str, magnitude, size: tuple[int, int], least: int) -> Tensor:
+    if least == -127 and not bool(x.isfinite().all()):
+        return torch.full_like(x, math.nan)
+    values = torch.zeros(size)
+    values[: x.shape[0], : x.shape[1]] = torch.where(x.isfinite(), x, 0.0)
+    found = magnitude(values, format)
+    largest = float(values.abs().max())
+    usable = [m if 0 < m < math.inf else largest for m in found.flatten().tolist()]
+    scales = [reference.scale_of(m, format, rule, least=least) for m in usable]
+    scale = torch.tensor(scales).view(found.shape)[..., : x.shape[1]]
+    return reference.rounded((x / scale).double(), format) * scale
+
+
+TILES = [(name, row.tile) for name, row in SCALINGS.items() if "power" in row.forms]
+TILES = [*((n, t) for n, t in TILES if n != "delayed"), ("block", (4, 16)), ("block", (4, 1))]
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(("scaling", "tile"), TILES, ids=str)
+@pytest.mark.parametrize("name", MAGNITUDES)
+def test_a_rule_gets_the_matrix_of_each_tile(name, scaling, tile, axis):
+    """Bit for bit, with sizes that are no multiples (a multiple across, where zeros would count),
+    and with Inf and NaN."""
+    for stored in SCALINGS[scaling].forms:
+        registered(MAGNITUDES[name], stored, f"{name}_{stored}")
+        cast = Cast(format="e4m3", scaling=scaling, tile=tile, rule=f"{name}_{stored}")
+        for shape in ((12, 33), (1, 7), (2, 3, 8, 20)):
+            x = randn(*shape) * torch.exp2(randn(*shape[:-1], 1, seed=1) * 8)
+            x.view(-1)[2::11] *= 1000
+            for bad in (0.0, math.inf, math.nan):
+                x.view(-1)[3] = bad
+                got = cast_forward(x, cast, axis)
+                want = expected(x, cast, MAGNITUDES[name], axis).float()
+                torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_dtype_and_scaling_of_a_rule(dtype):
+    for stored in ("power", "float32", "e4m3"):
+        registered(rms, stored, f"rms_{stored}")
+    for scaling, row in SCALINGS.items():
+        for rule in filter(lambda rule: rule.startswith("rms"), row.rules):
+            cast = Cast(format="e2m1", scaling=scaling, rule=rule, margin=1)
+            y = cast_forward(randn(8, 64).to(dtype), cast)
+            assert y.dtype == dtype
+            error = (y - randn(8, 64).to(dtype)).norm() / randn(8, 64).norm()
+            assert error < 0.35
+            for value in (0.0, 1e-30, 1e30):  # the square of which overflows
+                flat = torch.full((4, 64), value).to(dtype)
+                flat = flat.where(flat.isfinite(), 1.0)
+                assert torch.allclose(cast_forward(flat, cast), flat, rtol=0.3)
+
+
+def test_the_largest_magnitude_counts_where_a_rule_gives_none():
+    """A percentile of a tile with few values is 0; the mean of large squares is Inf."""
+    registered(percentile)
+    cast = Cast(format="e4m3", scaling="row", rule="mine")
+    usual = dataclasses.replace(cast, rule="up")
+    x = torch.zeros(2, 64)
+    x[0, 3], x[1, :4] = 1e-5, 3e38
+    assert torch.equal(cast_forward(x, cast), cast_forward(x, usual))
+
+
+def test_of_several_candidates_the_best_one_counts():
+    """Also of powers of two, where four over six has two e4m3 values."""
+    factors = tuple(2.0**-i for i in range(4))
+    Rule(name="best", candidates=factors).register()
+    x = randn(6, 64)
+    x[:3, 0] = 100.0
+    for scaling in ("tensor", "row", "mx"):
+        got = cast_forward(x, Cast(format="e2m1", scaling=scaling, rule="best"))
+        each = []
+        for factor in factors:
+            name = f"by_{round(-math.log2(factor))}"
+            Rule(name=name, candidates=(factor,)).register()
+            each.append(cast_forward(x, Cast(format="e2m1", scaling=scaling, rule=name)))
+        if scaling == "tensor":
+            want = min(each, key=lambda y: float((y - x).square().sum()))
+            assert torch.equal(got, want)
+            continue
+        width = 32 if scaling == "mx" else 64
+        errors = torch.stack([(y - x).square().unflatten(1, (-1, width)).sum(-1) for y in each])
+        least = (got - x).square().unflatten(1, (-1, width)).sum(-1)
+        torch.testing.assert_close(least, errors.amin(0))
+
+
+PRODUCTS = {
+    "linear": (nn.functional.linear, (6, 40), (16, 40)),
+    "batch": (torch.matmul, (3, 6, 40), (3, 40, 5)),
+    "convolution": (nn.functional.conv2d, (2, 8, 5, 5), (4, 8, 3, 3)),
+}
+
+
+def three(function, *operands: Tensor) -> list[Tensor]:
+    operands = tuple(x.clone().requires_grad_() for x in operands)
+    y = function(*operands)
+    return [y.detach(), *torch.autograd.grad(y, operands, randn(*y.shape, seed=3))]
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "product"),
+    [
+        *((name, "tensor", "linear") for name in MAGNITUDES),
+        *(("smooth", "tensor", product) for product in PRODUCTS if product != "linear"),
+        *(("rms", scaling, "batch") for scaling in ("row", "mx", "nv")),
+    ],
+)
+def test_products_compiled_and_not(name, scaling, product):
+    """One graph, whose results are those of eager code up to the order of sums; also of sizes that
+    change."""
+    torch.compiler.reset()
+    registered(MAGNITUDES[name], "e4m3" if scaling == "nv" else "power")
+    format = "e2m1" if scaling == "nv" else "e4m3"
+    recipe = recipe_of(Cast(format=format, scaling=scaling, rule="mine"))
+    function, *shapes = PRODUCTS[product]
+
+    def cast(*operands):
+        with fp8.autocast(recipe):
+            return function(*operands)
+
+    graph = torch.compile(cast, fullgraph=True, backend="aot_eager")
+    for size in (0, 2):
+        first, *others = shapes[0]
+        operands = (randn(first + (size if product != "batch" else 0), *others), randn(*shapes[1]))
+        for one, other in zip(three(cast, *operands), three(graph, *operands), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        assert not torch.equal(cast(*operands), function(*operands))
+
+
+def test_grouped_products_and_attention():
+    registered(smooth)
+    recipe = recipe_of(Cast(format="e4m3", scaling="tensor", rule="mine"))
+    offs = torch.tensor([4, 12], dtype=torch.int32)
+
+    def both(x, w, q):
+        y = nn.functional.grouped_mm(x, w, offs=offs)
+        z = nn.functional.scaled_dot_product_attention(q, q, q)
+        return y.square().sum() + z.square().sum()
+
+    operands = randn(12, 16), randn(2, 16, 16), randn(1, 2, 6, 8)
+    exact_ = three(both, *operands)
+    with fp8.autocast(recipe):
+        for got, want in zip(three(both, *operands), exact_, strict=True):
+            assert 0 < (got - want).norm() / want.norm() < 0.2
+
+
+def test_inductor_computes_what_eager_code_computes():
+    registered(rms)
+    recipe = recipe_of(Cast(format="e4m3", scaling="row", rule="mine"))
+    model = fp8.convert(nn.Linear(32, 16), recipe)
+    x = randn(4, 32)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
+
+
+# Names: files and checkpoints
+
+
+def test_a_registered_recipe_is_a_name_everywhere():
+    registered(rms)
+    recipe = recipe_of(Cast(format="e4m3", scaling="row", rule="mine")).register()
+    assert recipe.register() is recipe is RECIPES["own"]
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    policy = Policy("own", first=1)
+    assert Policy.from_json(policy.to_json()) == policy == Policy(recipe, first=1)
+    assert '"own"' in policy.to_json()
+    model = fp8.convert(nn.Sequential(nn.Linear(32, 16)), "own")
+    x = randn(4, 32)
+    with fp8.autocast("own"):
+        assert torch.equal(nn.functional.linear(x, model[0].weight, model[0].bias), model(x))
+    with pytest.raises(ValueError, match="recipe 'own' is registered already"):
+        recipe_of(Cast(format="e4m3"), "own").register()
+    with pytest.raises(ValueError, match="'auto' is registered already"):
+        recipe_of(Cast(format="e4m3"), "auto").register()
+
+
+def test_what_is_stored_has_the_name_of_the_rule_and_asks_for_it():
+    """In a dict, JSON, a pickle, a copy and a whole model."""
+    rule = registered(rms)
+    cast = Cast(format="e4m3", scaling="mx", rule="mine")
+    recipe = recipe_of(cast)
+    file = io.BytesIO()
+    model = fp8.convert(nn.Linear(32, 16), recipe)
+    torch.save(model, file)
+    stored, values = pickle.dumps(cast), json.dumps(recipe.to_dict())
+    assert pickle.loads(stored) == copy.deepcopy(cast) == cast
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(randn(4, 32)), model(randn(4, 32)))
+    for table in (RULES, LOWERED):
+        del table["mine"]
+    asks = r"'mine'.*fp8\.Rule\(name='mine', \.\.\.\)\.register\(\)"
+    file.seek(0)
+    for read in (
+        lambda: pickle.loads(stored),
+        lambda: Recipe.from_dict(json.loads(values)),
+        lambda: torch.load(file, weights_only=False),
+        lambda: LOWERED["mine"],
+    ):
+        with pytest.raises(ValueError, match=asks):
+            read()
+    with pytest.raises(ValueError, match=r"fp8\.Recipe\(name='theirs', \.\.\.\)\.register\(\)"):
+        Policy.from_json(Policy("row").to_json().replace("row", "theirs"))
+    rule.register()
+    assert pickle.loads(stored) == cast
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"name": 3}, TypeError, "must be a name, not 3"),
+        ({"name": "two words"}, ValueError, "an identifier, got 'two words'"),
+        ({"magnitude": 3}, TypeError, "Rule.magnitude must be a function, not 3"),
+        ({"scale": "up"}, TypeError, "Rule.scale must be a function, not 'up'"),
+        ({"stored": "bf16"}, ValueError, "unknown stored 'bf16'; choose one of 'power'"),
+        ({"stored": "e4m3"}, ValueError, "has a unit, others none; got None"),
+        ({"unit": 448.0}, ValueError, "has a unit, others none; got 448"),
+        ({"candidates": ()}, ValueError, "candidates is empty"),
+        ({"candidates": (1.0, -1.0)}, ValueError, "must be positive, got -1"),
+    ],
+    ids=str,
+)
+def test_a_rule_that_cannot_be_is_refused_at_birth(fields, error, message):
+    with pytest.raises(error, match=message):
+        Rule(**{"name": "mine"} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"magnitude": lambda x, _: x.abs().amax(PLACES)}, r"a shape of .*, got \(2,\)"),
+        ({"magnitude": lambda x, _: x.abs()}, r"got \(2, 3, 32\)"),
+        ({"magnitude": lambda x, _: 3.0}, "got float"),
+        ({"magnitude": lambda x, _: x.double().abs().amax(PLACES, True)}, "got torch.float64"),
+        ({"magnitude": lambda x, _: x.sum(PLACES, True) - 1e4}, "positive and finite, got -"),
+        ({"scale": exact}, 'no powers of two, got .*; take stored="float32"'),
+        ({"scale": lambda amax, _: amax.flatten().exp2()}, r"Rule.scale .* got \(2, 1, 2\)"),
+    ],
+    ids=str,
+)
+def test_functions_are_tried_when_a_rule_is_registered(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Rule(name="mine", **fields).register()
+    assert "mine" not in RULES
+
+
+def test_a_name_has_one_rule():
+    rule = registered(rms)
+    assert rule.register() is rule
+    for other in (dataclasses.replace(rule, magnitude=smooth), Rule(name="up", scale=exact)):
+        with pytest.raises(ValueError, match=f"rule '{other.name}' is registered already"):
+            other.register()
+
+
+def test_a_result_of_another_shape_is_an_error_where_it_occurs():
+    registered(lambda x, _: x.abs().amax(PLACES, True)[: 4 - x.shape[-1] // 32])
+    with pytest.raises((ValueError, RuntimeError, IndexError)):
+        cast_forward(randn(4, 512), Cast(format="e4m3", scaling="row", rule="mine"))
+
+
+def test_what_has_no_values_of_a_tile_refuses_such_a_rule(recwarn):
+    registered(rms)
+    with pytest.raises(ValueError, match="scaling 'delayed' has no rule 'mine'"):
+        Cast(format="e4m3", scaling="delayed", rule="mine")
+    recipe = recipe_of(Cast(format="e4m3", scaling="tensor", rule="mine"))
+    with pytest.raises(ValueError, match="takes rules of the largest magnitude, not mine by mine"):
+        dataclasses.replace(recipe, accumulate="hopper")
+    model = nn.Linear(32, 16)
+    with pytest.raises(ValueError, match="rule 'mine' reads values"):
+        gather_in_fp8(model, recipe)
+    with pytest.raises(ValueError, match="no layout for recipe 'own'"):
+        fp8.export(fp8.convert(nn.Sequential(nn.Linear(32, 16)), recipe), "out")
