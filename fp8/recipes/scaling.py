@@ -208,6 +208,9 @@ def _by_values(
     if not one or found.shape[-1] not in (1, values.shape[-1]):
         needs = f"of {tuple(values.shape)}, with 1 in place of the last two sizes or of the first"
         raise ValueError(f"Rule.magnitude of {rule.name!r} gave {tuple(found.shape)} {needs}")
+    if found.shape[-1] != 1 and dims == (axis,):  # tiles of one row
+        gives = f"rule {rule.name!r} gives each place along the sum a scale"
+        raise ValueError(f"{gives}, which in a tile of one row is each element; take a larger tile")
     found = _as_tiles(found, dims, axis).to(amax.dtype)
     return torch.where((found > 0) & (found < torch.inf), found, amax)
 

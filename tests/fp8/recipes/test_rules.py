@@ -92,11 +92,16 @@ def _tile(x: Tensor, format, rule: str, magnitude, size: tuple[int, int], least:
 
 TILES = [(name, row.tile) for name, row in SCALINGS.items() if "power" in row.forms]
 TILES = [*((n, t) for n, t in TILES if n != "delayed"), ("block", (4, 16)), ("block", (4, 1))]
+CASES = [
+    (name, scaling, tile)
+    for name in MAGNITUDES
+    for scaling, tile in (*TILES, ("mx", (2, 8)))
+    if name != "smooth" or tile[0] != 1
+]
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize(("scaling", "tile"), TILES, ids=str)
-@pytest.mark.parametrize("name", MAGNITUDES)
+@pytest.mark.parametrize(("name", "scaling", "tile"), CASES, ids=str)
 def test_a_rule_gets_the_matrix_of_each_tile(name, scaling, tile, axis):
     """Bit for bit, with sizes that are no multiples (a multiple across, where zeros would count),
     and with Inf and NaN."""
@@ -331,6 +336,14 @@ def test_a_name_has_one_rule():
     for other in (dataclasses.replace(rule, magnitude=smooth), Rule(name="up", scale=exact)):
         with pytest.raises(ValueError, match=f"rule '{other.name}' is registered already"):
             other.register()
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("scaling", ["row", "block", "mx"])
+def test_a_rule_may_not_give_each_element_a_scale(scaling, axis):
+    registered(smooth)
+    with pytest.raises(ValueError, match=r"in a tile of one row is each element; take a larger"):
+        cast_forward(randn(4, 64), Cast(format="e4m3", scaling=scaling, rule="mine"), axis)
 
 
 def test_a_result_of_another_shape_is_an_error_where_it_occurs():
