@@ -91,7 +91,7 @@ class LayerRule:
         if isinstance(rule, LayerRule):
             return rule
         if not isinstance(rule, tuple | list) or len(rule) != 3:
-            raise TypeError(f"a rule of layers is a tuple (layers, product, recipe), not {rule!r}")
+            raise TypeError(f"a rule is a tuple (layers, product, recipe), not {rule!r}")
         layers, product, recipe = rule
         return LayerRule(layers, recipe, product)
 

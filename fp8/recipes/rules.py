@@ -264,6 +264,7 @@ class Rule:
         if not self.candidates:
             raise ValueError("Rule.candidates is empty; (1.0,) is the magnitude itself")
         by_error = len(self.candidates) > 1 and self.unit is None
+        vars(self)["candidates"] = tuple(self.candidates)
         vars(self)["form"] = FORMS[self.stored]
         vars(self)["is_simulated"] = by_error or self.magnitude is not None
 
@@ -304,7 +305,7 @@ class Rule:
         """
         if RULES.get(self.name, self) != self:
             raise ValueError(f"rule {self.name!r} is registered already; choose another name")
-        values = torch.linspace(-3.0, 3.0, 192).view(2, 3, 32)
+        values = torch.linspace(-3.0, 3.0, 192, dtype=torch.float32).view(2, 3, 32)
         amax = values.abs().amax((-2, -1), keepdim=True)
         if self.magnitude is not None:
             amax = self.magnitude(values, get_format("e4m3"))
