@@ -1,7 +1,7 @@
 """What the levels O1, O2 and O3 cost in held-out loss, and what they keep for each weight.
 
 ``python -m benchmarks.levels --data FILE`` trains the unit-scaled GPT of the preset `small` under
-the recipe "unit", with torch's AdamW in FP32 and at each level, with three seeds.
+the recipe "static", with AdamW in FP32 and at each level, with three seeds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import statistics
 import sys
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +23,7 @@ from notebooks.nanogpt.train import Training, deterministic, train
 from notebooks.nanogpt.variants import VARIANTS, build_model
 
 ITERS = 600  # as benchmarks.training
-ONE_RATE: dict[str, Any] = {"umup": False, "unit_lr": 0.1}  # torch's AdamW: levels replace it
-VARIANT, RECIPE = "unit_scaled", "unit"
+VARIANT, RECIPE = "unit_scaled", "static"
 TARGETS = {"O1": 0.02, "O2": 0.02, "O3": 0.03}
 """What the mean paired difference of held-out losses may be."""
 BYTES = {"O1": 11.1, "O2": 6.1, "O3": 7.1}
@@ -61,7 +59,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iters", type=int, default=ITERS)
     args = parser.parse_args()
-    settings = dataclasses.replace(PRESETS["small"], iters=args.iters, **ONE_RATE)
+    settings = dataclasses.replace(PRESETS["small"], iters=args.iters)
     corpus = load_corpus(args.data, context=settings.context)
     with deterministic(threads=1):
         results = {

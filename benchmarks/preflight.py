@@ -2,9 +2,8 @@
 
 ``python -m benchmarks.preflight [NAME ...]`` runs a preflight of each of twenty small models
 (`benchmarks.problems`), then trains every candidate with three seeds that the preflight did not
-use, and compares. Where results/preflight.json has that comparison, only a recommended candidate
-that it lacks is trained. Run again, it continues with what is missing in --out; names are measured
-anew.
+use, and compares. Run again, it continues with what is missing in --out. Names are measured anew,
+and of the comparison that --out has of them only a recommended candidate that it lacks is trained.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import common
-from benchmarks.common import Row, show, write
+from benchmarks.common import Row, report
 from benchmarks.problems import PROBLEMS
 from fp8.lab.preflight.findings import Candidate, Findings, Run
 from fp8.lab.preflight.paired_runs import REFERENCE, Gap, gap
@@ -386,7 +384,6 @@ def row(result: Result) -> Row:
         "kept_FLOPs": _three(result, "share", "{:.0%}"),
         "kept_error": _three(result, "error", "{:.3f}"),
         "kept_gap": _three(result, "gap", "{:+.3f}"),
-        "details": asdict(result),
     }
 
 
@@ -466,17 +463,14 @@ weights, batches and seeds, and the held-out gap"""
 
 
 class Measured:
-    """What was measured so far: in results/preflight.json, and in a file of one JSON object a line;
-    the last of a name counts."""
+    """What was measured so far, in a file of one JSON object a line; the last of a name counts."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        file = common.RESULTS / "preflight.json"
-        rows = json.loads(file.read_text())["rows"] if file.exists() else []
         lines = path.read_text().splitlines() if path.exists() else []
-        known = [row["details"] for row in rows if "details" in row] + list(map(json.loads, lines))
-        self.results = {values["name"]: Result(**values) for values in known}
+        found = [Result(**json.loads(line)) for line in lines]
+        self.results = {result.name: result for result in found}
 
     def add(self, result: Result) -> None:
         """Stores a result."""
@@ -489,10 +483,6 @@ class Measured:
         results = [self.results[name] for name in PROBLEMS if name in self.results]
         rows = [row(result) for result in results]
         return rows + ([summary(results)] if any(not r.failed for r in results) else [])
-
-
-def _shown(found: Row) -> Row:
-    return {key: value for key, value in found.items() if key != "details"}
 
 
 def main() -> int:
@@ -514,11 +504,9 @@ def main() -> int:
     for name in names:
         before = measured.results.get(name)
         measured.add(measure(name, PROBLEMS[name], steps=STEPS, recorded=before))
-        print(_shown(row(measured.results[name])), flush=True)
+        print(row(measured.results[name]), flush=True)
     rows = [{k: v for k, v in found.items() if v is not None} for found in measured.rows()]
-    question = " ".join(QUESTION.split())
-    show("preflight", question, [_shown(found) for found in rows])
-    write("preflight", question, rows)
+    report("preflight", " ".join(QUESTION.split()), rows)
     return 0
 
 

@@ -1,14 +1,14 @@
-"""What does each recipe cost in held-out loss, in a plain and in a unit-scaled GPT?
+"""What does each recipe cost in held-out loss, in a small GPT?
 
 ``python -m benchmarks.recipe_loss --data FILE`` trains the nanoGPT demo's preset `small`, at half
 its size, under every recipe with five seeds; all its products are cast. Finished runs are kept in
-benchmarks/results/recipe_loss.jsonl with the commit that trained them; run again, it continues with
-what is missing. --train NAME ... trains these recipes alone; --train without a name trains nothing,
-and records what is there. --large takes 4 layers, 256 wide, and 2000 steps of half the batch: a run
-takes about 20 times as long, so that a part of the recipes and seeds is there. --compile changes
-the order of sums and no cast; the file of finished runs says which were compiled. The claims of
-papers that can be seen at these sizes are judged by the same runs. Recipes with the sums of a
-tensor core are in benchmarks.sums: they are the operands of others, at ten times the cost.
+--out with the commit that trained them; run again, it continues with what is missing. --train NAME
+... trains these recipes alone; --train without a name trains nothing, and records what is there.
+--large takes 4 layers, 256 wide, and 2000 steps of half the batch: a run takes about 20 times as
+long, so that a part of the recipes and seeds is there. --compile changes the order of sums and no
+cast; the file of finished runs says which were compiled. The claims of papers that can be seen at
+these sizes are judged by the same runs. Recipes with the sums of a tensor core are in
+benchmarks.sums: they are the operands of others, at ten times the cost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,30 +26,20 @@ import torch
 from torch import nn
 
 import fp8
-from benchmarks.common import RESULTS, Finished, Row, report
+from benchmarks.common import Finished, Row, report
 from fp8.lab.preflight.paired_runs import half_width
 from notebooks.nanogpt.data import Corpus, load_corpus
 from notebooks.nanogpt.model import GPT
 from notebooks.nanogpt.settings import PRESETS, Settings
 from notebooks.nanogpt.train import Training, deterministic
-from unit_scaling.transforms import unit_scale
 
 SIZE = {"layers": 2, "heads": 2, "width": 64, "context": 64}
 LARGE = {"layers": 4, "heads": 4, "width": 256, "context": 64, "batch_size": 8, "iters": 2000}
-RATES_OF_LARGE = {"lr": 1e-3, "unit_lr": 0.05}
-"""Those of the smaller models over 4, the ratio of the widths, and over 2, its root (u-muP,
-arXiv:2407.17465, table 2). At 4e-3 and 0.1 the losses in float32 end at 2.37, not 1.77, and at
-1.93, not 1.81.
-"""
-ONE_RATE: dict[str, Any] = {"umup": False, "unit_lr": 0.1}  # torch's AdamW for both models
+RATES_OF_LARGE = {"lr": 1e-3}
+"""That of the smaller model over 4, the ratio of the widths: at 4e-3 the loss in float32 ends at
+2.37, not 1.77."""
 ITERS = 600  # twice the demo's: early in training, seeds differ by more than what is measured
 SEEDS = "0,1,2,3,4"
-MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "plain": lambda model: model,
-    "unit_scaled": unit_scale,
-}
-
-
 OWN_SUMS = {name: r for name, r in fp8.RECIPES.items() if r.accumulate is None}
 RUNS: dict[str, fp8.Recipe | None] = {"fp32": None, **OWN_SUMS}
 """Name -> the recipe of all products; the first is what the others are compared with."""
@@ -86,7 +76,8 @@ CLAIMS = (
 )
 """The bounds are those of the papers. MXFP8 "matches BF16": the bound of DeepSeek-V3 is used."""
 
-Losses = dict[tuple[str, str, int], float]
+Losses = dict[tuple[str, int], float]
+"""Of a run and a seed."""
 
 
 class UnderRecipe(nn.Module):
@@ -109,7 +100,6 @@ def under(recipe: fp8.Recipe, model: nn.Module) -> nn.Module:
 
 
 def held_out_loss(
-    kind: str,
     recipe: fp8.Recipe | None,
     corpus: Corpus,
     settings: Settings,
@@ -119,16 +109,13 @@ def held_out_loss(
 ) -> float:
     """The loss after training."""
     torch.manual_seed(seed)
-    model = MODELS[kind](GPT(settings.gpt(len(corpus.symbols))))
+    model: nn.Module = GPT(settings.gpt(len(corpus.symbols)))
     if recipe is not None:
         model = under(recipe, model)
-    lr = settings.lr if kind == "plain" else settings.unit_lr
-    training = Training(model, corpus=corpus, settings=settings, lr=lr, seed=seed, compile=compiled)
     if compiled:
         torch.compiler.reset()  # each run is compiled anew: no limit on compilations is reached
-        training.example_loss().backward()  # plans are made in eager mode
-        model.eval()
-        training.example_loss()
+    given: dict[str, Any] = {"corpus": corpus, "settings": settings, "seed": seed}
+    training = Training(model, lr=settings.lr, compile=compiled, **given)
     while not training.finished:
         training.advance()
     return training.evaluate()[1]
@@ -143,7 +130,6 @@ class Setting(NamedTuple):
     seeds: list[int]
     threads: int
     train: Collection[str]
-    models: Collection[str] = ()
     suffix: str = ""
     """Of the names of the results."""
     compiled: bool = False
@@ -158,60 +144,54 @@ class Setting(NamedTuple):
 
 
 def losses(setting: Setting) -> Losses:
-    """(model, run, seed) -> its loss; all of the first seed before any of the second."""
+    """The loss of each run and seed; all of the first seed before any of the second."""
     found: Losses = {}
     corpus, settings, finished = setting.corpus, setting.settings, setting.finished
     shared = {"settings": settings.as_json(), "sha256": corpus.sha256, "torch": torch.__version__}
-    for seed, kind, name in itertools.product(setting.seeds, MODELS, RUNS):
+    for seed, name in itertools.product(setting.seeds, RUNS):
         recipe = RUNS[name]
-        about = {"model": kind, "recipe": trained(name), "seed": seed, **shared}
-        trains = name in setting.train and kind in setting.models
-        if not trains and about not in finished:
+        about = {"recipe": trained(name), "seed": seed, **shared}
+        if name not in setting.train and about not in finished:
             continue
 
-        def train(kind: str = kind, recipe: Any = recipe, seed: int = seed) -> float:
-            return held_out_loss(kind, recipe, corpus, settings, seed, compiled=setting.compiled)
+        def train(recipe: Any = recipe, seed: int = seed) -> float:
+            return held_out_loss(recipe, corpus, settings, seed, compiled=setting.compiled)
 
-        found[kind, name, seed] = finished.loss(about, train, compiled=setting.compiled)
-        print(f"seed {seed} {kind:11} {name:32} {found[kind, name, seed]:.4f}", flush=True)
+        found[name, seed] = finished.loss(about, train, compiled=setting.compiled)
+        print(f"seed {seed} {name:32} {found[name, seed]:.4f}", flush=True)
     return found
 
 
 def rows(found: Losses) -> list[Row]:
-    """One row for each recipe: for each model the number of seeds, the loss, and how far it is from
-    the first row's with the same seed: the mean, and half the width of its 95 % interval (Student's
-    t over seeds)."""
+    """One row for each recipe: the number of seeds, the loss, and how far it is from the first
+    row's with the same seed: the mean, and half the width of its 95 % interval (Student's t over
+    seeds)."""
     result, base = [], next(iter(RUNS))
     for name in RUNS:
-        row: Row = {"name": name}
-        for kind in MODELS:
-            values = [loss for (k, run, _), loss in found.items() if (k, run) == (kind, name)]
-            gaps = differences(found, kind, name, base)
-            row[f"{kind}_seeds"] = len(gaps)
-            row[kind] = round(statistics.fmean(values), 4) if values else None
-            row[f"{kind}_gap"] = round(statistics.fmean(gaps), 4) if gaps else None
-            row[f"{kind}_half"] = round(half_width(gaps), 4) if gaps[1:] else None
-        if any(row[f"{kind}_seeds"] for kind in MODELS):
-            result.append(row)
+        values = [loss for (run, _), loss in found.items() if run == name]
+        gaps = [a - b for a, b in _pairs(found, name, base)]
+        if not gaps:
+            continue
+        row: Row = {"name": name, "seeds": len(gaps)}
+        row["loss"] = round(statistics.fmean(values), 4)
+        row["gap"] = round(statistics.fmean(gaps), 4)
+        row["half"] = round(half_width(gaps), 4) if gaps[1:] else None
+        result.append(row)
     return result
 
 
-def differences(found: Losses, kind: str, run: str, against: str) -> list[float]:
-    """The losses of a run less those of another, for every seed that both have."""
-    return [a - b for a, b in _pairs(found, kind, run, against)]
-
-
-def _pairs(found: Losses, kind: str, run: str, against: str) -> list[tuple[float, float]]:
-    seeds = sorted({seed for _, _, seed in found})
-    pairs = [(found.get((kind, run, s)), found.get((kind, against, s))) for s in seeds]
+def _pairs(found: Losses, run: str, against: str) -> list[tuple[float, float]]:
+    """The losses of two runs, for every seed that both have."""
+    seeds = sorted({seed for _, seed in found})
+    pairs = [(found.get((run, s)), found.get((against, s))) for s in seeds]
     return [(a, b) for a, b in pairs if a is not None and b is not None]
 
 
 def judged(found: Losses) -> list[Row]:
-    """One row for each claim that two seeds or more are there for, of the plain model."""
+    """One row for each claim that two seeds or more are there for."""
     result = []
     for claim in CLAIMS:
-        pairs = _pairs(found, "plain", claim.run, claim.against)
+        pairs = _pairs(found, claim.run, claim.against)
         if len(pairs) < 2:
             continue
         gaps = [a - b for a, b in pairs]
@@ -238,13 +218,11 @@ def asked(
     *,
     data: str | None = None,
     seeds: str = SEEDS,
-    out: Path | None = None,
     runs: Collection[str] = (),
 ) -> Setting:
     """From the command line of ``benchmarks.name``. The others are defaults: the steps of a run,
-    the file to train on (None: the standard library's source), the seeds, the file of finished
-    runs (None: in out/), and what is trained."""
-    out = out or Path(f"out/benchmark-{name.replace('_', '-')}.jsonl")
+    the file to train on (None: the standard library's source), the seeds, and what is trained."""
+    out = Path(f"out/benchmark-{name.replace('_', '-')}.jsonl")
     parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
     default = "the standard library's source" if data is None else "%(default)s"
     parser.add_argument("--data", default=data, help=f"text to train on (default: {default})")
@@ -255,13 +233,12 @@ def asked(
     if runs:
         only = "train these alone; without a name, nothing"
         parser.add_argument("--train", nargs="*", default=runs, metavar="RECIPE", help=only)
-        parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
         parser.add_argument("--large", action="store_true", help="the larger GPT")
         parser.add_argument("--compile", action="store_true", help="compile what is trained")
     args = parser.parse_args()
-    large, models = (args.large, args.models) if runs else (False, ())
+    large = bool(runs) and args.large
     size = LARGE if large else {**SIZE, "iters": args.iters}
-    settings = dataclasses.replace(PRESETS["small"], **size, **ONE_RATE)
+    settings = dataclasses.replace(PRESETS["small"], **size)
     settings = dataclasses.replace(settings, **RATES_OF_LARGE) if large else settings
     corpus = load_corpus(args.data, context=settings.context)
     numbers = [int(seed) for seed in args.seeds.split(",")]
@@ -270,14 +247,12 @@ def asked(
     if unknown := set(train) - set(runs):
         parser.error(f"--train: no recipe {', '.join(sorted(unknown))}; allowed: {', '.join(runs)}")
     suffix, compiled = "_large" if large else "", bool(runs) and args.compile
-    return Setting(
-        corpus, settings, finished, numbers, args.threads, train, models, suffix, compiled
-    )
+    return Setting(corpus, settings, finished, numbers, args.threads, train, suffix, compiled)
 
 
 def main() -> int:
     """Trains what is missing, prints the rows and records them."""
-    run = asked("recipe_loss", __doc__, ITERS, out=RESULTS / "recipe_loss.jsonl", runs=RUNS)
+    run = asked("recipe_loss", __doc__, ITERS, runs=RUNS)
     with deterministic(run.threads):
         found = losses(run)
         seeds = ",".join(map(str, run.seeds))
@@ -289,7 +264,7 @@ def main() -> int:
         if claims := judged(found):
             report(
                 f"recipe_claims{run.suffix}",
-                f"claims of papers, by the {run.question}, plain, all products cast: the largest "
+                f"claims of papers, by the {run.question}, all products cast: the largest "
                 "difference that is claimed, the mean one ± half its 95 % interval over seeds",
                 claims,
             )

@@ -220,34 +220,37 @@ PRODUCT_FLOW = (
 
 TRANSFORM_FLOW = (
     Step(
-        what="unit_scale(model): a copy, weights of RMS 1",
-        where="unit_scaling/transforms/plan/weights.py",
+        what="unit_scale(model, batch=...): a copy",
+        where="unit_scaling/transforms/unit_scale.py",
+        aside="no batch: in the first call",
     ),
     Step(
-        what="scaled(x)",
-        where="unit_scaling/transforms/run/transform.py",
-        about="the first call, and one that has an unknown place, go on to record",
-        aside="later calls: replay the plan",
+        what="start: weights of RMS 1, biases zero",
+        where="unit_scaling/transforms/values/parameters.py",
     ),
     Step(
-        what="record: run a copy, note each torch call",
+        what="first pass: record each torch call",
         where="unit_scaling/transforms/record/calls.py",
-        about="its place, and where its inputs came from: a list of CallNode",
+        about="where its inputs came from: a list of CallNode",
     ),
     Step(
-        what="plan: residual adds, then products with a weight",
-        where="unit_scaling/transforms/plan/planner.py",
-        about="a Step by place, a row of the report",
+        what="classify parameters; find residual streams",
+        where="unit_scaling/transforms/values/classify.py",
+        about="by who reads them, and how",
     ),
     Step(
-        what="measure: the RMS of operands and of terms",
-        where="unit_scaling/transforms/run/learn.py",
-        about="a second copy, under these steps: a ModelPlan",
+        what="second pass: a number for each weight",
+        where="unit_scaling/transforms/values/set_values.py",
+        about="its rule, over the RMS of its operand, when a product first reads it",
     ),
     Step(
-        what="replay: look up the step of a call by its place",
-        where="unit_scaling/transforms/run/replay.py",
-        about="a factor, two weights, the scales of a cast; or nothing",
+        what="further passes: branches, tied tables",
+        where="unit_scaling/transforms/values/sources.py",
+        about="multiplied into the parameters that hold their scale",
+    ),
+    Step(
+        what="set values and tags: a plain model, and a report",
+        where="unit_scaling/transforms/values/set_values.py",
     ),
 )
 
@@ -279,7 +282,7 @@ PREFLIGHT_FLOW = (
 
 FLOWS = {
     "product-flow": ("The flow of one product", PRODUCT_FLOW),
-    "transform-flow": ("The flow of a transformed call", TRANSFORM_FLOW),
+    "transform-flow": ("How unit_scale sets values", TRANSFORM_FLOW),
     "preflight-flow": ("The flow of a preflight", PREFLIGHT_FLOW),
 }
 """Name of the file -> title and steps."""

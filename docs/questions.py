@@ -100,10 +100,9 @@ def _fine_tuning(rows: list[Row]) -> str:
 
 def _recipe_loss(rows: list[Row]) -> str:
     found = named(rows)
-    names = ("unit", "tensor", "block", "mxfp8", "nvfp4_nvidia", "mxfp4")
-    return "Gap to FP32, unit-scaled: " + "; ".join(
-        f'"{name}": {found[name]["unit_scaled_gap"]:+.3f}' for name in names
-    )
+    names = ("static", "tensor", "block", "mxfp8", "nvfp4_nvidia", "mxfp4")
+    gaps = (f'"{n}": {found[n]["gap"]:+.3f} ± {found[n]["half"]:.3f}' for n in names)
+    return "Gap to FP32 ± half its 95 % interval: " + "; ".join(gaps)
 
 
 def _cast_bias(rows: list[Row]) -> str:
@@ -114,15 +113,6 @@ def _cast_bias(rows: list[Row]) -> str:
         f"Within three standard errors that of {', '.join(unbiased)}; that of others shrinks, most "
         f"by {-worst['heavy_bias']:.1f} % ({worst['name']}, heavy-tailed data)"
     )
-
-
-def _recipe_loss_large(rows: list[Row]) -> str:
-    found = []
-    for kind, model in (("plain", "plain model"), ("unit_scaled", "unit-scaled model")):
-        cast = [r for r in rows if r["name"] != "fp32" and r[f"{kind}_half"] is not None]
-        gaps = (f'"{r["name"]}": {r[f"{kind}_gap"]:+.3f} ± {r[f"{kind}_half"]:.3f}' for r in cast)
-        found.append(f"{model}: {'; '.join(gaps)}")
-    return f"Gap to FP32 ± half its 95 % interval, {'. '.join(found)}"
 
 
 def _recipe_claims(rows: list[Row]) -> str:
@@ -223,21 +213,21 @@ def _sizes(rows: list[Row]) -> str:
 
 
 def _strangers(rows: list[Row]) -> str:
-    runs = [row for row in rows if row["result"] == "runs"]
-    inside = sum(bool(row["inside"]) for row in runs)
-    trained = [row["trained"] >= 0.95 for row in runs if "trained" in row]
-    later = (
-        f", in {sum(trained)} of {len(trained)} after 20 steps of training too" if trained else ""
+    models, run, unit, trained = (
+        sum(row[key] for row in rows) for key in ("models", "run", "unit", "trained")
     )
     return (
-        f"{len(runs)} of {len(rows)} models run; in {inside}, at least 95 % of the casts of a step "
-        f"keep the precision of their format{later}"
+        f"{run} of {models} models run; in {unit}, at least 97 % of the casts of a step keep the "
+        f"precision of their format, in {trained} after 20 steps of training too"
     )
 
 
 def _zoo(rows: list[Row]) -> str:
     verified = sum(row["result"] == "verified" for row in rows)
-    return f"{verified} of {len(rows)} architectures pass `uu.verify`"
+    return (
+        f"In {verified} of {len(rows)} architectures, at least 97 % of the casts keep the "
+        "precision of their format, in the second step and after 20"
+    )
 
 
 def _optimizer_loss(rows: list[Row]) -> str:
@@ -319,7 +309,7 @@ QUESTIONS: dict[str, Question] = {
         text="Which claims of papers on recipes show in a small GPT?", answer=_recipe_claims
     ),
     "recipe_loss_large": Question(
-        text="How much held-out loss do recipes cost in a larger GPT?", answer=_recipe_loss_large
+        text="How much held-out loss do recipes cost in a larger GPT?", answer=_recipe_loss
     ),
     "recipe_claims_large": Question(
         text="Which claims of papers on recipes show in a larger GPT?", answer=_recipe_claims

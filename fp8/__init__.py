@@ -13,12 +13,8 @@ from .formats.quantize import quantize
 from .modes.autocast import autocast, checkpoint_contexts
 from .recipes.cast import Cast
 from .recipes.history import reduce_amax
-from .recipes.policy import Policy
 from .recipes.recipe import RECIPES, Recipe
 from .recipes.rules import Rule
-from .surgery.calibrate import calibrate, calibration
-from .surgery.convert import advance, convert, report, revert
-from .surgery.override import override
 from .tensors.scaled_tensor import ScaledTensor, scaled
 from .version import __version__
 from .warnings import PitfallWarning, strict
@@ -69,17 +65,25 @@ __all__ = [
 LATE = {
     "LEVELS": "fp8.levels.initialize",
     "LayerNorm2d": "fp8.norms.layer_norm2d",
+    "Policy": "fp8.recipes.policy",
+    "advance": "fp8.surgery.convert",
     "apply_low_precision_layernorm": "fp8.norms.low_precision",
     "blame": "fp8.lab.blame",
     "cached_weights": "fp8.surgery.cached_weights",
+    "calibrate": "fp8.surgery.calibrate",
+    "calibration": "fp8.surgery.calibrate",
+    "convert": "fp8.surgery.convert",
     "eject": "fp8.surgery.eject",
     "export": "fp8.checkpoints.weights",
     "forecast": "fp8.lab.forecast.forecast",
     "initialize": "fp8.levels.initialize",
     "load": "fp8.checkpoints.load",
     "optim": "fp8.optim",
+    "override": "fp8.surgery.override",
     "parity": "fp8.lab.parity.parity",
     "preflight": "fp8.lab.preflight.preflight",
+    "report": "fp8.surgery.convert",
+    "revert": "fp8.surgery.convert",
     "stats": "fp8.lab.stats",
     "store_frozen": "fp8.levels.weights",
     "weights": "fp8.checkpoints.weights",
@@ -99,8 +103,12 @@ if TYPE_CHECKING:
     from .levels.weights import store_frozen
     from .norms.layer_norm2d import LayerNorm2d
     from .norms.low_precision import apply_low_precision_layernorm
+    from .recipes.policy import Policy
     from .surgery.cached_weights import cached_weights
+    from .surgery.calibrate import calibrate, calibration
+    from .surgery.convert import advance, convert, report, revert
     from .surgery.eject import eject
+    from .surgery.override import override
 else:
 
     def __getattr__(name):

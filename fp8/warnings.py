@@ -39,10 +39,6 @@ class OptimizerWarning(PitfallWarning):
     """An optimizer updates the wrong parameters, or uses the wrong learning rate for them."""
 
 
-class CheckpointWarning(PitfallWarning):
-    """The layout of a loaded checkpoint does not match the model."""
-
-
 _LOCK = threading.Lock()
 _SHOWN = weakref.WeakKeyDictionary[Any, set[tuple[type[PitfallWarning], str]]]()
 """Object -> the warnings shown about it; of those about none, the object is `PitfallWarning`."""

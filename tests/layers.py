@@ -19,7 +19,7 @@ LAYERS = {
         optim formats transforms analysis utils
     """,
     "unit_scaling.transforms": """
-        state graph_break install record compile plan run values
+        install record replace compile values
         simulate utils unit_scale preflight verify track_scales
     """,
 }

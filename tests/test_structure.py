@@ -19,7 +19,7 @@ PACKAGES = ("fp8", "unit_scaling")
 NEEDED = ("torch", "numpy", "einops")
 
 #: The modules that `import fp8` loads.
-MAX_LOADED = 66
+MAX_LOADED = 45
 
 MAX_FUNCTION = 40
 MAX_FILE = 600
@@ -77,13 +77,7 @@ PRIVATE = {
     "fp8/common/compiler.py": {
         "torch._dynamo": "has read torch's list of overridable functions, and keeps it",
     },
-    "unit_scaling/transforms/install.py": {
-        "torch._C": "_len_torch_function_stack: whether another mode than the plan's is active",
-    },
-    "unit_scaling/transforms/record/place.py": {
-        "torch._guards": "the lines of the code that torch.compile traces",
-    },
-    "unit_scaling/transforms/run/ranks.py": {
+    "unit_scaling/transforms/values/ranks.py": {
         "torch.distributed.distributed_c10d._get_default_store": "the store of the job",
     },
 }
@@ -96,7 +90,6 @@ COMPILING = {
     "fp8/casts/operands.py": "a graph saves bytes whoever calls the function",
     "fp8/formats/random_bits.py": "an integer of a graph may be symbolic",
     "fp8/norms/layer_norm2d.py": "no autograd function in exports; modes that graphs do not call",
-    "unit_scaling/transforms/run/replay.py": "the compiler does not find methods in a dict",
 }
 
 

@@ -50,6 +50,7 @@ def test_rows_of_reports_have_types() -> None:
     model = unit_scale(nn.Sequential(nn.Linear(16, 16)))
     x = torch.randn(2, 16)
     assert_type([row.rms for row in uu.verify(model, x).outside], list[float])
+    model(x)
     assert_type([row.call for row in uu.report(model).left_alone], list[str])
 
 

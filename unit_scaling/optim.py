@@ -107,7 +107,8 @@ def scaled_parameters(
     Raises:
         ValueError: a group has no learning rate, and the rule is a function or the parameters are
             not at their initialization; a parameter has no tags or a type that the rule does not
-            cover; the rule or a kind is unknown; a factor is negative or not finite.
+            cover, or `unit_scale` has not set its values; the rule or a kind is unknown; a factor
+            is negative or not finite.
 
     >>> from unit_scaling import Linear
     >>> groups = scaled_parameters(Linear(16, 64).parameters(), "muon", lr=0.5)
@@ -116,6 +117,8 @@ def scaled_parameters(
     """
     rule, factors = lr_scale_func, _factors(lr_scale_func, lr_mult)
     groups = _as_groups(params)
+    if any(_is_pending(_tensor(entry)) for group in groups for entry in group["params"]):
+        raise ValueError(f"scaled_parameters: {_PENDING}")
     without_lr = [_tensor(e) for g in groups if g.get("lr", lr) is None for e in g["params"]]
     default = _default_rate(rule, without_lr) if without_lr else lr
     result = []
@@ -139,6 +142,16 @@ def scaled_parameters(
                 }
             )
     return result
+
+
+_PENDING = (
+    "unit_scale(model) has not set the values of these parameters, and their learning rates follow "
+    "from these: the model must run once as a whole before, or pass batch= to unit_scale"
+)
+
+
+def _is_pending(parameter: Any) -> bool:
+    return bool(getattr(parameter, "mup_pending", False))
 
 
 HIGH_DECAY = 0.01
@@ -230,13 +243,14 @@ def _scale_of(
     parameter: Any,
     lr_scale_func: LrScale,
     allow_untagged: bool,
-    known: float | None = None,
+    known: float = math.nan,
 ) -> float:
-    """known: the factor that is on record, for a parameter whose tags or shape are gone."""
+    """known: the factor that is on record, for a parameter whose tags or shape are gone; NaN if
+    there is none."""
     flattened = getattr(parameter, "_fsdp_flattened", False)
     if has_parameter_data(parameter) and not flattened:
         return lr_scale_func(parameter)
-    if known is not None:
+    if not math.isnan(known):
         return known
     if flattened:
         raise ValueError(
@@ -262,12 +276,29 @@ decays by weight_decay, or None for torch's decay. Checkpoints of all forms take
 _OWN = {"params", "param_names", "lr", "eps", "weight_decay", _LR_SCALES, _EPS_SCALES, _DECAY_LR}
 
 
+class _Key(NamedTuple):
+    """What the split of a group depends on. ids: of the parameters. tags: the fields of each."""
+
+    ids: tuple[int, ...]
+    tags: list[tuple[Any, ...]]
+    eps: Any
+
+
+def _unchanged(before: _Split | None, key: _Key) -> set[int]:
+    """The indices of the parameters whose tags are those before, or were pending then."""
+    if before is None or before.key.ids != key.ids:
+        return set(range(len(key.ids)))
+    pending = Tags._fields.index("mup_pending")
+    pairs = zip(before.key.tags, key.tags, strict=True)
+    return {i for i, (old, new) in enumerate(pairs) if old == new or old[pending]}
+
+
 class _Split(NamedTuple):
     """A group of the user, what its split depends on, and the groups that torch steps: one for each
     rate and eps."""
 
     given: dict[str, Any]
-    key: tuple[Any, ...]
+    key: _Key
     parts: list[dict[str, Any]]
 
     def set_numbers(self) -> None:
@@ -318,6 +349,7 @@ class _UnitScaled(torch.optim.Optimizer):
     def __init__(self, settings: _Settings, params: ParamsT, lr: Any, *numbers: Any, **kwargs: Any):
         self._settings = settings
         self._splits: list[_Split] = []
+        self._loaded = set[int]()  # the indices of groups with the factors of a state_dict
         init: Any = super().__init__
         init(params, RATES[settings.rule] if lr is None else lr, *numbers, **kwargs)
         if lr is None:
@@ -356,6 +388,9 @@ class _UnitScaled(torch.optim.Optimizer):
     @untraced
     def _replace_groups(self) -> Any:
         given = self.param_groups
+        stepped = [p for group in given for p in group["params"] if p.grad is not None]
+        if any(map(_is_pending, stepped)):
+            raise RuntimeError(f"step: {_PENDING}")
         self._update_splits()
         self.param_groups = [part for split in self._splits for part in split.parts]
         return given
@@ -370,35 +405,42 @@ class _UnitScaled(torch.optim.Optimizer):
         """Splits the groups whose parameters, tags or eps have changed, and sets all numbers."""
         before = {id(split.given): split for split in self._splits}
         self._splits = []
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             params = group["params"]
             # Parameters are alive as long as their parts: an id is that of one parameter.
             tags = [tuple(map(vars(p).get, Tags._fields)) for p in params]  # `tags_of` is slow
-            key = (tuple(map(id, params)), tags, group.get("eps"))
+            key = _Key(tuple(map(id, params)), tags, group.get("eps"))
             split = before.get(id(group))
             if split is None or split.key != key:
-                split = _Split(group, key, self._parts_of(group))
+                kept = _unchanged(split, key) if index in self._loaded else set[int]()
+                split = _Split(group, key, self._parts_of(group, kept))
             split.set_numbers()
             self._splits.append(split)
 
-    def _parts_of(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Records the factors of each parameter in the group, which untagged ones keep."""
+    def _parts_of(self, group: dict[str, Any], kept: set[int]) -> list[dict[str, Any]]:
+        """Records the factors of each parameter in the group, which untagged ones keep, and those
+        in ``kept``."""
         names, lr_scales, eps_scales = (
             dict(enumerate(group.get(key, ()))) for key in ("param_names", _LR_SCALES, _EPS_SCALES)
         )
         scale, allow_untagged = self._settings.lr_scale, self._settings.allow_untagged
         if len(lr_scales) not in (0, len(group["params"])):
             # As after DeepSpeed has flattened all parameters of a group into one: no rate is known.
-            lr_scales, allow_untagged = {}, False
+            lr_scales, allow_untagged, kept = {}, False, set()
         parts: dict[tuple[float, float], dict[str, Any]] = {}
         records: list[tuple[float, float]] = []
         for i, p in enumerate(group["params"]):
             name = names.get(i, f"number {i}")
-            lr = _scale_of(name, p, scale, allow_untagged, lr_scales.get(i))
-            eps = eps_scales.get(i, 1.0)
+            eps, known = eps_scales.get(i, 1.0), lr_scales.get(i, math.nan)
+            if i in kept and not math.isnan(known):
+                lr = known
+            else:
+                lr = _scale_of(name, p, scale, allow_untagged, known)
+                # A factor that `unit_scale` has yet to decide on is none for who loads it.
+                known = math.nan if _is_pending(p) else lr
             if has_parameter_data(p):
                 eps = eps_scale(p, group.get("eps"))
-            records.append((lr, eps))
+            records.append((known, eps))
             new = {"params": [], "mup_lr_scale": lr, "mup_eps_scale": eps}
             parts.setdefault((lr, eps), new)["params"].append(p)
         group[_LR_SCALES] = [lr for lr, _ in records]
@@ -412,7 +454,7 @@ class _UnitScaled(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch. The saved factors are those of parameters that have no tags.
+        """As in torch. The saved factors hold for each parameter until its tags change.
 
         Raises ValueError for a state_dict of another optimizer, such as torch's and those of
         unit-scaling 0.3.5, whose lr and weight_decay have another meaning.
@@ -420,6 +462,7 @@ class _UnitScaled(torch.optim.Optimizer):
         if not all(_LR_SCALES in group for group in state_dict["param_groups"]):
             raise ValueError("the state_dict is not of an optimizer of unit_scaling.optim")
         super().load_state_dict(state_dict)
+        self._loaded = set(range(len(self.param_groups)))
 
     def __repr__(self) -> str:
         """As in torch, with the range of the factors in the place of their list."""
@@ -429,12 +472,14 @@ class _UnitScaled(torch.optim.Optimizer):
         for group in shown.param_groups:
             for key in group.keys() & {_LR_SCALES, _EPS_SCALES}:
                 low, high = min(group[key], default=1.0), max(group[key], default=1.0)
-                group[key] = f"{low:.4g} to {high:.4g}"
+                is_known = not any(map(math.isnan, group[key]))
+                group[key] = f"{low:.4g} to {high:.4g}" if is_known else "set by the first call"
         text: str = super(_UnitScaled, shown).__repr__()
         return text
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_settings": self._settings, "_splits": []}
+        own = {"_settings": self._settings, "_splits": [], "_loaded": self._loaded}
+        return {**super().__getstate__(), **own}
 
 
 def _next_step(cls: type) -> Any:

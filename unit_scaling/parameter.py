@@ -3,19 +3,19 @@
     mup_type: "weight" (a hidden or input matrix), "bias", "norm" (a vector) or "output" (the
         readout matrix)
     mup_scaling_depth: the number of layers in the parameter's residual stack, or None
-    mup_scale: the size that `unit_scale` leaves in a weight's values, with a batch any number, and
-        a power of two in a weight that keeps its values, by which that is divided before a cast to
-        FP8; otherwise 1. Learning rates are in proportion to it
-    mup_divisor: the number that `unit_scale` divided a weight by to RMS 1, otherwise None
+    mup_scale: the size that `unit_scale` leaves in a parameter's values, for a weight that keeps
+        them the power of two next to its RMS; otherwise 1. Learning rates are in proportion to it
+    mup_divisor: the RMS that a weight had before `unit_scale` set it, otherwise None
     mup_stacked: whether the first dimension counts parameters of one shape (the weights of several
         experts), so that a learning rate depends on the others alone
     mup_fan_in: the number of terms that a product with the weight sums, where that is not the
         number of elements of a row (``x @ w``, einsum, transposed convolutions); otherwise None
+    mup_pending: whether the first call of the model of `unit_scale` decides on mup_scale
 
 Learning rates depend on all. Tags survive `copy.deepcopy`, `pickle` and `torch.save`, but not the
 replacement of a parameter (``load_state_dict(assign=True)``, ``to_empty`` of a model on the meta
-device, FSDP2, a parametrization). A `TaggedModule`, such as every module of unit_scaling and of a
-transformed model, restores them; `remember_tags` and `restore_tags` do so for other modules.
+device, FSDP2, a parametrization). A `TaggedModule`, such as every module of unit_scaling, restores
+them; `restore_tags` does so for a model of `unit_scale`, and for others after `remember_tags`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Tags(NamedTuple):
     mup_divisor: float | None = None
     mup_stacked: bool = False
     mup_fan_in: int | None = None
+    mup_pending: bool = False
 
 
 class ParameterData(Protocol):
@@ -107,10 +108,11 @@ def tag(
     mup_divisor: float | None = None,
     mup_stacked: bool | None = None,
     mup_fan_in: int | None = None,
+    mup_pending: bool | None = None,
 ) -> nn.Parameter:
     """Tags ``parameter`` in place and returns it; the tags are those of this module.
 
-    None leaves mup_scale, mup_divisor, mup_stacked and mup_fan_in as they are.
+    None leaves mup_scale, and the tags after it, as they are.
 
     Raises:
         TypeError: ``parameter`` is not a tensor, or ``mup_scaling_depth`` not an int or None.
@@ -129,7 +131,8 @@ def tag(
     divisor = before.mup_divisor if mup_divisor is None else mup_divisor
     stacked = before.mup_stacked if mup_stacked is None else mup_stacked
     fan_in = before.mup_fan_in if mup_fan_in is None else mup_fan_in
-    tags = Tags(mup_type, mup_scaling_depth, scale, divisor, stacked, fan_in)
+    pending = before.mup_pending if mup_pending is None else mup_pending
+    tags = Tags(mup_type, mup_scaling_depth, scale, divisor, stacked, fan_in, pending)
     attributes: dict[str, Any] = tags._asdict()
     if type(parameter) is nn.Parameter:
         # torch copies and pickles a plain Parameter without its attributes. These methods replace
@@ -151,6 +154,10 @@ def retag(parameter: nn.Parameter, tags: Tags) -> None:
     """Sets all tags of a parameter, a divisor of None too."""
     tag(parameter, *tags)
     parameter.mup_divisor = tags.mup_divisor  # type: ignore[attr-defined]
+    if torch.__future__.get_swap_module_params_on_conversion():
+        # torch cannot swap a tensor that has a weak reference. Its copies have no tags then.
+        for name in _METHODS:
+            parameter.__dict__.pop(name, None)
 
 
 def _untag(module: nn.Module) -> None:
@@ -206,11 +213,14 @@ class TaggedModule(nn.Module):
             super()._load_from_state_dict(*args, **kwargs)
 
 
-def remember_tags(model: nn.Module) -> None:
+def remember_tags(model: nn.Module, recurse: bool = True) -> None:
     """Stores the tags of all parameters of ``model`` in its modules, for `restore_tags`: for
-    modules that are not of unit_scaling, before their parameters are replaced."""
-    for module in model.modules():
-        tags = _tags(module)
+    modules that are not of unit_scaling, before their parameters are replaced. recurse: also those
+    of submodules."""
+    for module in model.modules() if recurse else (model,):
+        # Those of the whole model, too: a submodule may be replaced, as by transformers'
+        # resize_token_embeddings.
+        tags = _tags(module, recurse=recurse and module is model)
         if tags:
             module.mup_tags = {**getattr(module, "mup_tags", {}), **tags}  # type: ignore[assignment]
 
@@ -241,13 +251,16 @@ def set_depth(stack: nn.Module, depth: int) -> None:
 
 def restore_own_tags(model: nn.Module) -> None:
     """Tags what stands in the place of tagged parameters and was not assigned, as in
-    `torch.func.functional_call` and where a library writes into ``_parameters``."""
-    for module in model.modules():
+    `torch.func.functional_call` and where a library writes into ``_parameters``. What a part
+    remembers counts before what the whole does."""
+    for module in reversed([*model.modules()]):
         _restore(module, getattr(module, "mup_tags", {}))
 
 
 def restore_tags(model: nn.Module) -> None:
     """Tags the parameters of ``model`` that have replaced tagged ones, including parametrized ones.
+
+    A parameter of a submodule that has replaced another gets the tags of that one.
 
     If a parametrization has split a weight (`torch.nn.utils.parametrizations.weight_norm`), the
     part with the weight's shape gets the weight's tags; other parts are tagged as gains ("norm").
@@ -271,13 +284,14 @@ def restore_tags(model: nn.Module) -> None:
                     retag(part, before._replace(mup_type=kind, mup_divisor=None))
 
 
-def _tags(module: nn.Module) -> dict[str, Tags]:
-    parameters = module.named_parameters(recurse=False)
+def _tags(module: nn.Module, recurse: bool = False) -> dict[str, Tags]:
+    parameters = module.named_parameters(recurse=recurse)
     return {n: tags_of(p) for n, p in parameters if has_parameter_data(p)}
 
 
 def _restore(module: nn.Module, tags: dict[str, Tags]) -> None:
-    for name, parameter in module.named_parameters(recurse=False):
+    is_root = any("." in name for name in tags)
+    for name, parameter in module.named_parameters(recurse=is_root):
         if name in tags and not has_parameter_data(parameter):
             tag(parameter, *tags[name])
 

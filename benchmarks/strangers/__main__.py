@@ -5,8 +5,9 @@ python -m benchmarks.strangers [--only REGEX] [--limit N] [--train] [--compiled]
 
 Small configurations with random weights. Each model is built, transformed and measured in a process
 of its own. Without --only and --limit the result is written to benchmarks/results. Run again, it
-continues with the models whose rows in --out lack what is asked for. --reduced takes, instead of
-the collection, every architecture of transformers (`reduced`).
+continues with the models whose rows in --out lack what is asked for: those are the record of each
+model, the result has the counts of each library. --reduced takes, instead of the collection, every
+architecture of transformers (`reduced`).
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ QUESTION = """\
 what `unit_scale`, `simulate_fp8` and `uu.verify` make of {models}, in terms of what is cast: the
 share of the casts of a step, forward and backward, whose SQNR is within 1.5 dB of the format's own
 on normal values (e4m3 31.5 dB, e5m2 25.5 dB; or on these very values with unlimited exponents;
-operands of zeros aside). unit: of the unit-scaled model under `simulate_fp8`, in its second step;
-trained: after 20 steps with `uu.optim.AdamW`; static: of the plain model under recipe "static"
-after `fp8.calibrate`; inside: unit is at least 95 %; verify: the shares of `uu.verify`; agrees: it
-judges alike; fp8 fall, fp32 fall: the last loss of 20 steps over the first, unit-scaled in FP8 and
-plain, at one learning rate for all models; compiled: the largest error of outputs and gradients of
-the unit-scaled model in float64 under torch.compile, relative to the largest value of the tensor;
-where the plain model has such an error itself, the row does not count\
+operands of zeros aside). unit: models where it is at least 97 % of the unit-scaled model under
+`simulate_fp8`, in its second step; trained: after 20 steps with `uu.optim.AdamW`; static: of the
+plain model under recipe "static" after `fp8.calibrate`; lowest: the least share of unit and
+trained; least, most: log2 of the numbers that stand beside parameters of RMS 1; agrees: `uu.verify`
+judges alike; fp8 fall, fp32 fall: models whose last loss of 20 steps is below the first,
+unit-scaled in FP8 and plain, at one learning rate for all models; compiled: the largest error of
+outputs and gradients of the unit-scaled model in float64 under torch.compile, relative to the
+largest value of the tensor; where the plain model has such an error itself, it does not count\
 """
 
 
@@ -135,6 +137,28 @@ def summary(rows: list[Row]) -> str:
         falls = [row[key] for row in runs if isinstance(row.get(key), float)]
         parts.append(f"{key} below 1: {sum(fall < 1 for fall in falls)} of {len(falls)}")
     return "; ".join(parts + _compiled(runs))
+
+
+def by_library(rows: list[Row]) -> list[Row]:
+    """One row for each library: how many of its models run, and of these how many are inside."""
+    result = []
+    for library in dict.fromkeys(row["library"] for row in rows):
+        models = [row for row in rows if row["library"] == library]
+        runs = [row for row in models if row["result"] == "runs"]
+        found: Row = {"name": library, "models": len(models), "run": len(runs)}
+        for key in ("unit", "trained", "static"):
+            found[key] = sum(key in row and is_inside(row[key]) for row in runs)
+        for key in ("fp8_fall", "fp32_fall"):
+            falls = [row[key] for row in runs if isinstance(row.get(key), float)]
+            found[key] = sum(fall < 1 for fall in falls)
+        found["agrees"] = sum(row.get("agrees", False) for row in runs)
+        shares = [row.get(key) for row in runs for key in ("unit", "trained")]
+        found["lowest"] = min((s for s in shares if isinstance(s, float)), default=None)
+        numbers = [row["numbers"] for row in runs]
+        found["least"] = min((low for low, _ in numbers), default=None)
+        found["most"] = max((high for _, high in numbers), default=None)
+        result.append(found)
+    return result
 
 
 def _compiled(rows: list[Row]) -> list[str]:
@@ -247,7 +271,7 @@ def finish(rows: list[Row], given: argparse.Namespace) -> None:
     question = f"{asked}: {line}; versions: {collection.versions(rows)}"
     print(f"\n{line}")
     if not (given.only or given.limit):
-        write(name, question, rows)
+        write(name, question, by_library(rows))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from .rotation import rotated
 class LoweredCast(NamedTuple):
     """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept. format:
     a name in FORMATS, or a `Format.text`. rule: a name in `LOWERED`. Without one the scale comes
-    from a history (scaling "static"), or is ``2**margin``.
+    from a history (scaling "static"), or is 1.
     label: of the operand for `fp8.stats`; "": not sampled."""
 
     format: str
@@ -101,11 +101,9 @@ def lowered(cast: Cast) -> LoweredCast:
 
 
 @cache
-def _from_text(text: str, exponent: int = 0, rotated: bool = True) -> LoweredCast:
-    cast: LoweredCast | None = LoweredCast.from_text(text)
-    cast = shifted(cast if rotated else unrotated(cast), exponent)
-    assert cast is not None
-    return cast
+def _from_text(text: str, rotated: bool = True) -> LoweredCast:
+    cast = LoweredCast.from_text(text)
+    return cast if rotated else cast._replace(hadamard=0, signs="fixed")
 
 
 @taken_as_constant
@@ -114,13 +112,6 @@ def _fields(*key: Any) -> tuple[Any, ...]:
 
 
 _lowered = compiled_as(lambda *key: LoweredCast(*_fields(*key)))(_from_text)
-
-
-def shifted(spec: LoweredCast | None, exponent: int) -> LoweredCast | None:
-    """The cast with a static scale factor times ``2**exponent``; unchanged if it has a rule."""
-    if spec is None or spec.rule is not None:
-        return spec
-    return spec._replace(margin=spec.margin + exponent)
 
 
 def labelled(spec: LoweredCast | None, name: str, operand: str) -> LoweredCast | None:
@@ -140,7 +131,6 @@ def cast_forward(
     history: Tensor | None = None,
     name: str = "",
     operand: str = "input",
-    exponent: int = 0,
 ) -> Tensor:
     """``x`` rounded under ``cast``, without its rotation, with a straight-through gradient; or,
     while `fp8.calibrate` measures, measured. name: of the product, for `fp8.stats`."""
@@ -149,7 +139,7 @@ def cast_forward(
     if (pass_ := measuring()) is not None:
         pass_.operand(history, x, cast)
         return x
-    spec = labelled(_lowered(cast.text, exponent, False), name, operand)
+    spec = labelled(_lowered(cast.text, False), name, operand)
     return _rounded_in_graph(x, spec, axis, history)
 
 
@@ -159,7 +149,7 @@ def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: st
         return x
     if (pass_ := measuring()) is not None:
         return pass_.gradient(history, x, cast)
-    return _round_gradient(x, history, labelled(_lowered(cast.text, 0, False), name, "grad"))
+    return _round_gradient(x, history, labelled(_lowered(cast.text, False), name, "grad"))
 
 
 @in_graph
@@ -237,18 +227,17 @@ def whole_scale(
     if history is not None:
         record = updates_states() if record is None else record
         return scaling.history_scale(x, history, format, rule, margin, record)
-    if rule is None:
-        return static_scale(margin, x) if margin else None
     if not whole or not x.numel():
         return None
+    assert rule is not None
     scale, _ = scales_and_unit(x, None, format, LOWERED[rule])
     return FORM_OF[rule].with_margin(scale, margin) if margin else scale
 
 
-def static_scale(exponent: int, x: Tensor) -> Tensor:
-    """``2**exponent``, 0-dim, in the dtype of the scale factors of ``x``."""
+def one_scale(x: Tensor) -> Tensor:
+    """1, 0-dim, in the dtype of the scale factors of ``x``."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return torch.full((), 2.0**exponent, dtype=dtype, device=x.device)
+    return torch.ones((), dtype=dtype, device=x.device)
 
 
 def format_of(spec: LoweredCast) -> Format:
@@ -298,7 +287,7 @@ def _rounded(
         if label:
             whole = untiled(whole.expand(values.shape), x, spec.tile, axis)
     if label:
-        measured = rule is None and not spec.margin and scale is not None
+        measured = rule is None and scale is not None
         observe(label, Observed(x, y, whole, format_of(spec), measured))
     return y
 
@@ -455,9 +444,14 @@ def quantized(
         values = quantize_operand(units, format, unscaled=x, **rounding_of(spec, converts))
         if spec.label and spec.rule is None and history is None:
             observe(spec.label, Observed(units, values, None, format))
-        result = QuantizedOperand(values, static_scale(0, x) if scale is None else scale)
+        result = QuantizedOperand(values, one_scale(x) if scale is None else scale)
     else:
         values, scale, unit, dims = by_tiles(x, spec, axis, converts=converts)
         scale = scale.squeeze(dims) if spec.tile[1] else scale
         result = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
     return result.mT if axis == -2 else result
+
+
+def times(x: Tensor, factor: float) -> Tensor:
+    """``factor * x``; ``x`` itself for 1."""
+    return x if factor == 1 else x * factor

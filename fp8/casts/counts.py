@@ -148,8 +148,8 @@ _DRIFTED = (
 
 LOST = 0.1
 """The lost share of an operand, beyond that of a standard normal one, above which a `CastLossCheck`
-warns: of a normal operand with an RMS below 2**-7 (e4m3) or 2**-14 (e5m2). Unit-scaled models lose
-up to 0.06, of the gradients of queries and keys in e5m2."""
+warns: of a normal operand with an RMS below 2**-7 (e4m3) or 2**-14 (e5m2). Modules of unit_scaling
+lose up to 0.06, of the gradients of queries and keys in e5m2."""
 LEAST = 1024
 """The minimum number of nonzero elements for a share."""
 _SAMPLE = 1 << 14
@@ -196,7 +196,7 @@ class CastLossCheck:
 
 
 _FLUSHED = (
-    "{}, which recipe {!r} casts without a scale. It is for unit-scaled models and their losses; "
+    "{}, which recipe {!r} casts without a scale. It is for modules and losses of unit_scaling; "
     'recipe "tensor" has a scale for each tensor, and fp8.stats counts what is lost of each'
 )
 

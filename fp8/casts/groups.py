@@ -126,5 +126,5 @@ def cast_groups(
             history.copy_(after)
     if spec.tile != (0, 0) or spec.is_simulated:
         return y, None
-    scaled = spec.rule is not None or spec.margin or history is not None
+    scaled = spec.rule is not None or history is not None
     return y, scales if scaled else None

@@ -4,7 +4,6 @@ are saved for the backward pass: with one scale factor in the dtype of their for
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,10 +22,7 @@ from ..common.compiler import (
 )
 from ..formats.quantize import convertible
 from ..recipes.rules import LOWERED
-from .casting import LoweredCast, in_units, labelled, resolved_format, shifted, unrotated
-
-Exponents = tuple[int, ...]
-"""The base-2 logarithms of the static scale factors of operands; 0 for none."""
+from .casting import LoweredCast, in_units, labelled, resolved_format, unrotated
 
 
 class Casts(NamedTuple):
@@ -43,15 +39,8 @@ class Casts(NamedTuple):
 UNCAST = Casts()
 
 
-def static_exponent(weight: object) -> int:
-    """That of a parameter's tag ``mup_scale``; 0 without one."""
-    return round(math.log2(getattr(weight, "mup_scale", 1.0)))
-
-
 @cache
-def _casts_of(
-    text: str, layer: bool = True, static: Exponents = (0, 0), rotated: bool = True
-) -> Casts:
+def _casts_of(text: str, layer: bool = True, rotated: bool = True) -> Casts:
     """The lowered casts of the recipe with this `Recipe.text`. layer: whether b is a weight;
     otherwise it is cast like a, and in the backward pass rotated like the gradient."""
     specs = [LoweredCast.from_text(line) if line else None for line in text.split("\n")]
@@ -61,9 +50,6 @@ def _casts_of(
         if a is not None and grad_for_a is not None:
             b_for_grad_a = a._replace(hadamard=grad_for_a.hadamard, signs=grad_for_a.signs)
         grad_for_a = unrotated(grad_for_a) if a is None else grad_for_a
-    if any(static):
-        a, a_for_grad_b = (shifted(spec, static[0]) for spec in (a, a_for_grad_b))
-        b, b_for_grad_a = (shifted(spec, static[1]) for spec in (b, b_for_grad_a))
     casts = [a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b]
     return Casts(*(casts if rotated else map(unrotated, casts)))
 

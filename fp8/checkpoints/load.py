@@ -19,6 +19,7 @@ from ..common.step import unwrapped
 from ..levels.weights import copied_parameter, replace, scaled_parameter
 from ..recipes.history import is_history
 from ..recipes.scaling import Tile
+from ..selection.layers import check_values_set
 from ..selection.policies import bare_name
 from ..surgery.convert import check_ready
 from ..tensors.scaled_tensor import DTYPES, ScaledTensor
@@ -85,8 +86,7 @@ def load(
     Raises:
         ValueError: for missing and unexpected names, missing scales, scales that do not have the
             configured blocks or fit several, another shape, weights stored otherwise than in FP8 or
-            FP4, unlike tensors of tied names, shards, and weights of the plain model for one whose
-            state_dict marks them as transformed. Nothing has changed then.
+            FP4, unlike tensors of tied names, and shards. Nothing has changed then.
         TypeError: if ``model`` is not a module or ``source`` neither a path nor a state_dict.
         ImportError: for files without safetensors.
 
@@ -100,6 +100,8 @@ def load(
     """
     check_module("load", model)
     check_ready(model)
+    if frozen:
+        check_values_set("load(frozen=True)", model)
     checkpoint = _read(source, config)
     checkpoint = checkpoint._replace(targets=targets_in(checkpoint.config), unscaled=unscaled)
     tensors, tied = checkpoint.tensors, checkpoint.tied
@@ -199,13 +201,9 @@ def _check(
             pair = [tensors[p[part]].float() for p in (parts, names[other]) if part in p]
             if len(pair) == 1 or (pair and not torch.equal(*pair)):
                 raise ValueError(f"{other} and {name} are one parameter, with unlike tensors here")
-    # Weights in low precision replace parameters and do not pass through `load_state_dict`. A model
-    # whose weights a transform has changed has an entry there that makes it refuse others.
-    marks = {name for name in extra if not name.endswith("_extra_state")}
     known = {*OF_ACTIVATIONS, *extra, *(key for parts in names.values() for key in parts.values())}
-    missing = [name for name, target in targets.items() if id(target) not in first]
     differ = {
-        "missing": missing + sorted(marks - tensors.keys()),
+        "missing": [name for name, target in targets.items() if id(target) not in first],
         "unexpected": [k for k in tensors if not {k, k.rpartition(".")[2]} & known],
     }
     if text := "; ".join(f"{what}: {', '.join(keys)}" for what, keys in differ.items() if keys):

@@ -23,7 +23,7 @@ from ..formats.format import get_format
 from ..recipes.cast import Cast
 from ..recipes.history import histories, is_history
 from ..recipes.scaling import history_scale
-from ..selection.layers import is_transposed
+from ..selection.layers import check_values_set, is_transposed
 from ..selection.policies import bare_name
 from ..surgery.override import check_not_overridden
 from ..surgery.swap import is_replacement
@@ -54,8 +54,9 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     Raises:
         TypeError: if ``model`` is not a module.
         ValueError: if nothing is in FP8, as of a "delayed" or "static" model that has not run;
-            inside of `fp8.override`; for layers of another library; for factors that are in no
-            weight: modules of `unit_scaling`, and ``unit_scale`` without a batch.
+            inside of `fp8.override`; for layers of another library; for what is in no weight: the
+            factors of modules of `unit_scaling`, other transforms than ``unit_scale``, and that
+            without a batch before its first call.
         ImportError: without safetensors.
     """
     check_module("export", model)
@@ -198,12 +199,12 @@ def _check_plain(model: nn.Module) -> None:
         if type(module).__module__.startswith("unit_scaling.layers"):
             raise ValueError(
                 f"{name} is a module of unit_scaling: its factors are in no weight. Make the model "
-                "of torch's modules, and unit-scale it by unit_scaling.transforms.unit_scale with "
-                "a batch"
+                "of torch's modules, and unit-scale it by unit_scaling.transforms.unit_scale"
             )
         for scope, _ in getattr(module, "_scopes", ()):
-            other = f"{type(scope).__name__} is no part of the weights: export without it"
-            raise ValueError(getattr(scope, "no_export", other))
+            kind = type(scope).__name__
+            raise ValueError(f"{kind} is no part of the weights: export without it")
+    check_values_set("export", model)
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

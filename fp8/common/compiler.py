@@ -19,8 +19,8 @@ from .threads import GRAPH_FUNCTIONS, Stack, frames, refuse_split_graphs
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
-# Modes that must see each call before any autocast (the plan of a unit-scaled model), in the order
-# this thread entered them. An autocast entered inside them puts them back on top.
+# Modes that must see each call before any autocast (those that record a model or replace its
+# functions), in the order this thread entered them. An autocast inside puts them back on top.
 FIRST_LOOK = Stack()
 
 
@@ -73,22 +73,23 @@ def eager_only(otherwise: Any = None) -> Callable[[Fn], Fn]:
     return compiled_as(lambda *args, **kwargs: otherwise)
 
 
-def untraced(function: Fn) -> Fn:
+def untraced(function: Fn, reason: str | None = None) -> Fn:
     """Decorator: a graph breaks at the function, which runs in eager mode. `torch.compiler.disable`
-    does so too, but imports the compiler when it decorates, and not at the first call."""
+    does so too, but imports the compiler when it decorates, and not at the first call. reason: what
+    fullgraph=True shows."""
     made: list[Any] = []
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if not made:
-            made.append(torch.compiler.disable(function))
+            made.append(torch.compiler.disable(function, reason=reason))
         return made[0](*args, **kwargs)
 
     return cast("Fn", called)
 
 
 #: Functions that torch does not list as overridable: torch.compile hides them from modes, and a
-#: compiled model would silently compute them without a recipe or plan.
+#: compiled model would silently compute them without a recipe or replacement.
 HIDDEN: list[Callable[..., Any]] = [F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh]
 
 

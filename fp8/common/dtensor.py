@@ -37,6 +37,15 @@ def unreduced(x: Any) -> Tensor:
     return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
 
 
+def is_masked(x: Any) -> bool:
+    """Whether ``x`` is what a table divided by rows returns: its mask serves one reduction."""
+    if not is_dtensor(x):
+        return False
+    from torch.distributed.tensor import Partial
+
+    return any(p.is_partial() and type(p) is not Partial for p in x.placements)
+
+
 def _divides(x: Any, placement: Any) -> int | None:
     """The dimension of ``x`` that a placement divides, if any; strided placements, from flattening
     a divided inner dimension, too."""

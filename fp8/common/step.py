@@ -18,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from .mixin import own_attributes
+from .threads import Stack
 
 Batch = Any
 """A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments."""
@@ -280,12 +281,28 @@ def running_modules(model: nn.Module) -> Iterator[list[str]]:
         yield names
 
 
+_KEPT = Stack()
+"""An item for each open block of `kept` of this thread."""
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Within the block, parameters are written for good: a `restored` around it restores none of
+    it. (`unit_scale` sets the values of a model in its first call, whoever makes it.)"""
+    _KEPT.items.append(None)
+    try:
+        yield
+    finally:
+        _KEPT.items.pop()
+
+
 class restored(TorchFunctionMode):
-    """Restores the values of parameters on exit: a momentum encoder updates its own in the forward
-    pass."""
+    """Restores the values of parameters on exit, except for what is `kept`: a momentum encoder
+    updates its own in the forward pass."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
+        self._depth = len(_KEPT.items)
         self._parameters = list(parameters)
         self._at: dict[int, Tensor] | None = None
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
@@ -300,6 +317,8 @@ class restored(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
+        if len(_KEPT.items) > self._depth:
+            return function(*args, **kwargs)
         if function == _SET_DATA:
             self._data.append((args[0], args[0].detach()))
         elif _renorms(name, args, kwargs) or is_in_place(name, kwargs):

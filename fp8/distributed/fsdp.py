@@ -16,25 +16,32 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..casts.casting import lowered, rounding_of, static_scale
-from ..casts.operands import restored, static_exponent
+from ..casts.casting import lowered, rounding_of
+from ..casts.operands import restored
 from ..common.dtensor import as_shard, part_of
 from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
 from ..formats.format import get_format
 from ..formats.quantize import in_dtype, quantize_operand
+from ..recipes import history
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, recipe_unless_auto
 from ..recipes.rules import FORM_OF, RULES
-from ..recipes.scaling import largest_finite, scale_of
-from ..selection.layers import LAYERS, Where, auto_of, checked_where
+from ..recipes.scaling import (
+    largest_finite,
+    nearest_power,
+    scale_of,
+    second_moment,
+    static_rms,
+)
+from ..selection.layers import LAYERS, Where, auto_of, check_values_set, checked_where
 from ..surgery.swap import warn_nothing
 
 __all__ = ["gather_in_fp8", "update_scales"]
 
 aten = torch.ops.aten
 
-SCALINGS = ("unit", "tensor")
+SCALINGS = ("unit", "static", "tensor")
 """The supported scalings of a weight's cast: those that do not depend on the sharding."""
 
 
@@ -55,10 +62,12 @@ def gather_in_fp8(
 
     Args:
         model: changed in place.
-        recipe: its weight cast needs a format with a torch dtype and scaling "unit" or "tensor".
-            "auto" is that of each layer, as in `fp8.convert`: of a model with converted layers the
-            others are sent unrounded, and so are those whose cast cannot be sent, and those that
-            the switch of a policy concerns. For "tensor", see `update_scales`.
+        recipe: its weight cast needs a format with a torch dtype and scaling "unit", "static" or
+            "tensor". "auto" is that of each layer, as in `fp8.convert`: of a model with converted
+            layers the others are sent unrounded, and so are those whose cast cannot be sent, and
+            those that the switch of a policy concerns. For "tensor", see `update_scales`. A static
+            scale is that of the converted layer, and one that is not set is measured when the
+            weight is first gathered.
         where: (name, layer) -> whether to send the weight in FP8; None: every layer.
 
     Returns:
@@ -72,8 +81,9 @@ def gather_in_fp8(
         ValueError: for a recipe, given by name, with another cast, and for a sharded model.
     """
     check_module("gather_in_fp8", model)
+    check_values_set("gather_in_fp8", model)
     shared, where = recipe_unless_auto(recipe), checked_where(where)
-    if shared is not None and (why := _why_not_sent(shared)):
+    if shared is not None and (why := _why_not_sent(shared, has_scale=True)):
         raise ValueError(why)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -88,10 +98,7 @@ def gather_in_fp8(
             rows.append(Row(name, kind, LEFT_ALONE, cast))
             continue
         if module.weight not in replaced:
-            # A plan divides a weight by its tag before a cast; layers themselves do not.
-            planned = hasattr(model, "fp8_planned_scales")
-            exponent = static_exponent(module.weight) if planned else 0
-            replaced[module.weight] = _wrapped(module.weight, cast, exponent)
+            replaced[module.weight] = _wrapped(module.weight, cast)
         module.register_state_dict_post_hook(_as_plain)
         module.weight = replaced[module.weight]
         rows.append(Row(name, kind, f"sent as {cast}"))
@@ -117,7 +124,7 @@ def _casts(model: nn.Module, shared: Recipe | None, where: Where | None) -> dict
         elif where is not None and not where(name, module):
             why_not = "not chosen"
         else:
-            why_not = _why_not_sent(recipe)
+            why_not = _why_not_sent(recipe, "fp8_scale_weight" in module._buffers)
         weights[name] = id(weight)
         casts[name] = why_not or recipe.weight  # type: ignore[union-attr, assignment]
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
@@ -161,8 +168,9 @@ def update_scales(model: nn.Module) -> None:
         weight.remember(amax)
 
 
-def _why_not_sent(recipe: Recipe | None) -> str:
-    """Why the weight of a layer with this recipe cannot be sent as its cast rounds it, or ""."""
+def _why_not_sent(recipe: Recipe | None, has_scale: bool) -> str:
+    """Why the weight of a layer with this recipe cannot be sent as its cast rounds it, or "".
+    has_scale: whether the layer has a buffer of its static scale."""
     if recipe is None:
         return "it computes in high precision, or will after a switch"
     cast = recipe.weight
@@ -172,8 +180,10 @@ def _why_not_sent(recipe: Recipe | None) -> str:
     if cast.scaling not in SCALINGS:
         return (
             f"recipe {recipe.name!r} has weights with scaling {cast.scaling!r}, which goes along "
-            f"what FSDP2 cuts; gather_in_fp8 takes {' and '.join(map(repr, SCALINGS))}"
+            f"what FSDP2 cuts; gather_in_fp8 takes {', '.join(map(repr, SCALINGS))}"
         )
+    if cast.scaling == "static" and not has_scale:
+        return "a static scale belongs to a converted layer: fp8.convert the model before"
     if cast.rule is not None and RULES[cast.rule].is_simulated:
         return f"rule {cast.rule!r} reads values, of which FSDP2 gives each process a part"
     if lowered(cast).is_random or cast.hadamard or recipe.grad_input[1] != cast:
@@ -184,8 +194,8 @@ def _why_not_sent(recipe: Recipe | None) -> str:
     return ""
 
 
-def _wrapped(weight: nn.Parameter, cast: Cast, exponent: int) -> nn.Parameter:
-    wrapped = nn.Parameter(_Weight(weight.detach(), cast, exponent), weight.requires_grad)
+def _wrapped(weight: nn.Parameter, cast: Cast) -> nn.Parameter:
+    wrapped = nn.Parameter(_Weight(weight.detach(), cast), weight.requires_grad)
     # Dunders belong to the instance, like the tags' __deepcopy__.
     vars(wrapped).update({k: v for k, v in vars(weight).items() if not k.startswith("__")})
     return wrapped
@@ -222,23 +232,19 @@ _COPIES = {
 
 
 class _Weight(Tensor):
-    """A weight, or a shard of one, like ``plain``, that is rounded when it is sent. exponent: of
-    its static scale, for a cast without a rule. cached: its scale and the version of ``plain`` that
-    it was computed for, shared by all views."""
+    """A weight, or a shard of one, like ``plain``, that is rounded when it is sent. cached: its
+    scale and the version of ``plain`` that it was computed for, shared by all views."""
 
     plain: Tensor
     cast: Cast
-    exponent: int
     cached: list[Any]
 
     @staticmethod
-    def __new__(
-        cls: Any, plain: Tensor, cast: Cast, exponent: int, cached: list[Any] | None = None
-    ) -> _Weight:
+    def __new__(cls: Any, plain: Tensor, cast: Cast, cached: list[Any] | None = None) -> _Weight:
         options = {name: getattr(plain, name) for name in ("dtype", "layout", "device")}
         options |= {"strides": plain.stride(), "storage_offset": plain.storage_offset()}
         self: _Weight = torch.Tensor._make_wrapper_subclass(cls, plain.size(), **options)
-        self.plain, self.cast, self.exponent = plain, cast, exponent
+        self.plain, self.cast = plain, cast
         self.cached = [] if cached is None else cached
         return self
 
@@ -259,7 +265,7 @@ class _Weight(Tensor):
         if function not in _VIEWS | _COPIES or not isinstance(first, _Weight):
             return out
         cached = first.cached if function in _VIEWS else None
-        return tree_map_only(Tensor, lambda t: _Weight(t, first.cast, first.exponent, cached), out)
+        return tree_map_only(Tensor, lambda t: _Weight(t, first.cast, cached), out)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain.__reduce_ex__(protocol)
@@ -289,6 +295,17 @@ class _Weight(Tensor):
         dist.all_reduce(amax, dist.ReduceOp.MAX, mesh.get_group())
         return self.remember(amax)
 
+    def static_scale(self, layer: Any, elements: int, mesh: DeviceMesh) -> Tensor:
+        """That of the converted layer. One that is not set is measured over all shards."""
+        state: Tensor = layer.fp8_scale_weight
+        history.note_scale(layer, "fp8_scale_weight")
+        if layer.fp8_measured.fp8_scale_weight is False:
+            total = second_moment(self.plain)
+            dist.all_reduce(total, dist.ReduceOp.SUM, mesh.get_group())
+            rms = static_rms(get_format(self.cast.format))
+            state.copy_(nearest_power(total / (elements * rms**2)))
+        return torch.where(state > 0, state, 1.0)
+
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
@@ -296,9 +313,10 @@ class _Weight(Tensor):
         x, scale = self.plain, None
         if self.cast.rule:
             scale = self.scale(mesh)
-        elif self.exponent:
-            scale = static_scale(self.exponent, x)
-        x = x if scale is None else x.float() / scale
+        elif self.cast.scaling == "static":
+            scale = self.static_scale(module, outer_size.numel(), mesh)
+        if scale is not None:
+            x = x.to(torch.promote_types(x.dtype, torch.float32)) / scale
         format = get_format(self.cast.format)
         sent = quantize_operand(x, format, **rounding_of(self.cast))
         bits = in_dtype(sent, format.dtype).view(torch.uint8)

@@ -6,9 +6,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, format_of
+from ..casts.casting import LoweredCast, QuantizedOperand, format_of, times
 from ..formats.quantize import in_dtype
-from ..recipes.rules import UNITS
+from ..recipes.rules import LOWERED
 from .kernel import (
     ALIGNMENT,
     Kernel,
@@ -17,7 +17,6 @@ from .kernel import (
     in_rows_or_squares,
     padded,
     scaled_mm,
-    times,
 )
 
 SIDE = 128
@@ -25,7 +24,8 @@ SIDE = 128
 
 def accepts(cast: LoweredCast) -> bool:
     """Scales of rows or squares of 128, in float32 without a unit."""
-    return cast.rule not in UNITS and in_rows_or_squares(cast, SIDE)
+    has_unit = cast.rule is not None and LOWERED[cast.rule].unit is not None
+    return not has_unit and in_rows_or_squares(cast, SIDE)
 
 
 def refuses(a: LoweredCast, b: LoweredCast) -> str:

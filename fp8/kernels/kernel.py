@@ -135,11 +135,6 @@ def filled(data: Tensor) -> Tensor:
     return F.pad(bytes, (0, missing)).view(data.dtype)
 
 
-def times(x: Tensor, factor: float) -> Tensor:
-    """``factor * x``; ``x`` itself for 1."""
-    return x if factor == 1 else x * factor
-
-
 class Scales(NamedTuple):
     """The scales of an operand, as `torch.nn.functional.scaled_mm` takes them."""
 

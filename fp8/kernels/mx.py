@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, format_of
+from ..casts.casting import LoweredCast, QuantizedOperand, format_of, times
 from ..formats.quantize import in_dtype
-from ..recipes.rules import UNITS
+from ..recipes.rules import LOWERED
 from .blackwell import of_blocks, swizzled
 from .kernel import (
     Kernel,
@@ -18,7 +18,6 @@ from .kernel import (
     in_rows_or_squares,
     padded,
     scaled_mm,
-    times,
 )
 
 ALONG = 32
@@ -26,7 +25,7 @@ ALONG = 32
 
 def accepts(cast: LoweredCast) -> bool:
     """Scales of rows or squares of 32 that are powers of two: e8m0 has no other values."""
-    is_power = cast.rule not in (*UNITS, "exact")
+    is_power = cast.rule is not None and LOWERED[cast.rule].form.is_power
     return is_power and in_rows_or_squares(cast, ALONG)
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand
-from ..recipes.rules import CORRECTED, UNITS
+from ..casts.casting import LoweredCast, QuantizedOperand, times
+from ..recipes.rules import LOWERED
 from .blackwell import of_blocks, swizzled
 from .kernel import (
     Kernel,
@@ -17,7 +17,6 @@ from .kernel import (
     in_rows_or_squares,
     padded,
     scaled_mm,
-    times,
 )
 
 ALONG = 16
@@ -28,8 +27,11 @@ MULTIPLE = 32
 
 def accepts(cast: LoweredCast) -> bool:
     """Scales of rows or squares of 16 in a unit of the tensor."""
+    if cast.rule is None:
+        return False
+    rule = LOWERED[cast.rule]
     # A corrected scale needs random signs, which are simulated.
-    has_unit = cast.rule in UNITS and cast.rule not in CORRECTED
+    has_unit = rule.unit is not None and rule.correct is None
     return has_unit and in_rows_or_squares(cast, ALONG)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand
-from .kernel import EIGHT_BITS, Kernel, Output, Scales, scaled_mm, times
+from ..casts.casting import LoweredCast, QuantizedOperand, times
+from .kernel import EIGHT_BITS, Kernel, Output, Scales, scaled_mm
 from .tensor import store
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..casts.casting import LoweredCast, QuantizedOperand, lowered, rounded, shifted
+from ..casts.casting import LoweredCast, QuantizedOperand, lowered, rounded
 from ..common.compiler import compiled_as, taken_as_constant
 from ..common.flops import SCALED, count_flops
 from ..recipes.cast import Cast
@@ -82,9 +82,8 @@ def _of_casts(
     device: str,
     dtype: str,
 ) -> tuple[str, ...]:
-    """`_kernels` for the casts of all operands, on whose static scales they do not depend."""
-    unscaled = [spec and shifted(spec, -spec.margin) for spec in casts]
-    pairs = tuple(zip(unscaled[::2], unscaled[1::2], strict=True))
+    """`_kernels` for the casts of all operands."""
+    pairs = tuple(zip(casts[::2], casts[1::2], strict=True))
     return _kernels(compiled, backend, pairs, device, dtype)
 
 

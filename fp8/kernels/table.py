@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..casts.casting import LoweredCast, QuantizedOperand, quantized, static_scale
+from ..casts.casting import LoweredCast, QuantizedOperand, one_scale, quantized, times
 from ..common.compiler import in_graph, in_memory, taken_as_constant
 from .block import BLOCK
-from .kernel import Kernel, Output, filled, times
+from .kernel import Kernel, Output, filled
 from .mx import MX
 from .nv import NV
 from .row import ROW
@@ -30,6 +30,9 @@ def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
         return "", "one operand of a product stays in high precision"
     if "random" in (a.signs, b.signs):
         return "", "random signs of a rotation are simulated"
+    for cast in (a, b):
+        if cast.is_simulated:
+            return "", f"rule {cast.rule!r} reads more than the largest magnitude of a tile"
     layouts = layouts_of((a, b))
     if "" in layouts:
         cast = b if layouts[0] else a
@@ -70,7 +73,7 @@ def store(
     are padded with zeros to the sizes that the kernel needs."""
     if cast is None:
         x = x if axis == -1 else x.mT
-        return QuantizedOperand(x.detach(), static_scale(0, x))
+        return QuantizedOperand(x.detach(), one_scale(x))
     operand = quantized(x, cast, axis, history, record, converts=True)
     (layout,) = layouts_of((cast,))
     return KERNELS[layout].store(operand, cast)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, format_of
+from ..casts.casting import LoweredCast, QuantizedOperand, format_of, times
 from ..formats.quantize import in_dtype
-from .kernel import EIGHT_BITS, Kernel, Output, Scales, scaled_mm, times
+from .kernel import EIGHT_BITS, Kernel, Output, Scales, scaled_mm
 
 
 def accepts(cast: LoweredCast) -> bool:

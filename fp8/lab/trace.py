@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..common.copies import deep_copy
 from ..common.step import Batch, call, copied, running_modules, tensors, untouched
 from ..products.grouped import MULTIPLY_GROUPS
+from ..selection.layers import check_values_set
 from ..surgery.convert import convert, report
 from ..warnings import PitfallWarning, strict
 
@@ -196,6 +197,7 @@ def trace(model: nn.Module, batch: Batch) -> list[Product]:
     products; recurrent layers may be one kernel, which shows none. Products of the same sizes and
     layer are one row, in the order of their first call.
     """
+    check_values_set("the list of products", model)
     why_not = left_alone(model)
     model = deep_copy(model).train()
     with (

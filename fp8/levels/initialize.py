@@ -31,7 +31,7 @@ from ..optim.encodings import WIDE
 from ..optim.state import convert as convert_state
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
-from ..selection.layers import LAYERS, why_quantized
+from ..selection.layers import LAYERS, check_values_set, why_quantized
 from ..surgery.convert import check_ready, convert
 from ..tensors.scaled_tensor import ScaledTensor
 from .weights import SHARDED, scale_weights, storable
@@ -104,9 +104,8 @@ def initialize(
             in float32, and skips and counts (``skipped_steps``) steps with a gradient that is not
             finite. None: an `fp8.optim.AdamW` with defaults.
         opt_level: a name in `LEVELS`.
-        recipe: of the products, for `fp8.convert`. "auto" is "unit" for unit-scaled layers and
-            "tensor" for all others. A `fp8.Policy` is possible too. None leaves the products
-            unchanged.
+        recipe: of the products, for `fp8.convert`, which has what "auto" is. A `fp8.Policy` is
+            possible too. None leaves the products unchanged.
 
     Returns:
         (``model``, optimizer).
@@ -186,6 +185,7 @@ _WRAPPERS = {
 def _check_model(model: nn.Module) -> None:
     check_module("initialize", model)
     check_ready(model)
+    check_values_set("initialize", model)
     for name, module in model.named_modules():
         for kind in (cls.__name__ for cls in type(module).__mro__):
             if kind in _WRAPPERS:

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from ..common.dtensor import is_dtensor
 from ..common.mixin import Mixin, add_mixin, check_module, remove_mixin
 from ..common.validation import check_name
-from ..selection.layers import LAYERS, Where, checked_where, is_transposed, why_quantized
+from ..selection.layers import (
+    LAYERS,
+    Where,
+    check_values_set,
+    checked_where,
+    is_transposed,
+    why_quantized,
+)
 from ..surgery.convert import check_ready
 from ..tensors import scaled_tensor
 from ..tensors.scaled_tensor import DTYPES, Memory, ScaledTensor, gradient
@@ -182,6 +189,7 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: Where | None =
     """
     check_module("store_frozen", model)
     check_ready(model)
+    check_values_set("store_frozen", model)
     where = checked_where(where)
     if format is None:
         plain_weights(model)

@@ -177,7 +177,7 @@ class autocast:
 
     Args:
         recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto": "unit" for the products of the
-            functions of `unit_scaling`, and so of unit-scaled models, and "tensor" for all others.
+            functions of `unit_scaling`, and so of its modules, and "tensor" for all others.
             Or a `fp8.Policy` without a switch (`fp8.Policy.at`) that selects no layers.
         backend: "simulate" computes from rounded operands in the dtype of the tensors. "native"
             uses torch's kernels for products of two matrices of supported sizes

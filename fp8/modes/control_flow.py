@@ -35,8 +35,6 @@ RUNS: dict[Function, tuple[int, ...]] = {
 """An operator that runs functions -> their positions among its arguments. Only a graph has a call
 of a checkpoint or of ``associative_scan``: eager code runs its function at once."""
 
-_BY_VALUES = (OPERATORS.cond, OPERATORS.while_loop, OPERATORS.map_impl, OPERATORS.scan)
-
 
 def _while_loop(
     condition: Function, body: Function, carried: Sequence[Any], more: Sequence[Any]
@@ -62,11 +60,6 @@ def in_python(function: Function, args: tuple[Any, ...]) -> Function | None:
 def runs_functions(function: Function) -> bool:
     """Whether a call runs functions outside of the mode that receives it."""
     return function in CALLERS or function in RUNS
-
-
-def depends_on_values(function: Function) -> bool:
-    """Whether the data of a call decide which functions run, or how often."""
-    return function in _BY_VALUES
 
 
 def run_within(mode: TorchFunctionMode, function: Function, args: Any, kwargs: Any) -> Any:

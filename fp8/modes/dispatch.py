@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..common.compiler import in_graph
 from ..formats.quantize import refuse_nested
 from ..products import matmul
-from ..products.active import ACTIVE, static_exponents
+from ..products.active import ACTIVE
 from ..products.attention import attention, flex_attention, multi_head_attention_forward
 from ..products.convolution import conv, conv_transpose
 from ..products.einsum import as_equation, as_matmul, in_pairs, sums_products
@@ -152,7 +152,7 @@ def _einsum(recipe: Recipe, *args: Any) -> Any:
     equation, operands = as_equation(args)
     if not _floating(*operands) or not sums_products(equation, operands):
         return NotImplemented
-    y = as_matmul(equation, operands, static=static_exponents(recipe, *operands))
+    y = as_matmul(equation, operands)
     return "it is not one product of two matrices; write it as such" if y is None else y
 
 

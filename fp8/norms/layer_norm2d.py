@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.types import Device
 
-from ..common.compiler import FIRST_LOOK, apply, in_memory, same
+from ..common.compiler import apply, in_memory, same
 
 BLOCK = 16
 """The number of channels that compiled code sums at once, each contiguous in memory."""
@@ -41,12 +41,6 @@ def layer_norm2d(
     if has_torch_function(tensors):  # lets modes intercept it, like torch.nn.functional
         return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
     in_graph = torch.compiler.is_compiling()
-    if in_graph and FIRST_LOOK.items:  # compiling, modes only see calls of torch
-        mode = FIRST_LOOK.items.pop()
-        try:
-            return mode.__torch_function__(layer_norm2d, (), (input, weight, bias, eps))
-        finally:
-            FIRST_LOOK.items.append(mode)
     _check(input, weight, bias)
     if not in_graph:
         differentiable = torch.is_grad_enabled() and not _is_channels_last(input)

@@ -73,9 +73,8 @@ class _LowPrecision(Mixin):
 
 
 class _Beneath(TorchFunctionMode):
-    """Computes the norm's one call in low precision, after the modes of `FIRST_LOOK` have seen it:
-    a plan identifies the call by its torch function, so it stays valid in every precision. dtype:
-    of the computation. output: of the result."""
+    """Computes the norm's one call in low precision, after the modes of `FIRST_LOOK` have seen it
+    as a call of torch. dtype: of the computation. output: of the result."""
 
     def __init__(self, dtype: torch.dtype, output: torch.dtype) -> None:
         super().__init__()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..casts.measuring import measuring
-from ..common.compiler import called
 from ..common.threads import checkpoints, in_reentrant, in_shape_inference
 from ..common.validation import check_name
-from ..kernels import product as native
 from ..recipes.history import LayerState, role_of
 from ..recipes.recipe import Recipe
 from ..warnings import RecipeWarning, warn_once
@@ -32,7 +30,11 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
     """``backend``; "simulate" for "auto" if the recipe has no kernels. Raises ValueError for
     "native" then, and for an unknown backend (the message also lists ``others``)."""
     check_name("backend", backend, (*BACKENDS, *others))
-    why_not = "" if backend == "simulate" else native.why_not_recipe(recipe)
+    if backend == "simulate":
+        return backend
+    from ..kernels.product import why_not_recipe  # late: most runs on CPUs have no kernels
+
+    why_not = why_not_recipe(recipe)
     if why_not and backend == "native":
         raise ValueError(f"recipe {recipe.name!r} has no kernels: {why_not}")
     return "simulate" if why_not else backend
@@ -66,44 +68,9 @@ class _Active(threading.local):
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        #: The operands of the running call that have a static scale, each with its exponent.
-        self.static: list[tuple[Tensor, int]] = []
-        #: What keeps the static scale of the gradient of each running call, innermost last: its
-        #: ``buffer(groups, device)`` is float32, (), (1,) if not set, or (groups,).
-        self.gradients: list[Any] = []
 
 
 ACTIVE = _Active()
-
-
-def with_static(
-    operands: list[tuple[Tensor, int]],
-    gradient: Any,
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """``function(*args, **kwargs)``, a product with these operands among its arguments, each with
-    the exponent of its static scale factor. gradient: that of the gradient of its result."""
-    ACTIVE.static.extend(operands)
-    if gradient is not None:
-        ACTIVE.gradients.append(gradient)
-    try:
-        return called(function, args, kwargs)
-    finally:
-        del ACTIVE.static[len(ACTIVE.static) - len(operands) :]
-        if gradient is not None:
-            ACTIVE.gradients.pop()
-
-
-def static_exponents(recipe: Recipe | None, *operands: Tensor) -> tuple[int, ...]:
-    """The exponents of the operands' static scale factors; 0 for those without."""
-    exponents = [0] * len(operands)
-    if recipe is not None and not recipe.keeps_history:
-        for tensor, exponent in reversed(ACTIVE.static):
-            for i, operand in enumerate(operands):
-                exponents[i] = exponent if operand is tensor else exponents[i]
-    return tuple(exponents)
 
 
 def running_task() -> asyncio.Task[Any] | None:
@@ -169,8 +136,7 @@ def _check_entered(block: Block) -> None:
 
 IN_PIECES = (
     "the function that contains fp8.autocast could not be compiled in one piece (a graph break): "
-    "compile it with fullgraph=True to see where. Call a transformed model once in each mode, of "
-    "training and of evaluation, before it is compiled"
+    "compile it with fullgraph=True to see where"
 )
 
 
@@ -181,14 +147,10 @@ def histories(
     layer; None where the scaling or a run without values has none. layer: whether the second
     operand is a weight. groups: the number of groups, which have states of their own."""
     states: list[Any] = [None] * (len(operands) + 1)
-    if recipe is None or not (recipe.keeps_history or ACTIVE.gradients) or in_shape_inference():
+    if recipe is None or not recipe.keeps_history or in_shape_inference():
         return states
     pass_, device = measuring(), operands[0].device
     if pass_ is not None and not pass_.of_states:
-        return states
-    if not recipe.keeps_history:  # a plan keeps the static scale of the gradient for this call
-        if recipe.grad is not None and recipe.grad.scaling == "unit":
-            states[-1] = ACTIVE.gradients[-1].buffer(groups, device)
         return states
     state = ACTIVE.blocks[-1].state if ACTIVE.blocks else None
     if state is None:

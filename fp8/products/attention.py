@@ -19,7 +19,7 @@ from ..casts.casting import cast_backward, cast_forward
 from ..casts.counts import product_name
 from ..casts.rotation import without_autocast
 from ..recipes.recipe import Recipe
-from .active import histories, product_recipe, static_exponents, warn_unsummed
+from .active import histories, product_recipe, warn_unsummed
 from .matmul import matmul, to_autocast_dtype
 
 
@@ -117,12 +117,11 @@ def _cast_around(
     warn_unsummed(recipe, "attention")
     name, cast = product_name("attention", None, recipe), recipe.input
     *of, of_grad = histories(recipe, "attention", query, key, value)
-    static, operands = static_exponents(recipe, query, key, value), (query, key, value)
     roles = (("query", -1), ("key", -1), ("value", -2))
     y, *statistics = kernel(
         *(
-            cast_forward(x, cast, axis, state, name, role, exponent)
-            for x, (role, axis), state, exponent in zip(operands, roles, of, static, strict=True)
+            cast_forward(x, cast, axis, state, name, role)
+            for x, (role, axis), state in zip((query, key, value), roles, of, strict=True)
         )
     )
     return cast_backward(y, recipe.grad, of_grad, name), *statistics
@@ -209,11 +208,8 @@ def projections(
     if len(weights) == 1 and query is key and key is value:
         return linear(query, weights[0], bias).chunk(3, dim=-1)
     of_query, of_key, of_value = weights[0].chunk(3) if len(weights) == 1 else weights
-    return (  # a line each, as operands of one place in the code are measured together
-        linear(query, of_query, biases[0]),
-        linear(key, of_key, biases[1]),
-        linear(value, of_value, biases[2]),
-    )
+    q, k = linear(query, of_query, biases[0]), linear(key, of_key, biases[1])
+    return q, k, linear(value, of_value, biases[2])
 
 
 def merge_masks(

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..casts.counts import product_name
 from ..casts.measuring import measuring
 from ..casts.operands import UNCAST, casts_of, named
-from .active import Scales, histories, product_recipe, static_exponents, warn_unsummed
+from .active import Scales, histories, product_recipe, warn_unsummed
 from .matmul import ONES, Geometry, measured, simulated
 
 Ints = int | Sequence[int]
@@ -38,9 +38,8 @@ def _convolve(
     if (pass_ := measuring()) is not None:
         y = simulated(x, weight, bias, scales, *uncast)
         return measured(pass_, recipe, states, x, weight, y)
-    static = static_exponents(recipe, x, weight)
     name = product_name("conv", weight, recipe)
-    casts = casts_of(recipe.text, True, static, False)
+    casts = casts_of(recipe.text, True, False)
     casts = named(casts, name) if name else casts
     warn_unsummed(recipe, "a convolution")
     return simulated(x, weight, bias, scales, casts, states, geometry)

@@ -22,7 +22,6 @@ from ..casts.measuring import measuring
 from ..casts.operands import (
     UNCAST,
     Casts,
-    Exponents,
     SavedOperand,
     casts_of,
     copies_of,
@@ -35,7 +34,7 @@ from ..casts.rotation import rotation_signs, without_autocast
 from ..common.compiler import apply, in_graph, is_differentiated_again
 from ..common.flops import GROUPED, count_flops
 from ..recipes.recipe import Recipe
-from .active import Scales, histories, product_recipe, static_exponents, warn_unsummed
+from .active import Scales, histories, product_recipe, warn_unsummed
 from .matmul import ONES, Operands, Settings, gemm, measured
 
 
@@ -131,12 +130,7 @@ class _Grouped(Function):
 
 
 def _product(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None,
-    scales: Scales,
-    recipe: Recipe | None,
-    static: Exponents,
+    a: Tensor, b: Tensor, offs: Tensor | None, scales: Scales, recipe: Recipe | None
 ) -> Tensor:
     """``a b^T`` by groups. b is cast as a weight if it is a stack."""
     layer, split = b.ndim == 3, -2 if b.ndim == 3 else -1
@@ -149,7 +143,7 @@ def _product(
         return measured(pass_, recipe, states, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
     warn_unsummed(recipe, "a grouped product")
-    casts = casts_of(recipe.text, layer, static)
+    casts = casts_of(recipe.text, layer)
     casts = named(casts, name, layer) if name else casts
     return _simulated(a, b, offs, split, scales, casts, states)
 
@@ -218,8 +212,7 @@ def grouped_mm(
     if left.dtype != right.dtype:
         raise TypeError(f"grouped_mm needs one dtype, got {left.dtype} and {right.dtype}")
     s_y, s_left, s_right = scales
-    static = static_exponents(recipe, left, right)
     if left.ndim == 3 and right.ndim == 2:  # the stack is the weight: (right^T left^T)^T
         turned = (s_y, s_right, s_left)
-        return _product(right.mT, left, offs, turned, recipe, static[::-1]).mT
-    return _product(left, right.mT, offs, scales, recipe, static)
+        return _product(right.mT, left, offs, turned, recipe).mT
+    return _product(left, right.mT, offs, scales, recipe)

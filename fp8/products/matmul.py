@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import LoweredCast, as_read, cast_values, rounded
+from ..casts.casting import LoweredCast, as_read, cast_values, rounded, times
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import (
     Casts,
     Copies,
-    Exponents,
     SavedOperand,
     casts_of,
     copies_of,
@@ -39,10 +38,8 @@ from ..casts.rotation import rotation_signs
 from ..common.compiler import apply, apply_eagerly, compiled_as, in_graph, is_differentiated_again
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
-from ..kernels import product as native
-from ..kernels.kernel import times
 from ..recipes.recipe import Recipe
-from .active import ACTIVE, Scales, histories, product_recipe, static_exponents
+from .active import ACTIVE, Scales, histories, product_recipe
 
 aten = torch.ops.aten
 
@@ -313,7 +310,6 @@ def multiply(
     scales: Scales,
     recipe: Recipe | None,
     backend: str,
-    static: Exponents,
     kind: str = "linear",
     bias_scale: float = 1.0,
 ) -> Tensor:
@@ -331,7 +327,7 @@ def multiply(
     if (pass_ := measuring()) is not None:
         return measured(pass_, recipe, states, a, b, _as_it_is(a, b, bias, scales, bias_scale))
     name = product_name(kind, b if kind == "linear" else None, recipe)
-    unnamed = casts_of(recipe.text, layer, static)
+    unnamed = casts_of(recipe.text, layer)
     casts = named(unnamed, name, layer) if name else unnamed
     sampled = bool(name) and is_sampled(name)  # such products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
@@ -340,12 +336,15 @@ def multiply(
         (like,) = to_autocast_dtype(a[:0])
         how = sums.Settings(scales, casts, recipe.sums, dtype_name(like.dtype), bias_scale)
         return sums.product(a, b, bias, states, how)
-    if backend != "simulate" and not sampled and native.takes(backend, a, b):
-        (like,) = to_autocast_dtype(a[:0])
-        if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
-            dtype, fast = dtype_name(like.dtype), recipe.is_fast
-            settings = native.Settings(kinds, scales, casts, dtype, bias_scale, fast, layer)
-            return native.product(a, b, bias, states, settings)
+    if backend != "simulate" and not sampled:
+        from ..kernels import product as native
+
+        if native.takes(backend, a, b):
+            (like,) = to_autocast_dtype(a[:0])
+            if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
+                dtype, fast = dtype_name(like.dtype), recipe.is_fast
+                settings = native.Settings(kinds, scales, casts, dtype, bias_scale, fast, layer)
+                return native.product(a, b, bias, states, settings)
     return simulated(a, b, bias, scales, casts, states, None, bias_scale)
 
 
@@ -415,7 +414,6 @@ def linear(
     scales: Scales = ONES,
     recipe: Recipe | None = None,
     backend: str = "simulate",
-    static: Exponents | None = None,
     unit: bool = False,
     bias_scale: float = 1.0,
 ) -> Tensor:
@@ -427,18 +425,13 @@ def linear(
     scales: (s_y, s_dx, s_dw). The bias gradient is s_dw times the sum of the output's uncast
     gradient. Integers are not scaled, complex numbers not cast. recipe: None uses recipe and
     backend of the enclosing `fp8.autocast`. unit: whether the tensors are unit-scaled, which
-    decides the recipe under "auto". static: (e_x, e_w); casts without a rule for scales (recipe
-    "unit") use the scale factors 2**e_x and 2**e_w; None: those of the enclosing
-    `fp8.products.active.with_static`, else 0. bias_scale: a factor of the bias in the output, but
-    not of its gradient. Raises ValueError for shapes that do not fit.
+    decides the recipe under "auto". bias_scale: a factor of the bias in the output, but not of its
+    gradient. Raises ValueError for shapes that do not fit.
     """
     if recipe is None and ACTIVE.blocks:
         recipe, backend = product_recipe(unit), ACTIVE.blocks[-1].backend
-    if recipe is not None:
-        if input.is_nested:
-            refuse_nested(input)
-        if static is None and ACTIVE.static:
-            static = static_exponents(recipe, input, weight)
+    if recipe is not None and input.is_nested:
+        refuse_nested(input)
     if one := weight.ndim == 1:
         weight, bias = weight[None], None if bias is None else bias.reshape(1)
     if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
@@ -447,8 +440,7 @@ def linear(
             f"{tuple(input.shape)} and {tuple(weight.shape)}"
         )
     rows = input if input.ndim == 2 else input[None] if input.ndim == 1 else input.flatten(0, -2)
-    settings = (recipe, backend, static or (0, 0), "linear", bias_scale)
-    y = multiply(rows, weight, bias, scales, *settings)
+    y = multiply(rows, weight, bias, scales, recipe, backend, "linear", bias_scale)
     y = y if input.ndim == 2 else y.reshape(*input.shape[:-1], weight.shape[0])
     return y.squeeze(-1) if one else y
 
@@ -460,7 +452,6 @@ def matmul(
     scales: Scales = ONES,
     recipe: Recipe | None = None,
     backend: str = "simulate",
-    static: Exponents | None = None,
     unit: bool = False,
     cast: bool = True,
 ) -> Tensor:
@@ -471,8 +462,6 @@ def matmul(
     """
     if recipe is None and cast and ACTIVE.blocks:
         recipe, backend = product_recipe(unit), ACTIVE.blocks[-1].backend
-    if static is None and recipe is not None and ACTIVE.static:
-        static = static_exponents(recipe, left, right)
     if 0 in (left.ndim, right.ndim) or left.shape[-1] != right.shape[-2 if right.ndim > 1 else 0]:
         raise ValueError(
             f"matmul needs matching inner sizes, got shapes {tuple(left.shape)} and "
@@ -489,8 +478,7 @@ def matmul(
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
     # Not the attribute mT, which torch.compile makes an alias outside of control flow.
-    settings = (scales, recipe, backend, static or (0, 0), "matmul")
-    y = multiply(rows, b.transpose(-2, -1), None, *settings)
+    y = multiply(rows, b.transpose(-2, -1), None, scales, recipe, backend, "matmul")
     y = y if y.ndim == a.ndim else y.reshape(*batch, a.shape[-2], b.shape[-1])
     y = y.squeeze(-1) if right.ndim == 1 else y
     return y.squeeze(-1 if right.ndim == 1 else -2) if left.ndim == 1 else y

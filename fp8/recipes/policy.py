@@ -306,13 +306,19 @@ def as_policy(policy: Any) -> Policy:
 
 def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
     """The recipe of a layer whose casts come from ``sources``; None if nothing is cast. auto: that
-    of "auto". Raises ValueError for a combination that no `Recipe` can represent."""
+    of "auto", or "tensor" where a rule parts two casts of an operand that share a static scale.
+    Raises ValueError for a combination that no `Recipe` can represent."""
     recipes = [auto if isinstance(source, str) else source for source in sources]
     if all(recipe == recipes[0] for recipe in recipes):
         return recipes[0]
     x, w, g, w_second, g_second, x_second = [
         None if recipe is None else recipe.casts[i] for i, recipe in enumerate(recipes)
     ]
+    parted = [
+        b for a, b in ((x, x_second), (w, w_second), (g, g_second)) if b is not None and a != b
+    ]
+    if auto.keeps_history and any(cast.keeps_history for cast in parted):
+        return composed(sources, PLAIN)
     casting = [recipe for recipe in recipes if recipe is not None]
     sums = {(recipe.accumulate, recipe.promote) for recipe in casting}
     if len(sums) > 1:

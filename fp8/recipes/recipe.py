@@ -14,7 +14,7 @@ from .rules import RULES
 from .tensor_cores import FORMATS, TENSOR_CORES
 
 AUTO = "auto"
-"""Instead of a recipe: "unit" for unit-scaled tensors, "tensor" for all others."""
+"""Instead of a recipe: chosen by layer or product, as `fp8.convert` and `fp8.autocast` say."""
 
 SAME = "same"
 """In a Recipe: the same cast as in the operand's first product."""
@@ -236,8 +236,8 @@ _RANDOM: dict[str, Any] = {"rounding": "stochastic", "signs": "random"}
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        # Without scales: for unit-scaled models. e4m3 for precision, e5m2 for range (Micikevicius
-        # et al. 2022, arXiv:2209.05433, section 3).
+        # Without scales: for modules of unit_scaling. e4m3 for precision, e5m2 for range
+        # (Micikevicius et al. 2022, arXiv:2209.05433, section 3).
         _all("unit", "e4m3", "unit", grad=_E5M2),
         _all("unit_e4m3", "e4m3"),
         _all("tensor", "e4m3", "tensor", grad=_E5M2),
@@ -300,7 +300,8 @@ RECIPES: dict[str, Recipe] = {
 """Name -> recipe."""
 
 PLAIN, UNIT, STATIC = RECIPES["tensor"], RECIPES["unit"], RECIPES["static"]
-"""The recipes that "auto" selects: for plain tensors, unit-scaled ones, and calibrated layers."""
+"""The recipes that "auto" selects: for plain models, for modules and functions of `unit_scaling`,
+and for layers that are calibrated or in a model of ``unit_scale``."""
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
@@ -308,8 +309,8 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
     unknown name and for "auto", which needs a model, TypeError for other arguments."""
     if (found := recipe_unless_auto(recipe)) is None:
         raise ValueError(
-            'recipe "auto" is "unit" or "tensor", as the model is unit-scaled or not: give it to '
-            f"a function that takes a model; here choose one of {', '.join(map(repr, RECIPES))}"
+            'recipe "auto" is "unit", "static" or "tensor", by the layer: give it to a function '
+            f"that takes a model; here choose one of {', '.join(map(repr, RECIPES))}"
         )
     return found
 

@@ -449,7 +449,3 @@ for _rule in (
     ),
 ):
     _add(_rule)
-
-# Names, for kernels that do not read rows.
-UNITS = tuple(name for name, rule in RULES.items() if rule.unit)
-CORRECTED = tuple(name for name, rule in RULES.items() if rule.correct)

@@ -41,9 +41,24 @@ def auto_of(module: nn.Module) -> Recipe:
     """The recipe that "auto" stands for in a layer."""
     if is_unit_scaled(module):
         return UNIT
-    # Operands have RMS 1, and weights the RMS of their tag: static scales hold.
-    sized = any(getattr(p, "mup_divisor", None) for p in module.parameters(recurse=False))
-    return STATIC if sized or has_scales(module) else PLAIN
+    return STATIC if has_size(module) or has_scales(module) else PLAIN
+
+
+def has_size(module: nn.Module) -> bool:
+    """Whether `unit_scale` has set the size of a weight of the layer, or will in the first call:
+    operands have RMS 1, so static scales hold."""
+    return any(getattr(p, "mup_divisor", None) for p in module.parameters(recurse=False))
+
+
+def check_values_set(what: str, model: nn.Module) -> None:
+    """Raises ValueError for a model of ``unit_scale`` without a batch that has not run: ``what``
+    reads values that its first call sets."""
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "mup_pending", False):
+            raise ValueError(
+                f"{what} reads {name}, which the first call of the model sets: call the model "
+                "before, or pass batch= to unit_scale"
+            )
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:

@@ -16,12 +16,13 @@ from torch.optim.optimizer import (
 )
 
 from ..casts.casting import QuantizedOperand
-from ..casts.operands import Casts, casts_of, one_copy, static_exponent
+from ..casts.operands import Casts, casts_of, one_copy
 from ..common.compiler import compiled_as, taken_as_constant
 from ..common.mixin import check_module
 from ..common.step import unwrapped
 from ..kernels import product as native
 from ..kernels.table import store
+from ..selection.layers import check_values_set
 from .convert import Converted
 
 Layouts = tuple[QuantizedOperand, QuantizedOperand]
@@ -51,7 +52,8 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: if no cast can be cached.
+        ValueError: if no cast can be cached; before the first call of a model of ``unit_scale``
+            without a batch.
         RuntimeError: at the next step or at the end of the block, if a weight was changed through
             ``.data``, or, where compiled code reads its cast, in any way but a step or
             `load_state_dict`.
@@ -65,6 +67,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     >>> optimizer.step()
     """
     check_module("cached_weights", model)
+    check_values_set("cached_weights", model)
     weights = dict(_weights(unwrapped(model)))
     if not weights:
         raise ValueError(
@@ -194,7 +197,6 @@ def _kernel(casts: Casts, size: Any, stride: Any, dtype: Any, device: Any, is_st
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The weights whose casts can be cached, by name, each cast."""
-    planned = hasattr(model, "fp8_planned_scales")
     modules: Any = model.named_modules()
     for name, layer in modules:
         weight: Any = getattr(layer, "weight", None) if isinstance(layer, Converted) else None
@@ -202,8 +204,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         if getattr(weight, "fp8_cache", None) is not None:  # of a block around this one
             continue
-        static = (0, static_exponent(weight) if planned else 0)
-        casts = casts_of(layer.fp8_recipe.text, True, static)
+        casts = casts_of(layer.fp8_recipe.text)
         scale = getattr(layer, "fp8_scale_weight", None)
         if _is_cacheable(layer, weight, casts, scale):
             weight.fp8_cache = WeightCast(weight, casts, scale)  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 from ..casts.measuring import MEASURING, Measurement, Moment
 from ..common.mixin import check_module
 from ..common.step import Batch, Loss, call, restored, starts, untouched, unwrapped
-from ..modes.autocast import autocast, outside_compiler
+from ..modes.autocast import outside_compiler
 from ..recipes.history import histories, note_scales, share_scales, static_scales
-from ..recipes.recipe import UNIT
 from ..recipes.rules import LARGEST, SMALLEST
 from ..recipes.scaling import nearest_power
 from .convert import choose_static
@@ -39,13 +37,14 @@ def calibrate(
     the operand is neither sets it.
 
     The pass runs in the precision of the model. Layers converted under "auto" that are not
-    unit-scaled use "static" afterwards. Nothing else changes. With FSDP, calibrate before sharding,
-    or let the first step set the scales. ``torch.utils.checkpoint`` needs ``use_reentrant=False``.
+    unit-scaled use "static" afterwards. Nothing else changes, but that the pass is the first call
+    of a model of ``unit_scale`` without a batch, which sets its values. With FSDP, calibrate before
+    sharding, or let the first step set the scales. ``torch.utils.checkpoint`` needs
+    ``use_reentrant=False``.
 
     Args:
-        model: a model converted with a recipe with scaling "static", or one of `unit_scale`, whose
-            products cast their gradients at such scales under any recipe without scales. It may be
-            wrapped by torch.compile and DistributedDataParallel.
+        model: a model converted with a recipe with scaling "static", or "auto". It may be wrapped
+            by torch.compile and DistributedDataParallel.
         batch: a tensor, or the arguments of the model: a tuple or list, or a mapping of keywords.
         loss: a function of the model's output that returns a scalar, with the loss scale of the
             training. None: the output's ``loss`` or its first 0-dim tensor that requires a
@@ -112,14 +111,10 @@ def calibration(model: nn.Module) -> dict[str, int | None]:
 
 
 def _states(model: nn.Module) -> dict[str, Tensor]:
-    """Operand -> its static scale, 0-dim: of converted layers, and of gradients of a plan."""
+    """Operand -> its static scale, 0-dim, of converted layers."""
     check_module("calibrate", model)
     scales = static_scales(histories(unwrapped(model)))
-    states = {name.replace("fp8_scale_", ""): state for name, state in scales.items()}
-    for path, module in unwrapped(model).named_modules():
-        planned: dict[str, Tensor] = getattr(module, "fp8_planned_scales", dict)()
-        states |= {f"{path}.{name}".lstrip("."): state for name, state in planned.items()}
-    return states
+    return {name.replace("fp8_scale_", ""): state for name, state in scales.items()}
 
 
 @torch.no_grad()
@@ -159,11 +154,9 @@ def _measure(model: nn.Module, batch: Batch, loss: Loss | None, measurement: Mea
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        planned = hasattr(unwrapped(model), "fp8_planned_scales")
         MEASURING.items.append(measurement)
         try:
-            with autocast(UNIT) if planned else nullcontext():  # so that products have states
-                ends, gradients = starts(call(model, batch), loss)
+            ends, gradients = starts(call(model, batch), loss)
             leaves = [p for p in model.parameters() if p.requires_grad]
             if ends and leaves:
                 torch.autograd.grad(ends, leaves, gradients, allow_unused=True)

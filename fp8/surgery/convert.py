@@ -36,6 +36,7 @@ from ..selection.layers import (
     auto_of,
     checked_where,
     has_one_product,
+    has_size,
     is_transposed,
     is_unit_scaled,
     layers_of,
@@ -182,10 +183,10 @@ def convert(
     Args:
         model: converted in place.
         recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto": "unit" for each layer that is
-            unit-scaled (of `unit_scaling.modules`, or in a model of `unit_scale`, before or after
-            this call), for others "tensor", or "static" once
-            `fp8.calibrate` has set their scales, and "tensor" for layers of other libraries. Or a
-            `fp8.Policy`, which selects the recipe of each layer by its name and role.
+            of `unit_scaling.modules`, "static" for those of a model of `unit_scale` (before or
+            after this call) and once `fp8.calibrate` has set their scales, "tensor" for others and
+            for layers of other libraries. Or a `fp8.Policy`, which selects the recipe of each layer
+            by its name and role.
         backend: as in `fp8.autocast`. Convolutions, and recipes and weight sizes that the kernels
             do not support, are simulated. "transformer_engine" or "torchao" replaces the layers
             with those of that library (`fp8.adapters`); if the model is itself such a layer, use
@@ -196,8 +197,8 @@ def convert(
         ``model``, or the layer that replaces it.
 
     Warns:
-        RecipeWarning: if a recipe without scales ("unit") is given by name to layers that are not
-            unit-scaled.
+        RecipeWarning: if a recipe without scales ("unit") is given by name to layers that are no
+            modules of `unit_scaling`.
         ConvertWarning: if no layer is chosen and converted.
 
     Raises:
@@ -389,12 +390,16 @@ def _advance(owner: nn.Module, fraction: float) -> bool:
 
 
 def choose_recipes(model: nn.Module) -> None:
-    """Selects the recipe of layers under "auto" again, when a model becomes unit-scaled."""
+    """Selects the recipe of layers under "auto" again, when a model becomes unit-scaled, and
+    forgets the state of scales, which is that of other values."""
     for module in model.modules():
-        if isinstance(module, Converted) and AUTO in module.fp8_sources:
+        if not isinstance(module, Converted):
+            continue
+        if AUTO in module.fp8_sources:
             vars(module)["fp8_recipe"] = composed(module.fp8_sources, auto_of(module))
-            if not module.fp8_recipe.keeps_history:
-                history.remove_buffers(module)
+        history.remove_buffers(module)
+        if module.fp8_recipe.keeps_history:
+            history.add_buffers(module, module.fp8_recipe, not has_one_product(module))
     forget_checks(model)
 
 
@@ -418,7 +423,7 @@ def _warn(model: nn.Module) -> None:
         message = (
             f"recipe {recipe!r}, given by name, casts without scales, and {count} converted layers "
             f"are not unit-scaled (the first is {name!r}): their small weights and gradients "
-            'become zero. Use "auto" (the default) or "tensor", or unit_scale the model first'
+            'become zero. It is for modules of unit_scaling: use "auto" (the default) or "tensor"'
         )
         warn_once(RecipeWarning, message, model)
     if not any(layer.fp8_switches for layer in layers.values()):
@@ -511,8 +516,9 @@ def _why_unchosen(module: nn.Module) -> str:
 def _how(module: Any) -> str:
     """The recipe of a converted layer and, unless all is simulated, the backend of its products."""
     recipe, backend = module.fp8_recipe, module.fp8_backend
-    state = "unit-scaled" if is_unit_scaled(module) else "not unit-scaled"
-    state = "calibrated" if recipe == STATIC else state
+    state = "calibrated" if recipe == STATIC else "not unit-scaled"
+    if is_unit_scaled(module) or has_size(module):
+        state = "unit-scaled"
     since = vars(module).get("fp8_since", "")
     auto = f"{AUTO}: {state}" if AUTO in module.fp8_sources and not since else ""
     why = "; ".join(filter(None, [auto, module.fp8_why, since]))

@@ -116,8 +116,6 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
 
 def _refused(model: nn.Module, layers: list[_Layer]) -> Iterator[tuple[str, str]]:
     """(name, why) of everything in the model that the file cannot express, and others with ""."""
-    if hasattr(model, "fp8_planned_scales"):
-        yield "", "transformed by unit_scale"
     for change in CHANGES:
         yield from ((row.path, row.done) for row in change.rows(model) if not row.left_alone)
     for name, module in model.named_modules():

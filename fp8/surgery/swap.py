@@ -11,7 +11,7 @@ from torch import nn
 
 from ..common.mixin import Mixin, bare_class
 from ..common.report import LEFT_ALONE, Report, Row
-from ..selection.layers import Where, inside_attention, why_quantized
+from ..selection.layers import Where, check_values_set, inside_attention, why_quantized
 from ..warnings import ConvertWarning, show
 
 Make = Callable[[str, nn.Module], "nn.Module | str | None"]
@@ -53,6 +53,8 @@ def swap(
     the records are removed. how: the reason in the row of a replaced module, or a function of its
     name.
     """
+    if adapter:  # the calls inside of its layers are not seen when the values are set
+        check_values_set(f"the conversion to layers of {adapter}", model)
     replacements: dict[int, nn.Module] = {}
     rows = []
     for name, module in list(model.named_modules()):
@@ -126,7 +128,7 @@ def layers_for(
         if where is not None and not where(name, module):
             return "not chosen"
         if isinstance(module, Mixin):
-            return "transformed: its scales would be lost"
+            return "transformed: its casts and functions would be lost"
         exact = type(module) in kinds
         why = why_quantized(module) or ("" if exact else "a subclass: its forward may be its own")
         return why or make(module)

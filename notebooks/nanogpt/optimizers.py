@@ -38,19 +38,19 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def make_optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
     """AdamW as in nanoGPT: matrices decay; biases and the gains of norms do not.
 
-    Of a unit-scaled model the parameters have u-muP's learning rates, unless settings.umup is
-    False: with optimizer "adamw" that is `uu.optim.AdamW`, whose weight decay is that of a step. A
-    step then takes as much off a weight as one at the peak of settings.lr takes off the plain one.
+    Of a unit-scaled model the parameters have learning rates of their own: with optimizer "adamw"
+    by `uu.optim.AdamW`, whose weight decay is that of a step. A step then takes as much off a
+    weight as one at the peak of settings.lr takes off the plain one.
     """
     parameters = list(model.parameters())
-    umup = settings.umup and all(has_parameter_data(p) for p in parameters)
-    decay = settings.weight_decay * (settings.lr if umup else 1.0)
+    is_scaled = all(has_parameter_data(p) for p in parameters)
+    decay = settings.weight_decay * (settings.lr if is_scaled else 1.0)
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    if umup and settings.optimizer == "adamw":
+    if is_scaled and settings.optimizer == "adamw":
         return uu.optim.AdamW(groups, lr, settings.betas, fused=True)
-    if umup:
+    if is_scaled:
         groups = uu.optim.scaled_parameters(groups, "adam", lr)
     return OPTIMIZERS[settings.optimizer](groups, lr=lr, betas=settings.betas)

@@ -17,9 +17,8 @@ class Settings:
     """Shape, data and schedule of a training run. Raises ValueError for values that cannot work.
 
     `lr` is the peak learning rate of the plain variants and `unit_lr` that of the unit-scaled
-    ones; both fall to `final_lr` times the peak. `betas`, `weight_decay` and `clip` are nanoGPT's.
-    `umup`: unit-scaled models have the learning rates of `uu.optim.AdamW`, whose default is
-    `unit_lr`; without, torch's AdamW with one rate for all.
+    ones, by default that of `uu.optim.AdamW`; both fall to `final_lr` times the peak. `betas`,
+    `weight_decay` and `clip` are nanoGPT's.
 
     The gradients of a unit-scaled model are true ones of weights of RMS 1, so that their norm is
     smaller than the plain model's and `clip` rescales them less often. Of AdamW, whose step does
@@ -41,7 +40,6 @@ class Settings:
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.1
     optimizer: str = "adamw"
-    umup: bool = True
     clip: float = 1.0
     eval_interval: int = 50
     eval_batches: int = 10
@@ -78,7 +76,7 @@ PRESETS: dict[str, Settings] = {
     # `python -m benchmarks.demo_rates` has found to be the best.
     "small": Settings(),
     # The configuration of the published notebook on unit-scaled FP8 (nanoGPT's
-    # train_shakespeare_char; only the learning rate differs for the unit-scaled model).
+    # train_shakespeare_char); the rates of the unit-scaled model are those of `uu.optim.AdamW`.
     "shakespeare": Settings(
         context=256,
         layers=6,
@@ -89,8 +87,6 @@ PRESETS: dict[str, Settings] = {
         iters=5000,
         warmup=100,
         lr=1e-3,
-        unit_lr=2e-2,
-        umup=False,
         eval_interval=250,
         eval_batches=50,
     ),

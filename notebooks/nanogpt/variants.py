@@ -45,14 +45,17 @@ def _fp8_static(model: GPT) -> nn.Module:
     return fp8.convert(model, "static")
 
 
-def _unit_scaled(model: nn.Module) -> nn.Module:
+def _unit_scaled(model: GPT) -> nn.Module:
     from unit_scaling.transforms import unit_scale
 
-    return unit_scale(model)
+    config = model.config
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab, (8, config.context), generator=generator)
+    return unit_scale(model, batch=(ids, ids))
 
 
-def _unit_scaled_fp8(model: nn.Module) -> nn.Module:
-    return _unit_scaled(_fp8(model))
+def _unit_scaled_fp8(model: GPT) -> nn.Module:
+    return _fp8(_unit_scaled(model))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 import fp8
 from fp8 import RECIPES, Cast
 from fp8.casts.casting import cast_forward
+from fp8.distributed.fsdp import gather_in_fp8
+from fp8.lab.trace import trace
 from fp8.recipes.scaling import scaled_tiles
 from tests import reference
 from tests.fp8.blocks import block
@@ -95,7 +97,7 @@ def test_weights_of_one_byte_are_left_alone(dtype):
         unit_scale(model)
 
 
-@pytest.mark.parametrize("use", [fp8.convert, fp8.apply_low_precision_layernorm, unit_scale])
+@pytest.mark.parametrize("use", [fp8.convert, fp8.apply_low_precision_layernorm])
 def test_what_was_changed_cannot_be_scripted(use):
     model = use(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
     with pytest.raises(TypeError, match=r"cannot be scripted: take torch.export, or fp8.revert"):
@@ -103,8 +105,44 @@ def test_what_was_changed_cannot_be_scripted(use):
     with pytest.raises(TypeError, match=r"cannot be traced: take torch.export, or fp8.revert"):
         torch.jit.trace(model, torch.randn(2, 8))
     assert model(torch.randn(2, 8)).shape == (2, 8)
-    if use is not unit_scale:
-        torch.jit.script(fp8.revert(model))
+    torch.jit.script(fp8.revert(model))
+
+
+def test_a_model_of_unit_scale_is_scripted_and_traced_once_its_values_are_set():
+    x = torch.randn(16, 8)
+    model = unit_scale(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    with pytest.raises(AttributeError, match="sets the values of the model in its first call"):
+        torch.jit.script(model)
+    with pytest.raises(RuntimeError, match=r"call it once.* before torch\.jit\.trace"):
+        torch.jit.trace(model, x)
+    assert model[0].weight.mup_pending
+    y = model(x)
+    assert torch.equal(torch.jit.script(model)(x), y)
+    assert torch.equal(torch.jit.trace(model, x)(x), y)
+
+
+READERS = {
+    "export": lambda model: fp8.export(model, "none"),
+    "weights": fp8.weights,
+    "cached_weights": lambda model: fp8.cached_weights(model).__enter__(),
+    "initialize": fp8.initialize,
+    "store_frozen": lambda model: fp8.store_frozen(model.requires_grad_(False)),
+    "load": lambda model: fp8.load(model, model.state_dict()),
+    "gather_in_fp8": gather_in_fp8,
+    "forecast": lambda model: fp8.forecast(model, torch.ones(2, 16)),
+    "the list of products": lambda model: trace(model, torch.ones(2, 16)),
+}
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_what_reads_values_waits_for_the_first_call_of_unit_scale(what):
+    pytest.importorskip("safetensors")
+    for part in (lambda model: model, nn.Sequential):
+        model = part(fp8.convert(unit_scale(nn.Sequential(nn.Linear(16, 16))), "tensor"))
+        message = rf"{'export' if what == 'weights' else what}.* reads .*0\.weight, which the first"
+        with pytest.raises(ValueError, match=message):
+            READERS[what](model)
+        assert all(type(p) is nn.Parameter and p.mup_pending for p in model.parameters())
 
 
 def test_a_model_without_values_gets_no_level():

@@ -12,11 +12,6 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from unit_scaling.transforms import simulate_fp8, unit_scale
-from unit_scaling.transforms.install import find_scope
-from unit_scaling.transforms.plan.plan import ModelPlan
-from unit_scaling.transforms.run.transform import UnitScale
-
 
 class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
@@ -119,17 +114,32 @@ class OfLayer(torch.autograd.Function):
         return g @ ctx.layer.weight, g.mT @ ctx.saved_tensors[0], None
 
 
-TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
-    "unit_scale": unit_scale,
-    "simulate_fp8": simulate_fp8,
-    "both": lambda model: unit_scale(simulate_fp8(model)),
-}
+class Image(Tensor):
+    """As MONAI and torchvision have. Results have its class."""
+
+    def new_empty(self, size: tuple[int, ...], **options: object) -> Tensor:
+        return self.as_subclass(Tensor).new_empty(size=size, **options)
 
 
-def plan_of(model: Any) -> ModelPlan:
-    """What the extra state of a unit-scaled model holds."""
-    plan: ModelPlan = find_scope(model, UnitScale).data(model)
-    return plan
+def hooks_of(model: nn.Module) -> list[Any]:
+    """All hooks of its modules."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [hook for m in model.modules() for kind in kinds for hook in getattr(m, kind).values()]
+
+
+def graphs(model: nn.Module, args: tuple[Any, ...], calls: int = 1, **options: Any) -> list[str]:
+    """The calls in the graphs that torch.compile makes of a model."""
+    found: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        found.extend(f"{n.op} {n.target} {n.args}" for n in graph.graph.nodes if n.op != "output")
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=keep, **options)
+    for _ in range(calls):
+        compiled(*args)
+    return found
 
 
 def rms(x: Tensor) -> float:
@@ -346,14 +356,6 @@ class Kind:
             return torch.randint(12, (8, LENGTH), generator=generator)
         shape = (8, 3, 8, 8) if self.like == "images" else (8, LENGTH, WIDTH)
         return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-@torch.no_grad()
-def moved(model: nn.Module) -> nn.Module:
-    """With weights that are not those of the start."""
-    for parameter in model.parameters():
-        parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:

@@ -21,14 +21,14 @@ def test_it_is_registered():
     rows = groups["fp8.transforms"].items()
     loaded = {name: EntryPoint(name, row, "fp8.transforms").load() for name, row in rows}
     assert loaded == TRANSFORMS
-    assert initialized.recipe == "unit"
+    assert initialized.recipe == "static"
     assert INITIALIZED.startswith("unit_scale(model)")
 
 
 def test_a_preflight_trains_it_with_its_optimizer(monkeypatch):
     monkeypatch.setattr("fp8.lab.preflight.preflight.installed", lambda: TRANSFORMS)
     found = fp8.preflight(
-        setup, recipes=("unit",), steps=30, budget=1e4, max_seeds=1, progress=False
+        setup, recipes=("static",), steps=30, budget=1e4, max_seeds=1, progress=False
     ).findings
     runs = {run.name: run.losses for run in found.runs}
     assert runs["reference"][-1] < runs["reference"][0] - 1

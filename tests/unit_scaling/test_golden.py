@@ -163,6 +163,7 @@ MODULES = {
 }
 
 
+@pytest.mark.proves("unit-scaling", "the unit-scaled MLP", how="own")
 @pytest.mark.parametrize("name", GOLDEN_MODULES)
 def test_module(name: str):
     values, gradients = GOLDEN_MODULES[name]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import unit_scaling as uu
+from tests.fp8.adapters import hub_models
 from unit_scaling.parameter import (
     Parameter,
     Tags,
@@ -38,10 +39,10 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
-#: Name -> a tagged model. Only `own` has to be told to remember.
+#: Name -> a tagged model. Modules of `uu` restore tags; other modules have to be asked.
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "uu": lambda: uu.TransformerDecoder(8, 5, layers=2, heads=2),
-    "unit_scale": lambda: unit_scale(plain()),
+    "unit_scale": lambda: unit_scale(plain(), batch=torch.randn(8, 4)),
     "own": Own,
 }
 
@@ -104,7 +105,7 @@ def test_tags_survive(name: str, event: str, copied: str, swaps: bool):
         remember_tags(model)
     model = COPIES[copied](model)
     EVENTS[event](model)
-    if name == "own":
+    if name != "uu":
         restore_tags(model)
     assert tags(model) == before
     assert tags(pickle.loads(pickle.dumps(model))) == before
@@ -131,6 +132,7 @@ def test_weight_norm(name: str):
         split = before[path]._replace(mup_divisor=None)
         assert tags(parts) == {"original0": split._replace(mup_type="norm"), "original1": split}
         parametrize.remove_parametrizations(model.get_submodule(path), "weight")
+        restore_tags(model)
         assert tags_of(model.get_submodule(path).weight) == before[path]
     layer = uu.Linear(4, 3)
     tag(layer.weight, "weight", mup_stacked=True)
@@ -142,22 +144,42 @@ def test_weight_norm(name: str):
 
 
 def test_transformed_model_that_is_parametrized_can_be_copied():
-    model, x = unit_scale(plain()), torch.ones(2, 4)
+    model, x = unit_scale(plain(), batch=torch.randn(8, 4)), torch.ones(2, 4)
     parametrizations.weight_norm(model[0])
     restore_tags(model)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
 def test_depth_of_a_stack_of_anyones():
-    model = unit_scale(nn.Sequential(nn.Linear(4, 4), plain(), nn.Linear(4, 4)))
+    """Also before the first call."""
+    model = unit_scale(nn.Sequential(nn.Linear(4, 4), plain(), nn.Linear(3, 4)))
     set_depth(model[1], 9)
+    model(torch.randn(8, 4))
     load(model, assign=True)
+    restore_tags(model)
     assert [p.mup_scaling_depth for p in model.parameters()] == [None] * 2 + [9] * 6 + [None] * 2
     assert model[1][0].weight.mup_type == "weight"
     with pytest.raises(ValueError, match=r"parameter '0\.weight' has no mup_type"):
         set_depth(plain(), 2)
     with pytest.raises(ValueError, match="must be a whole number from 1, got 0"):
         set_depth(model[1], 0)
+
+
+def test_a_module_that_replaces_another_has_its_tags():
+    """As transformers' resize_token_embeddings does with a head of its own."""
+    ids = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(0))
+    for tied in (True, False):
+        settings = {"num_hidden_layers": 1, "tie_word_embeddings": tied}
+        plain_model = hub_models.llama(vocab_size=32, **settings)
+        model = unit_scale(plain_model, batch={"input_ids": ids})
+        before = tags(model)
+        model.resize_token_embeddings(48)
+        if not tied:
+            with pytest.raises(ValueError, match=r"has no mup_type.*restore_tags\(model\)"):
+                uu.optim.AdamW(model.parameters())
+        restore_tags(model)
+        assert tags(model) == before
+        uu.optim.AdamW(model.parameters())
 
 
 def test_restoring_leaves_others_alone():

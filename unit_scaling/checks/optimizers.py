@@ -144,13 +144,14 @@ def _check_rate(optimizer: Optimizer) -> None:
     total = sum(each.weight.numel() for each in rates)
     if 4 * sum(each.weight.numel() for each in rates if abs(each.octaves) > OFF) <= total:
         return  # they are no half of those of RMS 1, which are to be more than half of all
-    near = [each for each in rates if is_near_one(known_rms(each.weight))]
+    ours = _has_factors(optimizer.param_groups[0])
+    near = [each for each in rates if _is_at_its_size(each.weight, ours)]
     near.sort(key=lambda each: each.octaves)
     numbers = list(accumulate(each.weight.numel() for each in near))
     if not near or 2 * numbers[-1] <= total:
-        return  # most weights have sizes of their own, as with a batch
+        return  # most weights have sizes of their own
     median = near[bisect_left(numbers, numbers[-1] / 2)]
-    name, ours = type(optimizer).__name__, _has_factors(optimizer.param_groups[0])
+    name = type(optimizer).__name__
     if rule == "sgd" and ours:  # no rate suits all models
         return
     # Only updates of Adam are known to have entries of about the rate.
@@ -169,6 +170,16 @@ def _check_rate(optimizer: Optimizer) -> None:
             )
         what = f"{name} steps {len(near)} unit-scaled weights, of RMS about 1, at a learning rate"
         warn_once(OptimizerWarning, f"{what} of {rate}. {advice}", about=optimizer, key="rate")
+
+
+def _is_at_its_size(weight: Tensor, by_tag: bool) -> bool:
+    """Whether a weight has the RMS that its rate is for: 1, or its tag ``mup_scale``. by_tag:
+    whether rates follow tags; if not, one rate does in a model of `unit_scale` what it does in the
+    plain one, and is not judged."""
+    if getattr(weight, "mup_divisor", None) and not by_tag:
+        return False
+    rms, size = known_rms(weight), getattr(weight, "mup_scale", 1.0)
+    return rms is not None and is_near_one(rms / size)
 
 
 def _rates(optimizer: Optimizer, rule: str) -> Iterator[_Rate]:

@@ -1,6 +1,6 @@
 """Whether a model has been trained, read from its parameters.
 
-`unit_scale` divides weights by their RMS and sets biases to zero. That is a start for training and
+`unit_scale` gives weights other sizes and sets biases to zero. That is a start for training and
 ruins a trained model, without an error.
 """
 

@@ -22,7 +22,7 @@ from fp8.products.matmul import matmul as matrix_product
 from fp8.products.matmul import to_autocast_dtype
 
 from ..rules.batch import row_scale
-from ..rules.table import Constraint, Scales, positional, row, tie
+from ..rules.table import Scales, positional, row, tie
 from ..scale import scale_each
 
 #: Exponents of 1/fan-in (output), 1/fan-out (input gradient) and 1/batch (weight gradient).
@@ -34,7 +34,7 @@ SQRT: ScalePower = (0.5, 0.5, 0.5)
 def linear_scales(
     input: Tensor,
     weight: Tensor,
-    constraint: Constraint = "to_output_scale",
+    constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
     weight_grad_mult: float = 1.0,
 ) -> Scales:
@@ -58,7 +58,7 @@ def linear(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    constraint: Constraint = "to_output_scale",
+    constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
     weight_grad_mult: float = 1.0,
 ) -> Tensor:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ..rules.batch import row_scale
-from ..rules.table import Constraint, Scales, positional, row
+from ..rules.table import Scales, positional, row
 from .dropouts import dropout as unit_dropout
 from .generated import REQUIRED, defaults_of, described
-from .products import inverse, linear
+from .products import linear
 
 States = list[Tensor]
 """The hidden state (batch, hidden), then the cell state if there is one."""
@@ -71,26 +71,16 @@ def _relu_step(x: Tensor, h: Tensor, states: States) -> States:
     return [_gates(x, h, 1).relu() * RELU_FACTOR]
 
 
-def _constraints(w_ih: Tensor, w_hh: Tensor, weight_factor: bool) -> tuple[Constraint, Constraint]:
-    """The constraints of the input and hidden products, or their scales without weight_factor."""
-    if weight_factor:
-        return "to_output_scale", "to_grad_input_scale"
-    inner, outer = inverse(w_ih.shape[1]), inverse(w_hh.shape[0])
-    names = ("output", "input", "weight", "bias")
-    return tuple((n, inner) for n in names), tuple((n, outer) for n in names)
-
-
 def _direction(
-    step: Step, sequence: Tensor, states: States, weights: Sequence[Tensor], weight_factor: bool
+    step: Step, sequence: Tensor, states: States, weights: Sequence[Tensor]
 ) -> tuple[Tensor, States]:
     """All hidden states (length, batch, hidden) and the last states of one direction of a layer."""
     w_ih, w_hh = weights[:2]
     b_ih, b_hh = weights[2:] or (None, None)
     outputs = []
     each = len(sequence) ** -0.5  # weight gradients sum over all steps
-    inner, outer = _constraints(w_ih, w_hh, weight_factor)
-    for x in linear(sequence, w_ih, b_ih, inner).unbind(0):
-        h = linear(states[0], w_hh, b_hh, outer, weight_grad_mult=each)
+    for x in linear(sequence, w_ih, b_ih).unbind(0):
+        h = linear(states[0], w_hh, b_hh, "to_grad_input_scale", weight_grad_mult=each)
         states = step(x, h, states)
         outputs.append(states[0])
     return torch.stack(outputs), states
@@ -107,7 +97,6 @@ def _layer(
     train: bool = False,
     bidirectional: bool = False,
     batch_first: bool = False,
-    weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
     """(all outputs of the last layer, the last of each kind of state, layer by layer)."""
     directions = 2 if bidirectional else 1
@@ -123,7 +112,7 @@ def _layer(
             ordered = sequence.flip(0) if direction else sequence
             weights = params[i * count : (i + 1) * count]
             start = [s[i] for s in states]
-            output, final = _direction(step, ordered, start, weights, weight_factor)
+            output, final = _direction(step, ordered, start, weights)
             outputs.append(output.flip(0) if direction else output)
             last.append(final)
         sequence = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
@@ -172,7 +161,6 @@ Args:
     hx: hidden and cell state, each (layers * directions, batch, hidden).
     params: for each layer and direction the weights of input and hidden state and, if
         ``has_biases``, their biases, as in torch.
-    weight_factor: whether to scale the gradients of the weights.
 
 Raises:
     NotImplementedError: the sequence is packed, or proj_size is used.

@@ -21,9 +21,6 @@ from ..constraints import apply_constraint
 #: attention with a mask: a 0-dim tensor.
 Scales = dict[str, float]
 
-#: The name of a constraint, None, or the scales themselves, set by a plan: (name, scale) pairs.
-Constraint = str | tuple[Any, ...] | None
-
 #: A function with torch's signature that returns the keyword arguments of the unit-scaled op.
 Adapter = Callable[..., dict[str, Any]]
 
@@ -115,13 +112,11 @@ def find_op(func: Callable[..., Any] | None) -> Op | None:
     return _BY_FUNCTION.get(func)  # type: ignore[arg-type]
 
 
-def tie(constraint: Constraint, **scales: float) -> Scales:
-    """Returns the named scales ("output" first) after `apply_constraint`, or those given by a plan.
-    The default reads no globals: compiled functions guard on everything they read."""
+def tie(constraint: str | None, **scales: float) -> Scales:
+    """Returns the named scales ("output" first) after `apply_constraint`. The default reads no
+    globals: compiled functions guard on everything they read."""
     if constraint == "to_output_scale":
         return dict.fromkeys(scales, scales["output"])
-    if isinstance(constraint, tuple):
-        return dict(constraint)
     return dict(zip(scales, apply_constraint(constraint, *scales.values()), strict=True))
 
 

@@ -57,7 +57,7 @@ class Compile(Scope):
 def compile(module: M) -> M:
     """Returns a copy of ``module`` compiled with the default backend of `torch.compile`.
 
-    The first call runs eagerly if `unit_scale` has not yet recorded the model.
+    The first call runs eagerly if it sets the values of a model of `unit_scale`.
 
     Args:
         module: the model; it is not changed.

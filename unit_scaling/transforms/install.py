@@ -1,8 +1,9 @@
 """Installs transforms on a model without changing its identity.
 
 The class of every submodule is replaced by a subclass whose ``forward`` runs through the module's
-*scopes* (one for unit scaling, one for simulation) before the original. The model keeps its type,
+*scopes* (one for simulation, one for compilation) before the original. The model keeps its type,
 names, parameters, hooks and signature. Every entry point runs transformed, also of a copy.
+`unit_scale` needs none of this: the model that it returns is a plain one.
 """
 
 from __future__ import annotations
@@ -14,18 +15,15 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fp8.adapters.transformers import is_pretrained
 from fp8.common.compiler import taken_as_constant
 from fp8.common.dtensor import is_dtensor
-from fp8.common.mixin import Mixin, add_mixin, bare_class, remove_mixin
+from fp8.common.mixin import Mixin, add_mixin
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 from fp8.modes.autocast import outside_compiler
 from fp8.warnings import PitfallWarning, warn_once
-
-from .state import Marked, PlanState, Pretrained, scaling
 
 Call = Callable[..., Any]
 """A module's forward: ``call()`` uses the original arguments, ``call((args, kwargs))`` others."""
@@ -35,9 +33,6 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Given = tuple[Args, Kwargs]
 """The positional and the keyword arguments of a call."""
-
-Called = tuple[nn.Module, str, Given]
-"""The call of a module: the module, its path and the arguments."""
 
 
 @contextmanager
@@ -54,35 +49,23 @@ class Scope:
     """One transform of one model. order: scopes are entered in ascending order. path: the names of
     the modules that are running in this thread, outermost first; empty while the transform is not
     active. each: whether every module runs through the scope, not the outermost one alone. named:
-    whether ``path`` has the names of inner modules too. skips: whether its mode does nothing in
-    modules of `_WITHOUT_STEPS`."""
+    whether ``path`` has the names of inner modules too."""
 
     order: int
     path: Stack
     each = False
     named = True
-    skips = False
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, the forward of ``module``, with the transform active."""
         return call()
 
 
-class _Transformed(Mixin, Marked):
+class _Transformed(Mixin, nn.Module):
     """Base of the generated classes. Each instance holds its scopes and its name in each."""
 
     _attributes = ("_scopes", "mup_tags")
-
-    @property
-    def fp8_unit_scaled(self) -> bool:  # type: ignore[override]
-        own = bool(getattr(bare_class(self), "fp8_unit_scaled", False))
-        return own or scaling(self)[0] is not None
-
-    def fp8_planned_scales(self) -> dict[str, Tensor]:
-        """Read by `fp8.calibrate`: the static scales of the gradients that the plan of this model
-        casts, by product; none for a submodule."""
-        scopes = [s for s, path in self._scopes if not path and hasattr(s, "gradients")]
-        return scopes[0].gradients.named() if scopes else {}
+    _scopes: tuple[tuple[Any, str], ...] = ()
 
     def extra_repr(self) -> str:
         own = cast("nn.Module", super()).extra_repr()
@@ -110,10 +93,6 @@ class _Transformed(Mixin, Marked):
                 return _Transformed.around(self, forward, *given, scopes[1:])
 
             return scope.run(call, self, path, (args, kwargs))
-        unseen = len(scopes) == 1 and scope.skips and self._original in _WITHOUT_STEPS
-        if unseen and _is_unseen(self, args, kwargs):
-            with torch.DisableTorchFunction():
-                return forward(*args)
         if not scope.named:
             return _Transformed.around(self, forward, args, kwargs, scopes[1:])
         names.append(path)
@@ -125,38 +104,9 @@ class _Transformed(Mixin, Marked):
             names.pop()
 
     @taken_as_constant
-    def _is_known(self, scope: int, module: int) -> bool:
-        """``is_known`` of a scope for this module, as a constant of the graph. scope, module: the
-        ``id`` of the scope and of the module itself, by which torch.compile guards on their
-        identity; the objects themselves are no constants in torch 2.11."""
-        own, path = next(item for item in self._scopes if id(item[0]) == scope)
-        return bool(own.is_known(path))
-
-    @taken_as_constant
     def _tracing(self, begins: bool) -> bool:
         (_BEGUN.add if begins else _BEGUN.discard)(self)
         return begins
-
-
-_WITHOUT_STEPS = frozenset(
-    (
-        *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-        *(nn.Dropout, nn.Dropout2d, nn.Embedding, nn.Identity, nn.Flatten, nn.MaxPool2d),
-        *(nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.LeakyReLU, nn.ELU),
-    )
-)
-"""Classes whose forward makes no call that a plan has a step for."""
-
-_PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
-
-
-def _is_unseen(module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
-    """Whether nothing but the mode of a plan sees the calls of a module of `_WITHOUT_STEPS`. A mode
-    takes a dozen calls of Python for one of `torch.nn.functional`."""
-    if kwargs or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_function_stack() > 1:
-        return False
-    types = set(map(type, (*args, *module._parameters.values())))
-    return types <= _PLAIN  # tensor subclasses may see calls
 
 
 def run_in_mode(
@@ -243,14 +193,6 @@ def install(model: nn.Module, scope: Scope) -> None:
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
         gained._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))
-        _keep_plan(gained)
-
-
-def _keep_plan(module: Any) -> None:
-    scope, path = scaling(module)
-    (add_mixin if scope is not None and not path else remove_mixin)(module, PlanState)
-    stops = scope is not None and is_pretrained(module)
-    (add_mixin if stops else remove_mixin)(module, Pretrained)
 
 
 def is_exported() -> bool:

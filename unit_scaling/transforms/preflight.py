@@ -11,7 +11,7 @@ from .unit_scale import unit_scale
 
 
 def initialized(model: M) -> M:
-    """`unit_scale` with weights of RMS 1, to be trained by `unit_scaling.optim` at its own rate."""
+    """`unit_scale`, to be trained by `unit_scaling.optim` at its own rate."""
     return unit_scale(model)
 
 
@@ -25,6 +25,6 @@ def _own_rate(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     return optim.AdamW(model.parameters(), betas=optimizer.param_groups[0]["betas"])
 
 
-initialized.recipe = "unit"  # type: ignore[attr-defined]
+initialized.recipe = "static"  # type: ignore[attr-defined]
 initialized.label = "unit_scale(model), lr of uu.optim"  # type: ignore[attr-defined]
 initialized.optimizer = _own_rate  # type: ignore[attr-defined]

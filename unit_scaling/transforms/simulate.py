@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,23 +16,25 @@ from fp8.common.threads import Stack
 from fp8.formats.format import Format, get_format
 from fp8.modes.autocast import autocast, outside_compiler
 from fp8.recipes.cast import Cast
-from fp8.recipes.recipe import RECIPES, STATIC, Recipe
+from fp8.recipes.recipe import Recipe
 from fp8.surgery.convert import convert
+from fp8.warnings import ConvertWarning
 
 from ..formats import FPFormat
 from .compile import M, copied
-from .install import Call, Given, Scope, install, run_in_mode, warn_of_break
-from .values.set_values import has_values_set
+from .install import Call, Given, Scope, find_scope, install, run_in_mode, warn_of_break
+from .values.pending import is_unit_scaled
 
 
 class Simulate(Scope):
-    """Runs the model under `fp8.autocast`."""
+    """Runs the model under `fp8.autocast`. casts: those that the caller asked for; recipe: with the
+    scaling that the model needs."""
 
     order = 1
     named = False  # torch.cond in a graph allows no branch to write into a list
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, casts: Recipe, recipe: Recipe) -> None:
+        self.casts, self.recipe = casts, recipe
         self.path = Stack()
 
     @property
@@ -71,8 +75,9 @@ def simulate_format(
 
     >>> model = simulate_format(nn.Linear(4, 8), "e4m3", "e5m2")
     """
-    casts = _cast("fwd_format", fwd_format), _cast("bwd_format", bwd_format)
-    return _simulate(module, "simulate_format", f"simulate({fwd_format}, {bwd_format})", *casts)
+    forward, backward = _cast("fwd_format", fwd_format), _cast("bwd_format", bwd_format)
+    name = f"simulate({fwd_format}, {bwd_format})"
+    return _simulate(module, "simulate_format", _recipe(name, forward, backward))
 
 
 def _cast(what: str, format: object) -> Cast:
@@ -94,28 +99,50 @@ def _cast(what: str, format: object) -> Cast:
 def simulate_fp8(module: M) -> M:
     """Returns a copy of ``module`` whose products run in FP8: E4M3 operands and E5M2 gradients.
 
-    The casts use scale 1, saturate and round to nearest even, as an H100 computes on tensors cast
-    without scales. In a model of ``unit_scale(model, batch=...)``, layers have recipe "static" and
-    other products recipe "tensor": its weights and gradients have sizes of their own.
+    The casts saturate and round to nearest even, at scale 1, as an H100 computes on tensors cast
+    without scales. In a model of `unit_scale`, whose weights and gradients have sizes of their own,
+    layers have the static scales of `fp8.convert`, and products without a layer those of recipe
+    "tensor".
 
     Source: OCP 8-bit Floating Point Specification.
     """
-    check_module("simulation", module)
-    if has_values_set(unwrapped(module)):
-        result = copied(module, "simulate_fp8")
-        convert(unwrapped(result), STATIC, backend="simulate")
-        return _install(result, RECIPES["tensor"])
-    casts = Cast(format="e4m3"), Cast(format="e5m2")
-    return _simulate(module, "simulate_fp8", "simulate_fp8", *casts)
+    casts = _recipe("simulate_fp8", Cast(format="e4m3"), Cast(format="e5m2"))
+    return _simulate(module, "simulate_fp8", casts)
 
 
-def _simulate(model: M, transform: str, name: str, forward: Cast, backward: Cast) -> M:
+def _recipe(name: str, forward: Cast, backward: Cast) -> Recipe:
+    return Recipe(name=name, input=forward, weight=forward, grad=backward)
+
+
+def _simulate(model: M, transform: str, casts: Recipe) -> M:
     check_module("simulation", model)
-    recipe = Recipe(name=name, input=forward, weight=forward, grad=backward)
-    return _install(copied(model, transform), recipe)
-
-
-def _install(result: M, recipe: Recipe) -> M:
-    install(unwrapped(result), Simulate(recipe))
-    forget_checks(unwrapped(result))
+    result = copied(model, transform)
+    _install(unwrapped(result), casts)
     return result
+
+
+def _install(model: nn.Module, casts: Recipe) -> None:
+    recipe = casts
+    if is_unit_scaled(model):
+        with warnings.catch_warnings():
+            # A model without layers is simulated too.
+            warnings.simplefilter("ignore", ConvertWarning)
+            convert(model, _scaled(casts, "static"), backend="simulate")
+        recipe = _scaled(casts, "tensor")
+    install(model, Simulate(casts, recipe))
+    forget_checks(model)
+
+
+def _scaled(casts: Recipe, scaling: str) -> Recipe:
+    """The casts with scales."""
+    assert casts.input is not None
+    assert casts.grad is not None
+    backward = replace(casts.grad, scaling=scaling)
+    return _recipe(casts.name, replace(casts.input, scaling=scaling), backward)
+
+
+def resimulate(model: nn.Module) -> None:
+    """Gives a model that was simulated before `unit_scale` the scales of one that is after it."""
+    scope: Simulate | None = find_scope(model, Simulate)
+    if scope is not None:
+        _install(model, scope.casts)

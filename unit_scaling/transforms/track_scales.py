@@ -16,6 +16,7 @@ from torch.func import debug_unwrap
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from fp8.common.compiler import untraced
 from fp8.common.mixin import check_module
 from fp8.common.step import as_container, unwrapped
 from fp8.common.threads import Stack
@@ -246,6 +247,12 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+_in_eager_mode = untraced(
+    lambda call: call(),
+    "track_scales measures the model in eager mode: compile it without fullgraph=True",
+)
+
+
 class Track(Scope):
     """Measures the calls of the whole model; entered first, so that all transforms run eagerly."""
 
@@ -266,9 +273,7 @@ class Track(Scope):
         if path or self.observing.active or is_exported():
             return call()
         if torch.compiler.is_dynamo_compiling():
-            from .graph_break import measured
-
-            return measured(lambda: self._measured(call, module, given))
+            return _in_eager_mode(lambda: self._measured(call, module, given))
         return outside_compiler(lambda: self._measured(call, module, given))
 
     def _measured(self, call: Call, module: nn.Module, given: Given) -> Any:

@@ -1,29 +1,25 @@
-"""`unit_scale`: converts a model to a unit-scaled one; its report."""
+"""`unit_scale`: sets the values of a model's parameters by unit scaling; its report."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from fp8.common.mixin import check_module
 from fp8.common.report import Report
-from fp8.common.step import Batch, unwrapped
+from fp8.common.step import Batch, arguments, unwrapped
 from fp8.surgery.convert import choose_recipes
 
 from ..checks.trained import warn_if_trained
 from ..parameter import tags_of
 from .compile import M, copied
-from .install import find_scope, install, is_in_fsdp, is_sharded
-from .plan.plan import CallRow, ModelPlan
-from .plan.weights import prepare, refuse_weights
-from .record.kinds import KINDS
-from .run.transform import Replacements, UnitScale
-from .values.set_values import REPORTS, set_values
+from .install import install, is_sharded
+from .replace import Replace, Replacements, checked
+from .simulate import resimulate
+from .values.parameters import refuse_weights
+from .values.pending import REPORTS, is_pending, is_unit_scaled, pend, set_values
+from .values.set_values import Row
 
 
 def unit_scale(
@@ -32,142 +28,107 @@ def unit_scale(
     *,
     batch: Batch | None = None,
 ) -> M:
-    """Returns a unit-scaled copy of ``module``.
+    """Returns a unit-scaled copy of ``module``: a plain model, whose parameters are multiplied by
+    numbers such that activations have RMS 1 at initialization.
 
-    With ``batch`` it multiplies parameters by numbers and leaves: the copy is a plain model, of the
-    same classes, graph and state_dict, and `unit_scaling.optim` has its learning rates. Without it
-    the factors stay in the model: its first call finds those of products and residual adds from
-    the data flow. `unit_scaling.report` shows what was done. All gradients are those of the
-    resulting function. The copy may be edited, and is otherwise the same model.
+    Classes, graph, hooks, buffers and state_dict are those of ``module``, and
+    `unit_scaling.optim` has the learning rates of its parameters. `unit_scaling.report` shows what
+    was done.
+
+    With ``batch`` the values are set at once. Without it they are set in the first call of the
+    model, or of a copy made before, for all of them; until then they are plain, and a hook is on
+    each module. What was written in between is kept, with a warning
+    (`fp8.warnings.ScaleWarning`) where the model is then not unit-scaled, as there is where a part
+    of the model runs before it has run as a whole.
 
     Warns (`fp8.warnings.ConvertWarning`) for a trained model, whose function is not kept: use
     ``fp8.convert(model, "static")`` for that.
 
     Args:
-        module: the model; it is not changed.
+        module: the model; it is not changed, unless processes have divided it (`fully_shard`,
+            `parallelize_module`): such a model has no copy and is transformed in place.
         replace: maps torch functions to functions with the same arguments to call instead, e.g.
             {F.relu: U.relu_squared}. A function without an ``inplace`` argument is called without
-            it; its result is copied to where the original would write.
+            it; its result is copied to where the original would write. They are no numbers: the
+            forward passes of the model run under a mode that calls them.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments
-            of the model, which is run on copies of it, in its mode. Cannot be combined with
-            ``replace``.
+            of the model, which runs on copies of it, in its mode.
 
     Returns:
-        The copy. Its first call raises ValueError for a function (not a module) under
-        `torch.utils.checkpoint`, which would be recomputed without its scales, and for a later
-        parametrization with parameters of its own, and RuntimeError inside `torch.export`,
-        `torch.vmap` or `torch.func.functional_call`, which need a model that has run once.
+        The copy. Without ``batch``, its first call raises RuntimeError inside `torch.export`,
+        `torch.vmap` or `torch.func.functional_call`, and in a graph compiled with
+        ``fullgraph=True``.
 
     Raises:
         TypeError: ``module`` is not an `nn.Module` or is TorchScript, or a replacement is not
             callable.
         ValueError: a replacement is for something other than a torch function, a hook computes a
-            weight (`torch.nn.utils.weight_norm`), processes have divided the weights, the model is
-            unit-scaled already in another way, or a number of ``batch`` is not finite.
+            weight (`torch.nn.utils.weight_norm`), the model is unit-scaled already, or a number is
+            not finite. The latter is raised in the first call without ``batch``.
     """
     check_module("unit_scale", module)
-    _check(replace)
+    functions = checked(replace)
     refuse_weights(module)
-    if is_sharded(module) and not is_in_fsdp(module):
-        raise ValueError(
-            "unit_scale reads whole weights, which parallelize_module has divided: call it, and "
-            "its model once, before that"
-        )
-    result = copied(module, "unit_scale")
-    inner = unwrapped(result)
-    if batch is not None:
-        _check_alone(replace, inner)
-        warn_if_trained(unwrapped(module))
-        set_values(inner, unwrapped(module), batch)
-        return result
-    others = {function: _out_of_place(other) for function, other in dict(replace or {}).items()}
-    if (known := find_scope(inner, UnitScale)) is not None:
-        _check_same(known, others)
-        return result
+    if is_unit_scaled(module):
+        raise ValueError("unit_scale: the model is unit-scaled already: transform the plain model")
     warn_if_trained(unwrapped(module))
-    scope = UnitScale(ModelPlan(), others)
-    scope.plan.rows += prepare(inner)
-    install(inner, scope)
+    _refuse_flattened(module)
+    # A model that processes have divided has no copy.
+    result = module if is_sharded(module) else copied(module, "unit_scale")
+    inner = unwrapped(result)
+    if functions:
+        install(inner, Replace(functions))
+    if batch is None:
+        pend(inner)
+    else:
+        set_values(inner, arguments(batch))
     choose_recipes(inner)
+    resimulate(inner)
     return result
 
 
-def _check_alone(replace: Any, model: nn.Module) -> None:
-    """Raises ValueError for options and models that `set_values` does not have."""
-    if replace:
-        raise ValueError("batch: cannot be combined with replace")
-    if find_scope(model, UnitScale) is not None or any(
-        tags_of(p).mup_divisor for p in model.parameters()
-    ):
-        raise ValueError("batch: the model is unit-scaled already: transform the plain model")
-
-
-def _check_same(scope: UnitScale, replace: Replacements) -> None:
-    """Raises ValueError for other functions than those of a model that is unit-scaled already."""
-    if not replace.keys() <= scope.replacements.keys():
+def _refuse_flattened(model: nn.Module) -> None:
+    """Raises ValueError for parameters without shapes."""
+    if any(hasattr(part, "summon_full_params") for part in model.modules()):
         raise ValueError(
-            "the model is unit-scaled already, without these functions in replace: transform the "
-            "plain model"
+            "unit_scale: FullyShardedDataParallel has flattened the parameters, whose shapes "
+            "decide on their values: call unit_scale before it, or use fully_shard"
         )
 
 
-def _check(replace: Any) -> None:
-    if not isinstance(replace, Mapping | None):
-        raise TypeError(f"replace: a dict of torch function -> function, got {replace!r}")
-    if not all(map(callable, dict(replace or {}).values())):
-        raise TypeError(f"replace: a replacement must be callable, got {replace!r}")
-    listed = torch.overrides.get_overridable_functions().values()
-    for function in replace or {}:
-        if function not in KINDS and not any(function in functions for functions in listed):
-            raise ValueError(
-                f"replace: {function!r} is not a torch function, so its calls are not intercepted; "
-                "call the replacement in the model itself"
-            )
-
-
-def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, without ``inplace`` if it has no such argument."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # C functions such as torch.relu have no signature
-        parameters = []
-    takes = any(p.name == "inplace" or p.kind is p.VAR_KEYWORD for p in parameters)
-    return function if takes else partial(_without_inplace, function)
-
-
-def _without_inplace(
-    function: Callable[..., Any], *args: Any, inplace: bool = False, **kwargs: Any
-) -> Any:
-    return function(*args, **kwargs)
-
-
-# What is asked of a transformed model
-
-
-def report(model: nn.Module) -> Report[CallRow]:
-    """Reports what `unit_scale` did to each weight and each call of a model, and why.
-
-    The calls are known after the first call of the model; a later one that takes another branch
-    adds rows.
+def report(model: nn.Module) -> Report[Row]:
+    """Reports what `unit_scale` did to each parameter of a model, and why.
 
     Args:
-        model: a model with `unit_scale`.
+        model: a model of `unit_scale`, whose values are set. A later copy of it has rows with the
+            numbers alone, which are in the tags of its parameters.
 
     Returns:
-        Rows with ``path`` (of the module), ``call``, ``done`` and ``why``. ``done`` is "scaled",
-        "replaced", "unchanged" or "left alone" (what an autograd function computes). ``why``
-        includes the powers of two that arguments of a product are cast at.
+        Rows with ``path`` (of the module), ``call`` (the parameter's name in it), ``done`` and
+        ``why``: what it was multiplied by, and the RMS of the result of the product that reads it.
+        ``done`` is "scaled", "set to zero", "keeps its values", "unchanged" or "left alone"; rows
+        of the latter may be of calls, whose size no parameter holds.
 
     Raises:
         TypeError: ``model`` is not an `nn.Module`.
-        ValueError: the model has no `unit_scale`.
+        ValueError: the model is not one of `unit_scale`.
     """
     check_module("report", model)
-    if (values := REPORTS.get(unwrapped(model))) is not None:
-        return values
-    scope: UnitScale | None = find_scope(model, UnitScale)
-    if scope is None:
-        raise ValueError(f"report needs a model with unit_scale, got a {type(model).__name__}")
-    plan = scope.plan
-    notes = [] if plan.entries else ["The model has not run yet: its calls are not known."]
-    return Report(plan.rows, notes, heading="call")
+    inner = unwrapped(model)
+    if inner in REPORTS:
+        return REPORTS[inner]
+    if is_pending(inner):
+        note = "The model has not run yet: its values are set in its first call."
+        return Report([], [note], heading="parameter")
+    if not is_unit_scaled(inner):
+        raise ValueError(f"report needs a model of unit_scale, got a {type(model).__name__}")
+    note = "This is a copy: it has the numbers of its parameters, and no sizes of results."
+    return Report(list(_rows_of_tags(inner)), [note], heading="parameter")
+
+
+def _rows_of_tags(model: nn.Module) -> Iterator[Row]:
+    for name, parameter in model.named_parameters():
+        tags, (path, _, leaf) = tags_of(parameter), name.rpartition(".")
+        if tags.mup_divisor:
+            why = f"multiplied by {tags.mup_scale / tags.mup_divisor:.4g}"
+            yield Row(path, leaf, "scaled", why)

@@ -16,8 +16,6 @@ from torch.func import debug_unwrap
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8.casts.operands import static_exponent
-from fp8.common.compiler import FIRST_LOOK
 from fp8.common.copies import deep_copy
 from fp8.common.mixin import check_module
 from fp8.common.report import Rows, as_table
@@ -30,7 +28,8 @@ from fp8.modes.dispatch import PRODUCTS as FP8_PRODUCTS
 from fp8.recipes.scaling import static_rms
 
 from ..checks.first_call import LOW_GRADIENT, skip_checks
-from .install import Args, Kwargs, find_scope, install, is_sharded
+from ..parameter import tags_of
+from .install import Args, Kwargs, install, is_sharded
 from .record.calls import Slot, tensors_in
 from .record.kinds import (
     ATTENTION,
@@ -44,8 +43,7 @@ from .record.kinds import (
 )
 from .record.probe import Observer, Observing, unseen
 from .record.values import is_strided, rms_of
-from .run.replay import Replay
-from .run.transform import UnitScale
+from .values.pending import is_pending, is_unit_scaled
 
 RANGES: dict[str, tuple[float, float]] = {
     "activation": (1 / 4, 4.0),
@@ -152,15 +150,15 @@ def verify(
 
     Each linear map, matrix product, convolution and attention has rows for its operands and for the
     gradient of its output; an embedding has one for its weight. With `unit_scale` they are measured
-    as cast, divided by powers of two: a gradient by that of `fp8.calibrate` or of the first
-    gradient, else by the nearest. Biases, masks, integer and empty tensors, probabilities of
-    attention, products inside a parametrization, and gradients that are not computed have no row;
-    `unit_scaling.transforms.track_scales` measures every tensor. ``notes`` names what is one call,
-    such as a recurrent layer.
+    as recipe "static" casts them: weights and gradients divided by a power of two. Biases, masks,
+    integer and empty tensors, probabilities of attention, products inside a parametrization, and
+    gradients that are not computed have no row; `unit_scaling.transforms.track_scales` measures
+    every tensor. ``notes`` names what is one call, such as a recurrent layer.
 
     The step runs eagerly on a copy, in the model's mode (training or evaluation): the model, its
-    gradients, buffers and the random state do not change. With `unit_scale` a first step makes the
-    plan. `DistributedDataParallel` is measured on the batch of this process alone.
+    gradients, buffers and the random state do not change. If the model has not run since
+    `unit_scale`, the step is its first call. `DistributedDataParallel` is measured on the batch of
+    this process alone.
 
     Args:
         model: the model to measure.
@@ -196,15 +194,15 @@ def verify(
     skip_checks(trial)
     lists = [(n, m) for n, m in trial.named_modules() if isinstance(m, ParametrizationList)]
     computing = {path for name, part in lists for path, _ in part.named_modules(prefix=name)}
-    watch, observing = Watch({id(p) for p in trial.parameters()}, computing), Observing()
+    is_scaled = is_unit_scaled(trial)
+    watch = Watch({id(p) for p in trial.parameters()}, computing, is_scaled)
+    observing = Observing()
     install(trial, observing)
-    if any(find_scope(part, UnitScale) for part in trial.modules()):  # the first call makes a plan
+    if is_pending(trial):  # the first call sets its values
         _step(trial, nullcontext(), batch, loss, seed)
     at_output = _step(trial, observing.by(watch), batch, loss, seed)
-    scaled = find_scope(trial, UnitScale) is not None
-    return Verification(
-        watch.results(), watch.notes, None if scaled else max(at_output, default=None)
-    )
+    loss_rms = None if is_scaled else max(at_output, default=None)
+    return Verification(watch.results(), watch.notes, loss_rms)
 
 
 def _step(
@@ -303,7 +301,7 @@ _SAME = {"scale_bwd", "residual_split"}
 class _Origin:
     """The origin of a tensor. sources: the nearest products above it. parameter: whether it is a
     parameter, or a view or copy of one. probabilities: whether it is the softmax of scores.
-    exponent: that of the static scale of a weight that `unit_scale` has set for a batch."""
+    exponent: that of the static scale of a weight of `unit_scale`."""
 
     sources: frozenset[_Product] = frozenset()
     parameter: bool = False
@@ -321,14 +319,14 @@ class _Operand:
 @dataclass(eq=False)
 class _Product:
     """A call. scores: whether its output feeds the softmax of an attention. gradient: the RMS of
-    that of its output. scale: the static one of a plan, 0 until it is set."""
+    that of its output. is_scaled: whether its gradient is cast at a scale."""
 
     path: str
     call: str
     operands: dict[Slot, _Operand] = field(default_factory=dict)
     scores: bool = False
     gradient: float | None = None
-    scale: Tensor | None = None
+    is_scaled: bool = False
 
     @property
     def mixes(self) -> bool:
@@ -340,19 +338,23 @@ class _Product:
         self.gradient = None if grad is None else _rms(grad)
 
     def gradient_as_cast(self) -> float | None:
-        if self.scale is None or not self.gradient or not math.isfinite(self.gradient):
+        if not self.is_scaled or not self.gradient or not math.isfinite(self.gradient):
             return self.gradient
-        first = 2.0 ** round(math.log2(self.gradient)) / static_rms(get_format("e5m2"))
-        scale = self.scale.median().item() or first
+        # A static scale is the power of two next to the first gradient.
+        scale = 2.0 ** round(math.log2(self.gradient)) / static_rms(get_format("e5m2"))
         return self.gradient / scale
 
 
 class Watch(Observer):
     """Measures one call of a model. parameters: ids. computing: the paths of modules that compute a
-    weight, whose products are skipped. notes: what could not be measured."""
+    weight, whose products are skipped. scales: whether gradients are cast at scales, as in a model
+    of `unit_scale`. notes: what could not be measured."""
 
-    def __init__(self, parameters: Collection[int], computing: Collection[str]) -> None:
+    def __init__(
+        self, parameters: Collection[int], computing: Collection[str], scales: bool
+    ) -> None:
         super().__init__()
+        self._scales = scales
         self.notes: list[str] = []
         self._parameters = parameters
         self._computing = computing
@@ -392,8 +394,9 @@ class Watch(Observer):
     def _origin(self, tensor: Tensor) -> _Origin:
         tensor = debug_unwrap(tensor)
         if id(tensor) in self._parameters:
-            is_set = getattr(tensor, "mup_divisor", None)
-            return _Origin(parameter=True, exponent=static_exponent(tensor) if is_set else None)
+            tags = tags_of(tensor)
+            is_set = tags.mup_divisor or tags.mup_scale != 1.0
+            return _Origin(parameter=True, exponent=_exponent(tags.mup_scale) if is_set else None)
         return self._origins.get(tensor, _Origin())
 
     def _joined(self, kind: str, origins: list[_Origin]) -> _Origin:
@@ -413,18 +416,11 @@ class Watch(Observer):
         with unseen():
             for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
                 self._add_operand(product, slot, tensor)
-        replay = next((mode for mode in FIRST_LOOK.items[::-1] if isinstance(mode, Replay)), None)
-        if replay is not None:
-            replay.latest = replay.place = None
         output = function(*args, **kwargs)
-        if replay is None:
-            _cast_by_tags(product)
-        else:
-            scales = replay.transform.gradients.tensors()
-            product.scale = scales.get(replay.place, torch.zeros(()))
-            for slot, exponent in () if replay.latest is None else replay.latest.static:
-                if slot in product.operands:
-                    product.operands[slot].rms *= 2.0**-exponent
+        for operand in product.operands.values():
+            if operand.origin.exponent is not None:
+                operand.rms *= 2.0**-operand.origin.exponent
+        product.is_scaled = self._scales
         self._products.append(product)
         with unseen():
             return self._hooked(product, output, (args, kwargs))
@@ -489,13 +485,10 @@ class Watch(Observer):
         return small
 
 
-def _cast_by_tags(product: _Product) -> None:
-    """Of weights that `unit_scale` has set for a batch: they are cast at the power of two next to
-    their RMS, and the gradient at a static scale."""
-    for operand in product.operands.values():
-        if operand.origin.exponent is not None:
-            operand.rms *= 2.0**-operand.origin.exponent
-            product.scale = torch.zeros(())
+def _exponent(size: float) -> int:
+    """That of the power of two next to the size of a weight of `unit_scale`, at which it is cast.
+    Its gradient has a static scale too."""
+    return round(math.log2(size))
 
 
 def _is_measurable(tensor: Tensor) -> bool:

@@ -23,6 +23,7 @@ from ...kernels.product import why_not_recipe
 from ...recipes.history import has_scales, histories
 from ...recipes.policy import Policy, as_policy, name_of, recipe_of
 from ...recipes.recipe import Recipe
+from ...selection.layers import check_values_set
 from ...selection.policies import resolve
 from ...surgery.convert import convert
 from ..hardware import BF16, Hardware, get_hardware
@@ -79,11 +80,13 @@ def forecast(
         A `Forecast`.
 
     Raises:
-        ValueError: for an unknown recipe or hardware.
+        ValueError: for an unknown recipe or hardware, and before the first call of a model of
+            ``unit_scale`` without a batch.
         TypeError: if ``model`` is not a module.
         ImportError: for a recipe of torchao without torchao.
     """
     check_module("forecast", model)
+    check_values_set("forecast", model)
     model, device = unwrapped(model), get_hardware(hardware)
     converters = [_Converter(BF16), *map(_Converter.of, recipes)]
     reason = why_not()

@@ -288,7 +288,6 @@ def test_back_from_layers_that_others_put_there(te):
 def test_layers_that_compute_otherwise_are_left_alone():
     """Subclasses, computed weights, and layers with factors that TransformerEngine's lack."""
     import unit_scaling as uu
-    from unit_scaling.transforms import unit_scale
 
     class Doubled(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -302,9 +301,19 @@ def test_layers_that_compute_otherwise_are_left_alone():
         (nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), subclass),
         (uu.Linear(32, 32), subclass),
         (computed, "its weight is computed, not a parameter"),
-        (unit_scale(nn.Sequential(nn.Linear(32, 32))), "transformed: its scales would be lost"),
     ):
         assert report_of_nothing(nn.Sequential(layer))[0].why == why
+
+
+def test_a_model_of_unit_scale_is_a_plain_one_once_its_values_are_set():
+    from unit_scaling.transforms import unit_scale
+
+    model = unit_scale(nn.Sequential(nn.Linear(32, 32)))
+    with pytest.raises(ValueError, match=r"transformer_engine reads 0\.weight, which the first"):
+        convert(model)
+    model(torch.randn(16, 32))
+    before = model[0].weight
+    assert convert(model)[0].weight is before
 
 
 def test_where_and_another_recipe_after_it():

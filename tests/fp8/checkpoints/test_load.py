@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
+import unit_scaling as uu
 from tests.fp8.checkpoints.reading import same
 from unit_scaling.transforms import unit_scale
 
@@ -430,42 +431,43 @@ def test_refused_by_name(tmp_path):
     assert not isinstance(model.first.weight, fp8.ScaledTensor)
 
 
-def transformed(how: str) -> Any:
-    """A model that `unit_scale` has transformed, before or after the call that sets its factors."""
-    model = net(1)
-    model = fp8.convert(model, "unit") if "converted" in how else model
-    model = unit_scale(model)
-    if "run" in how:
-        model(X)
-    return torch.compile(model) if "compiled" in how else model
-
-
 @pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("how", ["new", "run", "run, converted", "run, compiled"])
-def test_a_transformed_model_refuses_plain_weights(how, frozen, tmp_path):
-    """Its own weights are others: the entry of its state_dict that says so is missing. With the
-    entry, they load, and it computes as before. Nothing of it is known to `fp8`."""
+@pytest.mark.parametrize("recipe", ["tensor", "auto", "row"])
+@pytest.mark.parametrize("pends", [False, True])
+def test_a_trained_model_of_unit_scale_is_a_plain_one(pends, recipe, frozen, tmp_path):
+    """Converted, trained and exported, it loads in the plain class and computes the same."""
+    model = unit_scale(net(), batch=None if pends else X)
+    model = fp8.convert(model, recipe, where=lambda name, layer: name in LAYERS)
+    optimizer = uu.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(X).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {row.done for row in fp8.export(model, tmp_path)} == {"FP8"}
+    assert {name for name, _ in fp8.weights(model)} >= {"first.weight", "first.weight_scale"}
+    for reader in (net(seed=1), unit_scale(net(seed=1), batch=X)):
+        again = fp8.load(reader, tmp_path, frozen=frozen)
+        again = fp8.convert(again, "tensor", where=lambda name, layer: name in LAYERS)
+        want, got = model(X), again(X)
+        assert (got - want).norm() < 2**-4 * want.norm()
+        # What the file has of each weight is what the products have multiplied.
+        for name in LAYERS:
+            cast = again.get_submodule(name).weight.detach().float()
+            exact = model.get_submodule(name).weight.detach()
+            assert (cast - exact).abs().max() <= 2**-4 * exact.abs().max()
+
+
+def test_weights_loaded_before_the_first_call_of_unit_scale_stay(tmp_path):
     exported("row", tmp_path)
-    model = transformed(how)
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"missing: .*unit_scaled_load_into_unit_scale"):
-        fp8.load(model, tmp_path, frozen=frozen)
-    with pytest.raises(ValueError, match=r"missing: .*unit_scaled_load_into_unit_scale"):
-        fp8.load(model, net(2).state_dict(), frozen=frozen)
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    own = transformed("run")
-    again = fp8.load(transformed("new"), own.state_dict(), frozen=frozen)
-    assert torch.equal(again(X), own(X))
+    plain = fp8.load(net(1), tmp_path, frozen=False)
+    model = fp8.load(unit_scale(net(1)), tmp_path, frozen=False)
+    assert torch.equal(model(X), plain(X))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
 
 
-def test_an_entry_beside_parameters_marks_a_model():
-    """Any module's: one that refuses a strict `load_state_dict` without it."""
-
-    class Marked(nn.Linear):
-        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-            destination[prefix + "weights_are_times_two"] = torch.tensor(1)
-
+def test_extra_state_is_loaded():
+    class Extra(nn.Linear):
         def get_extra_state(self) -> Any:
             return torch.tensor(2)
 
@@ -473,10 +475,8 @@ def test_an_entry_beside_parameters_marks_a_model():
             self.seen = state
 
     values = {"0.weight": torch.ones(2, 4).to(torch.float8_e4m3fn), "0.weight_scale": torch.ones(1)}
-    model = nn.Sequential(Marked(4, 2, bias=False))
-    with pytest.raises(ValueError, match=r"missing: 0\.weights_are_times_two$"):
-        fp8.load(model, values)
-    fp8.load(model, values | {"0.weights_are_times_two": torch.tensor(1)})
+    model = nn.Sequential(Extra(4, 2, bias=False))
+    fp8.load(model, values)
     fp8.load(model, {**model.state_dict(), "0._extra_state": torch.tensor(3)})
     assert model[0].seen == 3
 

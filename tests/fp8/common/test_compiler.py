@@ -12,15 +12,18 @@ from tests.transforms.models import Net
 from unit_scaling.transforms import unit_scale
 
 
-@pytest.mark.parametrize("function", [F.hardswish, F.tanh])
-def test_a_compiled_model_computes_them_by_its_plan(function) -> None:
+@pytest.mark.parametrize(
+    ("function", "seen"),
+    [(F.hardswish, F.hardswish), (F.tanh, Tensor.tanh), (F.sigmoid, Tensor.sigmoid)],
+)
+def test_a_mode_sees_them_in_a_compiled_model(function, seen) -> None:
     torch.compiler.reset()
-    torch.manual_seed(0)
-    a, b = nn.Linear(16, 16), nn.Linear(16, 16)
-    net, x = unit_scale(Net(lambda m, x: m.b(function(m.a(x))), a=a, b=b)), torch.randn(8, 16)
-    expected = net(x)
-    got = torch.compile(net, backend="eager", fullgraph=True)(x)
-    torch.testing.assert_close(got, expected)
+    a, b, x = nn.Linear(16, 16), nn.Linear(16, 16), torch.randn(8, 16)
+    plain = Net(lambda m, x: m.b(function(m.a(x))), a=a, b=b)
+    net = unit_scale(plain, {seen: F.relu}, batch=x)
+    expected = net.b(net.a(x).relu())
+    for call in (net, torch.compile(net, backend="eager", fullgraph=True)):
+        torch.testing.assert_close(call(x), expected)
 
 
 def test_blocks_that_overlap_in_threads_leave_no_mark_of_compilation():

@@ -20,7 +20,8 @@ import fp8
 from fp8.distributed.fsdp import gather_in_fp8, update_scales
 from tests.launch import run_ranks
 from tests.unit_scaling import distributed_worker as unit_scaled
-from unit_scaling.transforms import unit_scale
+from unit_scaling.parameter import restore_tags
+from unit_scaling.transforms import simulate_fp8, unit_scale
 
 
 def make(seed: int) -> nn.Module:
@@ -132,6 +133,38 @@ def check_equal(recipe: str, policy: MixedPrecisionPolicy, dtype: torch.dtype | 
         update_scales(model)
 
 
+def check_static() -> None:
+    """A scale that is set sends no more than the bytes; one that is not is that of the whole."""
+    weight = torch.randn(33, 20, generator=torch.Generator().manual_seed(1))
+    weight[17:] *= 48  # the part of one process
+    for is_set in (False, True):
+        model = fp8.convert(nn.Sequential(nn.Linear(20, 33)), "static")
+        model[0].weight.data.copy_(weight)
+        plain = copy.deepcopy(model)
+        if is_set:
+            fp8.calibrate(model, torch.randn(8, 20))
+        gather_in_fp8(model)
+        fully_shard(model)
+        for reduces in (not is_set, False):
+            with Gathered() as gathered:
+                model(torch.ones(8, 20)).sum().backward()
+            assert gathered.reduced == reduces
+        plain(torch.ones(8, 20)).sum().backward()
+        assert fp8.calibration(model)["0.weight"] == fp8.calibration(plain)["0.weight"] == 5
+
+
+def check_values_set_later() -> None:
+    """`unit_scale` of a sharded model sets what is sent."""
+    model, x = net("tensor"), torch.randn(16, 20, generator=torch.Generator().manual_seed(1))
+    whole = unit_scale(copy.deepcopy(model), batch=x)
+    gather_in_fp8(model)
+    fully_shard(model)
+    unit_scale(model, batch=x)
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+    torch.testing.assert_close(model(x), whole(x))
+
+
 def check_bytes() -> None:
     """Weights in a quarter of the bytes; one all-reduce for all scales, or one for each."""
     counted = {}
@@ -170,13 +203,15 @@ def check_unit_scaled() -> None:
     unit_scaled.check(copy.deepcopy(model), by_columns, 1)
     vocab, width = unit_scaled.VOCAB, unit_scaled.WIDTH
     layers = [nn.Embedding(vocab, width), nn.LayerNorm(width), nn.Linear(width, vocab)]
-    scaled = fp8.convert(unit_scale(nn.Sequential(*layers).double()), "unit")
     tokens = torch.randint(vocab, (unit_scaled.BATCH, 5))
+    scaled = fp8.convert(unit_scale(nn.Sequential(*layers).double(), batch=tokens[:, :-1]))
     unit_scaled.train(scaled, [tokens], steps=1, loss=F.cross_entropy)
 
     def by_rows(m: nn.Module) -> nn.Module:
-        gather_in_fp8(m, "unit")
-        return fully_shard(m)
+        report = gather_in_fp8(m)
+        assert [row.done for row in report] == ["left alone", "sent as e4m3, static"]
+        restore_tags(fully_shard(m))
+        return m
 
     unit_scaled.check(scaled, by_rows, 1, F.cross_entropy)
 
@@ -262,7 +297,10 @@ def check_masters() -> None:
 def check_ranks(rank: int, store: Path) -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check_equal("unit", MixedPrecisionPolicy(), None)
+    check_equal("static", MixedPrecisionPolicy(), None)
     check_equal("tensor", bf16, torch.bfloat16)
+    check_static()
+    check_values_set_later()
     check_bytes()
     check_unit_scaled()
     check_fp8_states(store.parent)
@@ -271,8 +309,8 @@ def check_ranks(rank: int, store: Path) -> None:
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="weight is sharded: call gather_in_fp8"):
         gather_in_fp8(model)
-    with pytest.raises(ValueError, match="unit_scale copies the model, which FSDP has sharded"):
-        unit_scale(model)
+    with pytest.raises(ValueError, match="simulate_fp8 copies the model, which FSDP has sharded"):
+        simulate_fp8(model)
     with pytest.raises(ValueError, match="store_frozen takes whole weights"):
         fp8.store_frozen(model.requires_grad_(False))
 
@@ -369,6 +407,7 @@ def test_layers_are_sent_as_they_compute():
     high = "it computes in high precision, or will after a switch"
     assert sent("tensor") == ["sent as e4m3, tensor"] * 3
     assert sent("unit_e4m3") == ["sent as e4m3, unit"] * 3
+    assert sent("static") == ["sent as e4m3, static"] * 3
     assert sent("mxfp8") == ["recipe 'mxfp8'"] * 3
     chosen = sent("tensor", where=lambda name, layer: name != "1")
     assert chosen == ["sent as e4m3, tensor", high, shared]
@@ -397,3 +436,10 @@ def test_other_recipes_are_refused(recipe, message: str):
         gather_in_fp8(nn.Linear(4, 4), recipe)
     with pytest.raises(TypeError, match=r"needs an nn.Module, got list"):
         gather_in_fp8([])
+
+
+def test_static_scales_are_those_of_converted_layers():
+    report = gather_in_fp8(nn.Sequential(nn.Linear(4, 4)), "static")
+    assert [row.why.partition(":")[0] for row in report] == [
+        "a static scale belongs to a converted layer"
+    ]

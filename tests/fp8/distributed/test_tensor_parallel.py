@@ -84,13 +84,8 @@ def model_of(kind: str, recipe: str) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = Block()
     if kind != "plain":
-        model = unit_scale(model)
-    model = fp8.convert(model, recipe)
-    if kind != "plain":
-        x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
-        model(x).sum().backward()  # has its plan before it is divided
-        model.zero_grad()
-    return model
+        model = unit_scale(model, batch=torch.randn(2, TOKENS, WIDTH))
+    return fp8.convert(model, recipe)
 
 
 def check_model(kind: str, recipe: str, sequence: bool) -> None:
@@ -187,8 +182,6 @@ def check_refused() -> None:
     with pytest.raises(ValueError, match=r"random signs .* tensor parallelism"):
         model(x).sum().backward()
     divided = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel())
-    with pytest.raises(ValueError, match="unit_scale reads whole weights"):
-        unit_scale(divided)
     with pytest.raises(ValueError, match="weight has no level, because processes divide it"):
         fp8.initialize(divided, torch.optim.AdamW(divided.parameters()), "O2")
     with pytest.raises(ValueError, match="store_frozen takes whole weights"):
@@ -241,15 +234,13 @@ def check_llama() -> None:
     styles = {f"self_attn.{name}_proj": column for name in "qkv"} | {"self_attn.o_proj": row}
     styles |= {"mlp.gate_proj": column, "mlp.up_proj": column, "mlp.down_proj": row}
     tokens = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
-    for recipe in ("tensor", "unit"):
+    for recipe in ("tensor", "static"):
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
         config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
         model = transformers.LlamaForCausalLM(config)
-        model = fp8.convert(unit_scale(model) if recipe == "unit" else model, recipe)
-        if recipe == "unit":
-            model(**tokens).loss.backward()
-            model.zero_grad()
+        model = unit_scale(model, batch=tokens) if recipe == "static" else model
+        model = fp8.convert(model, recipe)
         whole = copy.deepcopy(model)
         mesh = dist.init_device_mesh("cpu", (WORLD,))
         for layer in model.model.layers:

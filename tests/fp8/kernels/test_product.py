@@ -301,21 +301,6 @@ def test_bad_input():
         linear(x.to("meta"), w.to("meta"), recipe=RECIPES["unit"], backend="native")
 
 
-def test_static_scales():
-    """What is kept are bytes of x / f and w / f; one proof of the kernel is for all scales."""
-    recipe, (x, w, bias) = "unit", tensors(33, 128, 48)
-    results = []
-    for backend in ("native", "simulate"):
-        leaves = [(f * t).detach().requires_grad_() for f, t in ((0.25, x), (2.0**-7, w))]
-        y = linear(*leaves, recipe=RECIPES[recipe], backend=backend, static=(-2, -7))
-        results.append([y.detach(), *torch.autograd.grad(y, leaves, randn(*y.shape, seed=9))])
-        if backend == "native":
-            plain = run(backend, recipe, (x, w, bias * 0))
-            assert torch.equal(results[0][0], plain[0] * 2.0**-9)
-    for native_one, simulated in zip(*results, strict=True):
-        torch.testing.assert_close(native_one, simulated, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("fast", [("forward",), (), ("grad_input", "grad_weight")], ids=str)
 def test_products_are_summed_fast_as_the_recipe_says(fast, monkeypatch):
     asked = []

@@ -64,7 +64,8 @@ def test_compiled(level):
 
 @each_level
 def test_unit_scaled_models(level):
-    model, optimizer = build(level, optimizer=uu.optim.AdamW, transform=unit_scale)
+    transform = partial(unit_scale, batch=torch.randn(8, 16))
+    model, optimizer = build(level, optimizer=uu.optim.AdamW, transform=transform)
     (group,) = optimizer.param_groups
     assert len(set(group["mup_lr_scales"])) > 1
     assert model[0].weight.mup_type == "weight"

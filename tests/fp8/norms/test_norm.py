@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -117,45 +116,6 @@ def test_in_autocasts_dtype_and_outside_as_it_came(name: str):
     torch.testing.assert_close(norm(*tensors), NORMS[name][1](*tensors))
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
         assert norm(*tensors).dtype == torch.float32
-
-
-def test_unit_scaling_sees_the_norm():
-    """The public function is called: what replaces it, as `unit_scale` does, still does."""
-    import unit_scaling as uu
-
-    torch.manual_seed(0)
-    x = torch.randn(64, C).requires_grad_()
-    model = uu.transforms.unit_scale(nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)))
-    model(x).sum().backward()
-    plain = model[1].weight.grad.clone()
-    model.zero_grad()
-    fp8.apply_low_precision_layernorm(model, "amp_bf16")
-    model(x).sum().backward()
-    assert error(model[1].weight.grad, plain) < 0.02
-
-
-@pytest.mark.proves("timm", "one operation over the channels", how="own")
-@pytest.mark.sampled(2)
-@pytest.mark.proves("timm", "one operation over the channels", how="own")
-@pytest.mark.parametrize("around", [False, True])
-def test_compiled_it_is_unit_scaled_as_in_eager_mode(around: bool):
-    """The compiler shows a mode no call but torch's: this one goes to the mode by itself."""
-    import unit_scaling as uu
-
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(C, C, 1), fp8.LayerNorm2d(C), nn.Conv2d(C, C, 1)]
-    model = uu.transforms.unit_scale(nn.Sequential(*layers))
-    tensors = [torch.randn(2, C, 4, 4), *model.parameters()]
-
-    def run(*leaves: Tensor) -> Tensor:
-        parameters = dict(zip(dict(model.named_parameters()), leaves[1:], strict=True))
-        with fp8.autocast("unit") if around else contextlib.nullcontext():
-            return torch.func.functional_call(model, parameters, leaves[0])
-
-    compiled = torch.compile(run, fullgraph=True, backend="eager")
-    eager, graph = ([f(*tensors).detach(), *gradients(f, tensors)] for f in (run, compiled))
-    for value, reference in zip(graph, eager, strict=True):
-        assert error(value, reference) < (0.02 if around else 1e-5)
 
 
 def test_the_eps_of_an_rms_norm_is_that_of_float32():

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import fp8
 from fp8 import RECIPES
 from fp8.casts.casting import cast_forward
-from fp8.products.active import with_static
 from fp8.products.attention import by_products
 from tests.fp8.compare import assert_near, assert_same, outcome
 from tests.fp8.products.test_matmul import randn
@@ -87,18 +86,6 @@ def test_dimensions(shape):
     compare(operands, g, {})
     with fp8.autocast("tensor"):
         by_products(*operands)
-
-
-def test_operands_with_static_scales_are_cast_at_these():
-    """Values of RMS 2**-12 have no digits in e4m3; divided by 2**-12 they have all."""
-    torch.manual_seed(0)
-    q, k, v = operands = [2.0**-12 * randn(2, 2, 8, 16) for _ in range(3)]
-    with fp8.autocast("unit"):
-        y = with_static(
-            [(t, -12) for t in operands], None, F.scaled_dot_product_attention, (q, k, v), {}
-        )
-    q, k, v = (2.0**-12 * fp8.quantize(2.0**12 * t, "e4m3") for t in operands)
-    assert torch.equal(y, F.scaled_dot_product_attention(q, k, v))
 
 
 def test_two_products_are_cast_as_any_other():

@@ -231,8 +231,8 @@ def test_calibration_and_unit_scaling_choose_again_under_auto():
     assert model.head.fp8_recipe.name == "row"
     unit_scale(model)  # a copy
     scaled = fp8.convert(unit_scale(net()), Policy(rules=[("patch", "grad_weight", None)]))
-    assert scaled.blocks[0].up.fp8_recipe == RECIPES["unit"]
-    assert scaled.patch.fp8_recipe.forward == RECIPES["unit"].forward
+    assert scaled.blocks[0].up.fp8_recipe == RECIPES["static"]
+    assert scaled.patch.fp8_recipe.forward == RECIPES["static"].forward
     assert scaled.patch.fp8_recipe.grad_weight == (None, None)
     later = unit_scale(fp8.convert(net(), Policy(rules=[("patch", "grad_weight", None)])))
     assert later.patch.fp8_recipe == scaled.patch.fp8_recipe

@@ -48,14 +48,15 @@ def chosen(model):
 
 MODELS = {
     "plain": (plain, ["tensor", "tensor"]),
-    "unit_scale": (lambda: unit_scale(plain()), ["unit", "unit"]),
+    "pending": (lambda: unit_scale(plain()), ["static", "static"]),
+    "unit_scale": (lambda: unit_scale(plain(), batch=torch.randn(8, 32)), ["static", "static"]),
     "simulated": (lambda: simulate_fp8(plain()), ["tensor", "tensor"]),
     "uu": (lambda: nn.Sequential(uu.Linear(32, 32), uu.GELU(), uu.Linear(32, 32)), ["unit"] * 2),
     "uu simulated": (lambda: simulate_fp8(nn.Sequential(uu.Linear(32, 32))), ["unit"]),
     "mixed": (lambda: nn.Sequential(uu.Linear(32, 32), nn.Linear(32, 32)), ["unit", "tensor"]),
     "part": (
         lambda: nn.Sequential(unit_scale(plain()), nn.Linear(32, 8)),
-        [*["unit"] * 2, "tensor"],
+        [*["static"] * 2, "tensor"],
     ),
 }
 
@@ -68,7 +69,7 @@ def test_each_layer_has_the_recipe_that_it_needs(name):
     assert chosen(copy.deepcopy(model)) == names
     whys = [row.why for row in fp8.report(model) if row.done == "converted"]
     for why, recipe in zip(whys, names, strict=True):
-        state = "unit-scaled" if recipe == "unit" else "not unit-scaled"
+        state = "not unit-scaled" if recipe == "tensor" else "unit-scaled"
         assert why.startswith(f"{recipe} (auto: {state})")
 
 
@@ -76,18 +77,60 @@ def test_the_order_of_unit_scale_and_convert_does_not_matter():
     first = unit_scale(fp8.convert(plain()))
     second = fp8.convert(unit_scale(plain()))
     assert chosen(first) == chosen(second)
-    assert set(chosen(first)) == {"unit"}
-    x = torch.randn(4, 32)
+    assert set(chosen(first)) == {"static"}
+    x = torch.randn(64, 32)
     assert torch.equal(first(x), second(x))
     assert torch.equal(first(x), simulate_fp8(unit_scale(plain()))(x))
     assert chosen(pickle.loads(pickle.dumps(first))) == chosen(first)
+
+
+@pytest.mark.parametrize("recipe", ["auto", "static", "delayed"])
+@pytest.mark.parametrize("pends", [False, True])
+def test_scales_of_the_plain_model_are_forgotten(recipe, pends):
+    """They are those of other values."""
+    x, model = 2.0**-6 * torch.randn(64, 32), fp8.convert(plain(), recipe)
+    if recipe == "delayed":
+        model(x).sum().backward()
+    else:
+        fp8.calibrate(model, x)
+    scaled = unit_scale(model, batch=None if pends else x)
+    if recipe != "delayed":
+        assert set(fp8.calibration(scaled).values()) == {None}
+        assert None not in fp8.calibration(model).values()
+    fresh = fp8.convert(unit_scale(plain(), batch=x), chosen(scaled)[0])
+    for each in (scaled, fresh):
+        y = each(x)
+        y.backward(torch.ones_like(y))
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(scaled.state_dict()[name], value)
+
+
+POLICIES = {
+    "forward": [("0", "forward", None)],
+    "grad_input": [("0", "grad_input", "row")],
+    "grad_weight": [("*", "grad_weight", None)],
+    "weight": [("0", "weight", None)],
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_rule_for_one_product_beside_auto(name):
+    """Where it leaves an operand a second cast that would share a static scale, the layer has a
+    scale for each cast."""
+    policy, x = fp8.Policy(rules=POLICIES[name]), torch.randn(64, 32)
+    first = unit_scale(fp8.convert(plain(), policy), batch=x)
+    second = fp8.convert(unit_scale(plain(), batch=x), policy)
+    whole = {"forward": "tensor", "grad_input": "tensor"}.get(name, "static")
+    assert chosen(first) == chosen(second)
+    assert [recipe.partition(" (")[0] for recipe in chosen(first)] == [whole, "static"]
+    assert torch.equal(first(x), second(x))
 
 
 def test_a_recipe_by_name_stays():
     assert set(chosen(unit_scale(fp8.convert(plain(), "tensor")))) == {"tensor"}
     model = fp8.convert(plain(), fp8.Policy("row", keep=["readout"], others="auto"))
     assert set(chosen(model)) == {"row", "tensor"}
-    assert set(chosen(unit_scale(model))) == {"row", "unit"}
+    assert set(chosen(unit_scale(model))) == {"row", "static"}
 
 
 # --- Products
@@ -128,13 +171,16 @@ def test_autocast_chooses_for_each_product(name):
 
 
 def test_autocast_of_a_transformed_model():
-    model, x = unit_scale(plain()), torch.randn(8, 32) * 2.0**-20
-    results = {}
+    """It is a plain one, also in the first call, which sets its values without casts."""
+    x, results = torch.randn(8, 32) * 2.0**-20, {}
     for recipe in ("auto", "unit", "tensor"):
-        with fp8.autocast(recipe):
-            results[recipe] = model(x)
-    assert torch.equal(results["auto"], results["unit"])
-    assert not torch.equal(results["auto"], results["tensor"])
+        for batch in (x, None):
+            model = unit_scale(plain(), batch=batch)
+            with fp8.autocast(recipe):
+                results[recipe, batch is None] = model(x)
+    assert torch.equal(results["auto", True], results["auto", False])
+    assert torch.equal(results["auto", True], results["tensor", False])
+    assert not torch.equal(results["auto", True], results["unit", True])
 
 
 def test_the_choice_lasts_where_blocks_are_opened_again():
@@ -176,7 +222,6 @@ def test_unit_by_name_for_a_plain_model_warns_once():
 
 @pytest.mark.filterwarnings("error")
 def test_what_fits_does_not_warn():
-    fp8.convert(unit_scale(plain()), "unit")
     fp8.convert(nn.Sequential(uu.Linear(8, 8)), "unit")
     for recipe in RECIPES.values():
         if not needs_unit_scale(recipe):

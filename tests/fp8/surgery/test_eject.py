@@ -239,9 +239,9 @@ REFUSED = {
     "switch": (switched, r"\(model\): its policy has a switch"),
     "dtype": (lambda: fp8.convert(nn.Linear(4, 4).double(), "tensor"), "torch.float64"),
     "norm": (low_norm, "1: "),
-    "unit-scaled": (
+    "not run": (
         lambda: fp8.convert(unit_scale(nn.Sequential(nn.Linear(4, 4)))),
-        "transformed by unit_scale",
+        "call fp8.calibrate, or train a step",
     ),
     "parametrized": (
         lambda: parametrizations.orthogonal(fp8.convert(nn.Linear(4, 4), "tensor")),

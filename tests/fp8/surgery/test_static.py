@@ -255,9 +255,32 @@ def test_auto_is_static_where_it_was_calibrated():
             assert torch.equal(one, two)
     assert fp8.calibration(fresh) == scales
     assert fresh.first.fp8_recipe == STATIC
-    unit = unit_scale(fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))))
-    assert list(fp8.calibrate(unit, randn(4, 16).detach())) == ["0.linear.grad", "1.linear.grad"]
-    assert unit[0].fp8_recipe.name == "unit"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_calibration_may_be_the_first_call_of_a_model_of_unit_scale(is_part, compiled):
+    """It sets the values, and measures what is cast afterwards."""
+    torch._dynamo.reset()
+
+    def made(batch):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8))
+        inner = unit_scale(inner, batch=batch)
+        return fp8.convert(nn.Sequential(nn.Flatten(), inner) if is_part else inner)
+
+    x = 2.0**-8 * randn(64, 16).detach()
+    model, known = made(None), made(x)
+    want = fp8.calibrate(known, x)
+    assert fp8.calibrate(torch.compile(model, backend="eager") if compiled else model, x) == want
+    assert want != fp8.calibrate(fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))), x)
+    for one, two in zip(model.parameters(), known.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert not one.mup_pending
+    y = model(x)
+    assert torch.equal(y, known(x))
+    y.sum().backward()
+    assert fp8.calibration(model) == want
 
 
 def test_a_half_precision_model():
@@ -354,16 +377,6 @@ def test_stats_warn_where_an_operand_has_left_its_scale():
     tensor = fp8.convert(nn.Linear(16, 16), "tensor")
     with fp8.stats(tensor):
         tensor(2.0**7 * x)
-
-
-def test_mup_scales_of_weights_are_left_to_what_was_measured():
-    """A tag of a weight that unit_scale leaves says what "unit" casts by."""
-    layer, x = nn.Linear(16, 16), randn(32, 16).detach()
-    model = fp8.convert(layer, "static")
-    fp8.calibrate(model, x)
-    expected = model(x)
-    layer.weight.mup_scale = 2.0**-8
-    assert torch.equal(model(x), expected)
 
 
 def one_of_two_processes(rank: int, store: Path) -> None:

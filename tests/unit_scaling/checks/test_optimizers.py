@@ -136,7 +136,7 @@ def test_compiled_steps_are_left_alone():
 # A rate far from the rule's on unit-scaled weights
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "transform": lambda: unit_scale(plain()),
+    "transform": lambda: unit_scale(plain(), batch=torch.randn(64, 16)),
     "modules": lambda: nn.Sequential(uu.Linear(16, 32), uu.GELU(), uu.LinearReadout(32, 8)),
     "plain": plain,
 }
@@ -199,6 +199,14 @@ OTHERS = {
     "plain": [(named(OPT.AdamW, lr=1e-3), None)],
 }
 CASES = [(of, *case) for of in MODELS for case in OTHERS.get(of, UNIT)]
+
+
+def follows_tags(message: str | None) -> bool:
+    """One rate of torch's does in a model of `unit_scale` what it does in the plain one."""
+    return message is None or "lr=" in message
+
+
+CASES = [case for case in CASES if case[0] != "transform" or follows_tags(case[2])]
 
 
 @pytest.mark.parametrize(("of", "make", "message"), CASES)

@@ -1,4 +1,4 @@
-"""Records a run of a model: every torch call, its place, and the origin of its arguments."""
+"""Records a run of a model: every torch call, and the origin of its arguments."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from torch.func import debug_unwrap
 from fp8.common.compiler import FirstLook, called
 from fp8.common.step import tensors_within
 from fp8.common.threads import frames, function_of
-from fp8.modes.control_flow import depends_on_values, run_within, runs_functions
+from fp8.modes.control_flow import run_within, runs_functions
 from fp8.modes.dispatch import OPERATORS, expansion
 
-from .. import install
 from ..install import Args, Kwargs
-from .copies import package_of
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, kind_of, name_of, writes
-from .place import PACKAGES, TORCH, Place, lines_here
 from .values import has_scale, is_strided, rms_of
 
 Slot = tuple[int | str, ...]
@@ -60,11 +57,12 @@ class Value:
 class CallNode:
     """One call, or an external tensor (function None): a parameter, an input, a buffer.
 
-    place: None for one that is not seen. where: file and line. inside: the autograd function in
-    which it, or a module that makes it, runs. written: the arguments that it writes into.
+    kind: as in `record.kinds`; "" for one that is not seen. where: file and line. inside: the
+    autograd function in which it, or a module that makes it, runs. written: the arguments that it
+    writes into.
     """
 
-    place: Place | None
+    kind: str
     name: str
     path: str = ""
     function: Callable[..., Any] | None = None
@@ -79,11 +77,6 @@ class CallNode:
     @property
     def tensors(self) -> dict[Slot, Tensor]:
         return dict((*tensors_in(self.args), *tensors_in(self.kwargs)))
-
-    @property
-    def kind(self) -> str:
-        """As in `record.kinds`; "" without a place."""
-        return self.place[1] if self.place is not None else ""
 
 
 def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
@@ -138,10 +131,6 @@ class Calls(FirstLook):
             with self:
                 return expanded()
         if runs_functions(function):
-            if depends_on_values(function):
-                from ..graph_break import beside_control_flow
-
-                beside_control_flow(lambda: None)
             return run_within(self, function, args, kwargs)
         return self.see(function, args, kwargs)
 
@@ -158,12 +147,10 @@ class Calls(FirstLook):
 class Recorder(Calls):
     """Records the calls of a model while it runs, as ``nodes``; each refers to earlier ones only.
 
-    kinds: of functions for which they differ from `kind_of`. parameters: names by id. inputs: the
-    ids of the tensors among the arguments. path: returns the path of the running module.
-    normalizes: whether results of products are divided by their RMS, as under the plan.
+    parameters: names by id. inputs: the ids of the tensors among the arguments. path: returns the
+    path of the running module. normalizes: whether results of products are divided by their RMS.
     """
 
-    kinds: dict[Callable[..., Any], str]
     parameters: dict[int, str]
     inputs: Collection[int]
     path: Callable[[], str]
@@ -178,14 +165,20 @@ class Recorder(Calls):
         self._makers: dict[Node, int] = {}
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
 
+    def name(self, parameter: Tensor, name: str) -> None:
+        """Takes a tensor for a parameter from now on, whatever calls have made it."""
+        if id(parameter) not in self.parameters:
+            self.parameters[id(parameter)] = name
+            self._node_of.pop(id(parameter), None)
+
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = canonical(function, args, kwargs)
         arguments = (*tensors_in(args), *tensors_in(kwargs))
         inputs = [self._input(slot, t) for slot, t in arguments]
         named = str if isinstance(function, OPERATORS) else name_of
         path, name = self.path(), named(function)
-        kind = self.kinds.get(function) or kind_of(function)
-        node = CallNode((path, kind, lines_here()), name, path, function, inputs, args, kwargs)
+        kind = kind_of(function)
+        node = CallNode(kind, name, path, function, inputs, args, kwargs)
         node.where, node.inside = location()
         sources = [self.nodes[i.node].value for i in inputs]
         node.value.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
@@ -228,7 +221,7 @@ class Recorder(Calls):
             name = self.parameters.get(id(tensor))
             value = Value(tensor.numel(), has_scale(tensor), name, name, computed=name is not None)
             value.live = value.floating and (value.computed or id(tensor) in self.inputs)
-            self.nodes.append(CallNode(None, name or "input", value=value))
+            self.nodes.append(CallNode("", name or "input", value=value))
             self._remember([tensor])
         return Input(slot, self._node_of[id(tensor)])
 
@@ -253,13 +246,14 @@ class Recorder(Calls):
             name, inside = "copy_", ""  # into a view of the tensor
         else:
             name = maker.name().rstrip("0123456789").removesuffix("Backward")
-            ours = package_of(getattr(maker, "_forward_cls", None)) in ("fp8", "unit_scaling")
-            inside = "" if ours else f"the autograd function {name}"
+            ours = package_of(_function_of(maker)) in ("fp8", "unit_scaling")
+            inside = "" if ours or _is_move(maker) else f"the autograd function {name}"
+        kind = "clone" if _is_move(maker) and len(inputs) == 1 else ""
         if self.nodes and self.nodes[-1].inside == inside != "":  # its own calls
             where, path = self.nodes[-1].where, self.nodes[-1].path
         value = Value(tensor.numel(), floating=True, live=True)
         value.computed = _is_computed("", [self.nodes[i.node].value for i in inputs])
-        node = CallNode(None, name, path, type(maker), inputs, where=where, inside=inside)
+        node = CallNode(kind, name, path, type(maker), inputs, where=where, inside=inside)
         node.value = value
         self.nodes.append(node)
         self._makers[maker] = len(self.nodes) - 1
@@ -300,6 +294,17 @@ class Recorder(Calls):
                     self._makers[tensor.grad_fn] = len(self.nodes) - 1
 
 
+def _function_of(maker: Node) -> Any:
+    return getattr(maker, "_forward_cls", None)
+
+
+def _is_move(maker: Node) -> bool:
+    """Whether an autograd function is of torch.distributed, whose functions move values between
+    processes."""
+    module: str = getattr(_function_of(maker), "__module__", None) or ""
+    return module.startswith("torch.distributed.")
+
+
 _RECOMPUTES = "CheckpointFunctionBackward"
 """What autograd calls a checkpoint with ``use_reentrant=True``, whose gradient is that of the calls
 within."""
@@ -312,26 +317,29 @@ def _is_computed(kind: str, sources: list[Value]) -> bool:
     return computed and any(v.live for v in sources) and kind not in PRODUCTS | RECURRENT
 
 
-_LEARN = str(Path(__file__).parents[1] / "run" / "learn.py")
-_CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
+_PACKAGE = Path(__file__).parents[3]
+_PACKAGES = tuple(str(_PACKAGE / name) for name in ("fp8", "unit_scaling"))
+_PASSES = str(Path(__file__).parents[1] / "values" / "passes.py")
+_TORCH = str(Path(torch.__file__).parent)
+_MODULE = str(Path(torch.nn.modules.module.__file__))
 
 
 def location() -> tuple[str, str]:
     """File and line of the running call in the running module, and the autograd function of the
-    model that makes it. Raises ValueError where `torch.utils.checkpoint` runs a function that is
-    not a module: it would be recomputed in the backward pass without a plan."""
+    model that makes it."""
     where, inside, ended = "", "", False
     for frame in frames():
         file = frame.f_code.co_filename
-        if file == _LEARN:
+        if file == _PASSES and frame.f_code.co_name == "run_pass":
             break  # the recorded model begins here
-        ended = ended or file == install.__file__  # the running module begins here
-        if not file.startswith((TORCH, *PACKAGES)):
+        ended = ended or file == _MODULE  # the running module begins here
+        if not file.startswith((_TORCH, *_PACKAGES)):
             where = where or ("" if ended else f"{file}:{frame.f_lineno}")
             inside = function_of(frame) or inside
-        if file == _CHECKPOINT and where and not ended:
-            raise ValueError(
-                f"{where} runs under torch.utils.checkpoint as a function, which is computed again "
-                "without the plan of unit_scale: checkpoint a module instead"
-            )
     return where, inside
+
+
+def package_of(function: Any) -> str:
+    """The package that defines a function or a class."""
+    module: str = getattr(getattr(function, "func", function), "__module__", None) or ""
+    return module.partition(".")[0]

@@ -80,9 +80,6 @@ RECURRENT = frozenset(
 )
 """Kinds that are whole layers with products inside."""
 
-STEPPED = PRODUCTS | RECURRENT | {"add"}
-"""Kinds of which a plan has steps."""
-
 JOINS = named("add sub rsub cat concat concatenate stack where")
 """Kinds that put a parameter beside values, or add it to them, as a layer does its bias."""
 
@@ -131,9 +128,8 @@ KINDS: dict[Callable[..., Any], str] = {
 def canonical(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Moves keyword arguments to positions where possible: eager code and the compiler pass
-    arguments of torch functions differently."""
-    names = _names(function)
+    """Moves keyword arguments to positions where possible."""
+    names = names_of(function)
     while len(args) < len(names) and names[len(args)] in kwargs:
         name = names[len(args)]
         args = (*args, kwargs[name])
@@ -141,16 +137,14 @@ def canonical(
     return args, kwargs
 
 
-def _names(function: Callable[..., Any]) -> tuple[str, ...]:
-    for method, _, names in METHODS:
-        if function is method:
-            return names
+def names_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The argument names of a function that is written in Python; () for others."""
     return _NAMES.get(function, ())
 
 
 def writes(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> bool:
     """Whether a call with `canonical` arguments writes its result into one of them."""
-    names = _NAMES.get(function, ())
+    names = names_of(function)
     place = names.index("inplace") if "inplace" in names else len(args)
     return is_in_place(name, kwargs) or (place < len(args) and bool(args[place]))
 
@@ -161,11 +155,3 @@ _NAMES: dict[Callable[..., Any], tuple[str, ...]] = {
     if isinstance(function, FunctionType)
 }
 """The argument names of functions written in Python."""
-
-METHODS = tuple(
-    (function, kind, _NAMES[function])
-    for function, kind in KINDS.items()
-    if kind in STEPPED and function in _NAMES and function.__qualname__.startswith("Tensor")
-)
-"""Methods of Tensor that are written in Python and may have a step (``x.__rmatmul__``), their kinds
-and the names of their arguments: the compiler of torch 2.13 does not find them in a dict."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fp8.common.dtensor import part_of, whole
+
 
 @torch.no_grad()
 def rms_of(tensor: Tensor) -> float:
@@ -16,15 +18,21 @@ def rms_of(tensor: Tensor) -> float:
     if not (tensor.numel() and is_strided(tensor)) or tensor.is_meta or not has_values([tensor]):
         return 1.0
     sizes = tensor.detach().abs() if tensor.dtype.is_complex else tensor.detach()
-    rms = sizes.float().square().mean().sqrt().item()
+    # Not by the mean: that of parts of different lengths is wrong in torch.
+    rms = math.sqrt(whole(sizes.float().square().sum()).item() / sizes.numel())
     return rms if math.isfinite(rms) and rms > 0 else 1.0
+
+
+def is_any(condition: Tensor) -> bool:
+    """Whether an element is true, or not zero."""
+    return bool(whole(condition.detach().any()))
 
 
 def has_values(tensors: Iterable[Tensor]) -> bool:
     """Whether values can be read; those of the examples inside torch.vmap cannot."""
     dense = (t.detach() for t in tensors if is_strided(t) and not t.is_meta)
     try:
-        return all(t.flatten()[:1].any().item() is not None for t in dense)
+        return all(part_of(t).flatten()[:1].any().item() is not None for t in dense)
     except RuntimeError:
         return False
 

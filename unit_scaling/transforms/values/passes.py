@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 from fp8.casts.measuring import uncast
+from fp8.common.dtensor import is_masked
 from fp8.common.step import (
-    Batch,
-    arguments,
     detached,
     restored,
     running_modules,
@@ -21,11 +22,12 @@ from fp8.common.step import (
     untouched,
 )
 from fp8.common.threads import apart
+from fp8.modes.autocast import outside_compiler
 
-from ..install import Args, Kwargs
+from ..install import Args, Given, Kwargs, is_in_fsdp
 from ..record.calls import CallNode, Recorder, tensors_in
-from ..record.kinds import KINDS, canonical, kind_of
-from ..record.values import has_scale, has_values, is_strided, rms_of
+from ..record.kinds import canonical, kind_of
+from ..record.values import has_scale, has_values, is_any, is_strided, rms_of
 
 Place = tuple[str, str, int]
 """A call: the path of the running module, the kind, and how many of that kind ran there before."""
@@ -40,7 +42,7 @@ class Pass(Recorder):
 
     places: the place of a call -> its index. sizes: the place of a call -> the RMS of its result, 0
     for zeros. has_nan: whether the output has NaN. normalizes: whether results of products are
-    divided by their RMS.
+    divided by their RMS. number: of the pass.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Pass(Recorder):
         normalizes: bool,
         before: Before | None,
     ) -> None:
-        super().__init__(dict(KINDS), names, inputs, path, normalizes)
+        super().__init__(names, inputs, path, normalizes)
         self._before = before
         self._counts: Counter[tuple[str, str]] = Counter()
+        self.number = 0
         self.places: dict[Place, int] = {}
         self.sizes: dict[Place, float] = {}
         self.has_nan = False
@@ -62,8 +65,8 @@ class Pass(Recorder):
         args, kwargs = canonical(function, args, kwargs)
         for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
             self._input(slot, tensor)  # its node comes before that of the call
-        kind = self.kinds.get(function) or kind_of(function)
         path, index = self.path(), len(self.nodes)
+        kind = kind_of(function)
         self._place = path, kind, self._counts[path, kind]
         if self._before is not None:
             with torch.no_grad(), torch.DisableTorchFunction():
@@ -79,36 +82,82 @@ class Pass(Recorder):
         result = max(results, key=Tensor.numel)
         # Values of the examples inside of torch.vmap cannot be read.
         is_readable = has_scale(result) and is_strided(result) and has_values([result])
-        if node.value.live and is_readable:
+        if node.value.live and is_readable and not is_masked(result):
             with torch.no_grad(), torch.DisableTorchFunction():
-                self.sizes[self._place] = rms_of(result) if bool(result.any()) else 0.0
+                self.sizes[self._place] = rms_of(result) if is_any(result) else 0.0
+
+
+def _saving_as_torch() -> AbstractContextManager[object]:
+    """Within the block, tensors are saved for the backward pass without hooks: an activation
+    checkpoint around the model counts them."""
+    try:
+        with disable_saved_tensors_hooks(""):  # which raises if there are hooks
+            return nullcontext()
+    except RuntimeError:
+        return saved_tensors_hooks(Tensor.detach, lambda saved: saved)
 
 
 def run_pass(
-    model: nn.Module, batch: Batch, normalizes: bool = False, before: Before | None = None
+    model: nn.Module,
+    given: Given,
+    normalizes: bool = False,
+    before: Before | None = None,
+    number: int = 0,
 ) -> Pass:
-    """Runs the model on a copy of the batch. Parameters that it writes, their gradients, buffers,
-    counts and random states are as they were afterwards; ``before`` may change parameters."""
+    """Runs the model on a copy of its arguments, in eager mode. Parameters that it writes, their
+    gradients, buffers, counts and random states are as they were afterwards; ``before`` may change
+    parameters. number: of the pass."""
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
-    args, kwargs = detached(arguments(batch))
     names = {id(p): name for name, p in model.named_parameters()}
-    inputs = {id(t) for _, t in tensors_in((args, kwargs))}
+    torch.clear_autocast_cache()  # which has the weights as they were in the last pass
     try:
         with ExitStack() as stack:
             stack.enter_context(untouched(model, seed=0))
             for context in (apart(), torch.inference_mode(False), torch.enable_grad(), uncast()):
                 stack.enter_context(context)
+            stack.enter_context(_saving_as_torch())
+            args, kwargs = detached(given)
+            inputs = {id(t) for _, t in tensors_in((args, kwargs))}
             paths = stack.enter_context(running_modules(model))
             written = stack.enter_context(restored(parameters))
             seen = Pass(names, inputs, lambda: paths[-1] if paths else "", normalizes, before)
+            seen.number = number
+            stack.enter_context(_gathered(model, seen))
             with seen:
-                output = model(*args, **kwargs)
+                output = outside_compiler(lambda: model(*args, **kwargs))
             seen.changed = frozenset(n for n, p in model.named_parameters() if written.changed(p))
             seen.outputs = seen.nodes_of(output)
             results = [t for t in tensors_within(output) if has_scale(t) and is_strided(t)]
-            seen.has_nan = any(bool(t.isnan().any()) for t in results)
+            seen.has_nan = any(is_any(t.isnan()) for t in results)
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        torch.clear_autocast_cache()
     return seen
+
+
+@contextmanager
+def _gathered(model: nn.Module, seen: Pass) -> Iterator[None]:
+    """Within the block, ``seen`` knows what FSDP2 gathers of parameters. It gathers what a module
+    holds before that runs, and frees it afterwards but for the root's."""
+
+    def enter(module: nn.Module, *_: Any, path: str) -> None:
+        for name, parameter in module.named_parameters(prefix=path):
+            seen.name(parameter, name)
+
+    with ExitStack() as hooks:
+        for path, module in model.named_modules() if is_in_fsdp(model) else ():
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, path=path)))
+        try:
+            yield
+        finally:
+            reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees what FSDP2 has gathered, so that the parameters are the parts of each process."""
+    parts: list[Any] = list(model.modules())
+    for part in parts:
+        if hasattr(part, "reshard"):
+            part.reshard()

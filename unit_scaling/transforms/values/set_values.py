@@ -1,49 +1,56 @@
-"""Sets the values of a model's parameters so that activations have RMS 1 at initialization.
+"""Decides by which numbers a model's parameters are multiplied so that activations have RMS 1 at
+initialization.
 
 A factor of a product is a number that its weight can hold: the layer computes the same function,
 and trains the same if its learning rate has the number too (the symmetry of multiplier,
 initialization and rate: Tensor Programs IV, arXiv 2011.14522; u-muP, arXiv 2407.17465, section
 2.1). So every factor of unit scaling is multiplied into a parameter, and the model stays plain.
 
-1. A pass is recorded, with the results of products at RMS 1. The planner classifies calls.
+1. A pass is recorded, with the results of products at RMS 1. Calls are classified.
 2. A second pass sets each weight when a product first reads it: the rule of the product, divided by
    the RMS of its operand.
 3. Further passes measure residual streams and products whose weight has another reader (a tied
    head), and multiply what holds their scale.
+
+The parameters of the model are changed meanwhile, and restored.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import weakref
-from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fp8.common.report import LEFT_ALONE, Report
-from fp8.common.step import Batch
+from fp8.common.dtensor import part_of
+from fp8.common.report import LEFT_ALONE
 
 from ...ops.recurrent import GRU_FACTOR, LSTM_FACTOR, RELU_FACTOR, TANH_FACTOR
-from ...parameter import remember_tags, retag, tags_of
+from ...parameter import Tags, tags_of
 from ...rules.rates import fan_in
-from ..install import Args, Kwargs
-from ..plan.plan import CallRow, ModelPlan
-from ..plan.planner import Planner
-from ..plan.weights import keep_values, named_tags, prepare
+from ..install import Args, Given, Kwargs
 from ..record.calls import Input, tensors_in
-from ..record.kinds import ATTENTION, EMBEDDINGS, RECURRENT, is_added
-from ..record.values import has_scale, rms_of
-from ..run.learn import REACH
-from ..run.ranks import agreed, model_name
-from .passes import Pass, Place, run_pass
+from ..record.kinds import EMBEDDINGS, RECURRENT, TRANSPARENT, is_added
+from ..record.values import has_scale, is_any, rms_of
+from .classify import Classes
+from .parameters import joined, starts_of
+from .passes import Pass, Place, reshard, run_pass
+from .ranks import agreed
 from .sources import Holder, Sources
-from .streams import find_branches
+from .streams import weighted_branches
+
+T = TypeVar("T")
 
 LOWEST, HIGHEST = 2.0**-12, 2.0**4
 """A number outside of these is reported."""
+
+REACH = 1.5
+"""The allowed error of log2(RMS). [1/4, 4] allows 2; 0.5 is left for variation between batches."""
 
 GRID = 0.25
 """What is measured is rounded to so many octaves, so that parameters share learning rates: an
@@ -52,85 +59,218 @@ optimizer steps those of each rate by themselves."""
 ROUNDS = 4
 """Of corrections: the branches of a stream follow each other."""
 
-REPORTS: weakref.WeakKeyDictionary[nn.Module, Report[CallRow]] = weakref.WeakKeyDictionary()
-"""A model -> what was done to its parameters."""
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the report of `unit_scale`: a parameter, or a call that is left alone."""
+
+    path: str
+    call: str
+    done: str
+    why: str = ""
+
+    @property
+    def left_alone(self) -> bool:
+        return self.done == LEFT_ALONE
+
+
+@dataclass
+class Change:
+    """What is done with the values w of a parameter: (shift + start * w) * number - shift, and its
+    tags. start: brings a weight to RMS 1. number: what its learning rate is in proportion to."""
+
+    tags: Tags
+    start: float = 1.0
+    number: float = 1.0
+    shift: float = 0.0
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the values change."""
+        return self.start * self.number != 1.0
+
+    @torch.no_grad()
+    def values(self, plain: Tensor) -> Tensor:
+        """The new values, rounded once."""
+        wide = plain.to(torch.complex128 if plain.is_complex() else torch.float64)
+        if not self.shift:
+            return (wide * (self.start * self.number)).to(plain.dtype)
+        return ((wide * self.start + self.shift) * self.number - self.shift).to(plain.dtype)
+
+    @torch.no_grad()
+    def apply(self, parameter: nn.Parameter) -> None:
+        """Sets the values of a parameter that has its plain ones."""
+        if self.is_set:
+            parameter.copy_(self.values(parameter.detach()))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What `unit_scale` does with a model: the changes of its parameters by name, and the rows of
+    the report."""
+
+    changes: dict[str, Change]
+    rows: list[Row]
+
+
+@torch.no_grad()
+def decide(model: nn.Module, given: Given, title: str) -> Decision:
+    """Decides for ``model`` as it runs on these arguments. title: as of `model_name`.
+
+    Raises ValueError for values that are not finite, and for parameters without values.
+    """
+    reshard(model)
+    plain = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"unit_scale: {name} is on the meta device: give it values before")
+        plain[name] = parameter.detach().clone()
+    try:
+        setter = _Setter(model, plain, given, title)
+        run_pass(model, given, before=setter.before)
+        for number in range(ROUNDS):
+            if not setter.correct(run_pass(model, given, number=number), is_first=not number):
+                break
+        return setter.finish()
+    finally:
+        reshard(model)
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(plain[name])
 
 
 class _Setter:
-    """Sets the values of ``model``, in place, to what they should be for ``batch``. plain: the
-    parameters of the model that it is a copy of, by name."""
+    """Sets the values of ``model``, in place, to what they should be for these arguments. plain:
+    its values before, by name. name: of the model in all processes."""
 
-    def __init__(self, model: nn.Module, plain: dict[str, nn.Parameter], batch: Batch) -> None:
-        self.model, self.plain, self.batch = model, plain, batch
+    def __init__(
+        self, model: nn.Module, plain: Mapping[str, Tensor], given: Given, name: str
+    ) -> None:
+        self.model, self.plain, self.given, self.name = model, plain, given, name
         self.parameters = dict(model.named_parameters())
-        self.numbers: dict[str, float] = defaultdict(lambda: 1.0)
-        self.shifts: dict[str, float] = {}
-        self.rows: dict[str, CallRow] = {}
-        self.kept: dict[str, CallRow] = {}
-        self._classify()
-
-    def _classify(self) -> None:
-        for row in prepare(self.model):
-            self.rows[_named(row.path, row.call)] = row
-        seen = run_pass(self.model, self.batch, normalizes=True)
+        self.changes = {name: Change(tags_of(p)) for name, p in self.parameters.items()}
+        self.rows: dict[str, Row] = {}
+        self.kept_biases: set[str] = set()
+        for name, start in starts_of(model).items():
+            if start.done:
+                self._row(name, start.done, start.why)
+            self.changes[name] = Change(start.tags, start.number)
+            self._write(name)
+        seen = run_pass(model, given, normalizes=True)
         self.nodes, self.index_of = seen.nodes, seen.places
         self.place_of = {index: place for place, index in seen.places.items()}
-        tags = named_tags(self.model, "")
-        self.planner = Planner(self.nodes, ModelPlan(), tags, seen.outputs, changed=seen.changed)
-        self._keep(self.planner.kept, self.planner.added())
-        for name in self.planner.inner:
-            parameter = self.parameters[name]
-            retag(parameter, tags_of(parameter)._replace(mup_type="weight"))
-        scaled = self.planner.scaled - self.planner.kept
+        self.classes = Classes(seen, {name: each.tags for name, each in self.changes.items()})
+        self._keep()
+        for name in self.classes.inner:
+            self._tag(name, mup_type="weight")
+        self._find_weights()
+        flow = self.classes.flow
+        self.sources = Sources(self.nodes, flow, self.weights, self.tables)
+        self.branches = weighted_branches(flow, self.classes.branches, seen.outputs)
+
+    def _find_weights(self) -> None:
+        """Finds the products that read weights, and which of these read one first."""
         self.rules: dict[int, float] = {}
         self.weights: dict[int, Input] = {}
+        origin, scaled = self.classes.flow.origin, self.classes.scaled - self.classes.kept
         first: dict[str | None, int] = {}
-        for index, step in self.planner.decided()[0].items():
-            own = [i for i in self._factors(index) if self._origin(i) in scaled]
-            kind = self.nodes[index].kind
-            # A query that is a parameter is an operand: its size is that of logits.
-            if step is None or step.op is None or not own or kind in ATTENTION:
+        for index, node in enumerate(self.nodes):
+            factor = self.classes.factor(index)
+            if factor is None:
                 continue
-            first.setdefault(self._origin(own[-1]), index)
-            if kind not in RECURRENT:
-                self.weights[index], self.rules[index] = own[-1], step.factor
-        #: The calls that are the first to read a weight.
+            weight = [i for i in self._factors(index) if origin(i) in scaled][-1]
+            first.setdefault(origin(weight), index)
+            if node.kind not in RECURRENT:
+                self.weights[index], self.rules[index] = weight, factor
         self.first = set(first.values())
         lookups = [node.inputs for node in self.nodes if node.kind in EMBEDDINGS]
-        tables = {self._origin(i) for inputs in lookups for i in inputs}
-        read = {self._origin(i) for i in self.weights.values()}
+        tables = {origin(i) for inputs in lookups for i in inputs}
         #: The tables that are weights of products too.
-        self.tables = {name for name in scaled if name in read & tables}
-        flow = self.planner.flow
-        self.sources = Sources(self.nodes, flow, self.weights, self.tables)
-        self.branches = find_branches(flow, self.planner.branches(), seen.outputs)
-
-    def _origin(self, i: Input) -> str | None:
-        return self.nodes[i.node].value.origin
+        self.tables = scaled & tables & {origin(i) for i in self.weights.values()}
 
     def _size(self, seen: Pass, index: int) -> float:
         """The RMS of the result of a call in a pass; 1 where that does not make the call."""
+        while index not in self.place_of and self.nodes[index].kind in TRANSPARENT:
+            index = self.nodes[index].inputs[0].node  # between processes
         place = self.place_of.get(index)
-        return 1.0 if place is None else seen.sizes.get(place, 1.0)
+        if place is None:
+            return 1.0
+        return self._agreed(f"{seen.number} {place}", seen.sizes.get(place, 1.0))
+
+    def _agreed(self, what: str, value: T) -> T:
+        """The value of the first process: each has a batch of its own, and learning rates follow
+        from the numbers. A model that is divided has to take the same ones at once."""
+        result: T = agreed(self.name, {what: value})[what]
+        return result
 
     def _factors(self, index: int) -> list[Input]:
         """The arguments that a call multiplies."""
         node = self.nodes[index]
         return [i for i in node.inputs if not is_added(node.kind, i.slot)]
 
+    def _row(self, name: str, done: str, why: str) -> None:
+        path, _, leaf = name.rpartition(".")
+        self.rows[name] = Row(path, leaf, done, why)
+
+    def _tag(self, name: str, **tags: Any) -> None:
+        change = self.changes[name]
+        change.tags = change.tags._replace(**tags)
+
+    def _write(self, name: str) -> None:
+        """Gives a parameter its values. As data: the running pass may hold views of it, of which
+        autograd refuses those that several results of one call are."""
+        self.parameters[name].data.copy_(self.changes[name].values(self.plain[name]))
+
+    def _multiply(self, holder: Holder, number: float) -> None:
+        change = self.changes[holder.parameter]
+        change.number *= number
+        change.shift = holder.shift
+        self._write(holder.parameter)
+
+    # what keeps its values
+
+    def _keep(self) -> None:
+        """Gives weights that calls read in other ways than as weights their plain values. A readout
+        becomes a weight, and what is added to values a bias of their size."""
+        kept = {name: name in self.classes.kept for name in sorted(self.classes.scaled)}
+        kept = agreed(f"{self.name}/kept", kept)
+        self.classes.kept = frozenset(name for name in kept if kept[name])
+        for name in sorted(self.classes.kept):
+            tags = self.changes[name].tags
+            if name in self.classes.added:
+                size, kind, why = self.classes.added[name], "bias", "added to values"
+            else:
+                size, kind = tags.mup_divisor or 1.0, tags.mup_type
+                why = "read by calls that are no products"
+            kind = "weight" if kind == "output" else kind
+            size = self._agreed(f"kept {name}", size)
+            self._tag(name, mup_type=kind, mup_divisor=None, mup_scale=_nearest_power(size))
+            self._keep_one(name, why)
+            path, _, leaf = name.rpartition(".")
+            bias = joined(path, leaf.removesuffix("_orig").replace("weight", "bias"))
+            if bias == name or bias not in self.parameters:
+                continue
+            self._keep_one(bias, "as its weight")
+            self.kept_biases.add(bias)
+            if kind == "weight":
+                # The layer is s * (u @ x / sqrt(n) + b / s) for u of RMS 1 and this scale s.
+                scale = self.changes[name].tags.mup_scale * fan_in(self.plain[name].shape) ** 0.5
+                self._tag(bias, mup_scale=_nearest_power(scale))
+
+    def _keep_one(self, name: str, why: str) -> None:
+        change = self.changes[name]
+        change.start = 1 / change.number
+        self._write(name)
+        self._row(name, "keeps its values", why)
+
     @torch.no_grad()
-    def _keep(self, kept: frozenset[str], added: dict[str, float]) -> None:
-        """Gives weights that calls read in other ways than as weights their plain values."""
-        keep_values(self.model, "", kept, added)
-        for name in sorted(kept):
-            self.parameters[name].copy_(self.plain[name])  # without the error of two roundings
-            why = "added to values" if name in added else "read by calls that are no products"
-            self.rows[name] = CallRow(*_split(name), "keeps its values", why)
-            path, leaf = _split(name)
-            bias = _named(path, leaf.replace("weight", "bias"))
-            if bias != name and bias in self.parameters:
-                self.parameters[bias].copy_(self.plain[bias])
-                self.kept[bias] = CallRow(*_split(bias), "keeps its values", "as its weight")
+    def _keep_information(self, name: str, weight: Tensor) -> None:
+        """Keeps a bias that carries information: one of a layer of zeros, or one that no
+        initialization of torch gives, which is zeros or within 1/sqrt(fan_in) of 0."""
+        bias = self.plain[name]
+        bound = 1.001 * fan_in(weight.shape) ** -0.5
+        if not is_any(weight) or is_any(bias.abs() > bound):
+            self._keep_one(name, "carries information: no initialization of torch gives its values")
+            self.kept_biases.add(name)
 
     # the second pass
 
@@ -144,85 +284,69 @@ class _Setter:
             self._set_recurrent(index, kind, tensors)
             return
         node, weight = self.nodes[index], self.weights[index]
-        name = self._origin(weight)
+        name = self.classes.flow.origin(weight)
         assert name is not None
         if name in self.tables:
             return
         factors = [i.slot for i in self._factors(index) if i is not weight]
         operands = [tensors[slot] for slot in factors if has_scale(tensors[slot])]
         number = self.rules[index] / math.prod(map(_off_one, operands))
+        number = self._agreed(f"set {name}", number)
         self._multiply(Holder(name), number)
         self._tag_fan_in(name, index)
         moved, parameter = tensors[weight.slot], self.parameters[name]
-        if moved.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-            moved.data.mul_(number)  # a copy in another dtype or order
+        if _storage(moved) != _storage(parameter):
+            moved.data.mul_(number)  # a copy in another dtype or order, or what FSDP has gathered
         for i in node.inputs:
-            bias = self._origin(i)
+            bias = self.classes.flow.origin(i)
             if is_added(kind, i.slot) and bias in self.parameters:
                 self._multiply(Holder(bias), number)
-                self._restore(bias, parameter)
+                self._keep_information(bias, parameter)
 
     def _tag_fan_in(self, name: str, index: int) -> None:
         """Tags a weight whose layout is not (outputs, inputs, ...) with its fan-in, of which the
         rule of the product is the inverse root; that of a readout the inverse."""
-        parameter, kind = self.parameters[name], self.nodes[index].kind
-        tags = tags_of(parameter)
+        parameter, tags = self.parameters[name], self.changes[name].tags
+        kind = self.nodes[index].kind
         power = -1 if tags.mup_type == "output" else -2
         terms = max(round(self.rules[index] ** power), 1)
         shape = parameter.shape[1:] if tags.mup_stacked else parameter.shape
         # The rule of a convolution leaves out the terms that its padding adds.
         if kind not in ("conv1d", "conv2d", "conv3d") and terms != fan_in(shape):
-            retag(parameter, tags._replace(mup_fan_in=terms))
-
-    @torch.no_grad()
-    def _restore(self, name: str, weight: Tensor) -> None:
-        """Gives a bias that carries information its plain values: one of a layer of zeros, or one
-        that no initialization of torch gives, which is zeros or within 1/sqrt(fan_in) of 0."""
-        bias = self.plain[name]
-        bound = 1.001 * fan_in(weight.shape) ** -0.5
-        if not bool(weight.any()) or bool((bias.abs() > bound).any()):
-            self.parameters[name].copy_(bias)
-            why = "carries information: no initialization of torch gives its values"
-            self.kept[name] = CallRow(*_split(name), "keeps its values", why)
+            self._tag(name, mup_fan_in=terms)
 
     def _set_recurrent(self, index: int, kind: str, tensors: dict[Any, Tensor]) -> None:
         """Sets the weights of torch's own recurrent layer to those of `unit_scaling.ops.recurrent`,
-        whose hidden state is torch's times ``size``."""
-        size, gates = _CELLS[kind.removesuffix("_cell")]
-        node = self.nodes[index]
-        norm = (1 + 1 / gates) ** -0.5
-        names = [self._origin(i) for i in node.inputs]
+        whose hidden state is torch's times ``cell.size``."""
+        cell = _CELLS[kind.removesuffix("_cell")]
+        inputs = self.nodes[index].inputs
+        norm = (1 + 1 / cell.gates) ** -0.5
+        names = [self.classes.flow.origin(i) for i in inputs]
         for name in [n for n in names if n in self.parameters and "weight_" in n]:
-            outputs, inputs = self.parameters[name].shape
-            number = norm * outputs**-0.5 * size
+            fan = self.parameters[name].shape[0]
+            number = norm * fan**-0.5 * cell.size
             if "weight_ih" in name:
-                number = norm * inputs**-0.5
-                number *= size if "_l0" not in name else 1 / _off_one(tensors[node.inputs[0].slot])
+                fan = self.parameters[name].shape[1]
+                is_inner = "_l0" not in name
+                operand = self._agreed(f"operand {name}", _off_one(tensors[inputs[0].slot]))
+                size = cell.size if is_inner else 1 / operand
+                number = norm * fan**-0.5 * size
             self._multiply(Holder(name), number)
-            if (bias := name.replace("weight_", "bias_")) in self.parameters:
-                fan = inputs if "weight_ih" in name else outputs
+            bias = name.replace("weight_", "bias_")
+            if bias in self.parameters:
                 self._multiply(Holder(bias), norm * fan**-0.5)
-
-    @torch.no_grad()
-    def _multiply(self, holder: Holder, number: float) -> None:
-        name, shift = holder.parameter, holder.shift
-        # number * (shift + w) = shift + w'. As data: the running pass may hold views of a weight,
-        # of which autograd refuses those that several results of one call are.
-        self.parameters[name].data.add_(shift).mul_(number).sub_(shift)
-        self.numbers[name] *= number
-        self.shifts[name] = shift
 
     # the passes that correct
 
     def correct(self, seen: Pass, is_first: bool) -> bool:
         """Brings branches to their weights, and products of tables to their rule. Returns whether
         something was off."""
-        done = set[Holder]()
         asked = [(b.add, b.end, b.weight * self._size(seen, b.stream)) for b in self.branches]
         for index, weight in self.weights.items():
             factors = [i for i in self._factors(index) if i is not weight]
-            if self._origin(weight) in self.tables and len(factors) == 1:
+            if self.classes.flow.origin(weight) in self.tables and len(factors) == 1:
                 asked.append((index, factors[0].node, self.rules[index]))
+        done = set[Holder]()
         changed = [self._bring(seen, *each, done, is_first) for each in asked]
         return any(changed)
 
@@ -242,7 +366,7 @@ class _Setter:
             kind = self.nodes[end].kind or "an input"
             why = f"ends in {kind}, which no parameter scales alone: {ratio:.3g} is missing"
             key = f"{node.path}.{node.name} {node.where}"
-            self.rows[key] = CallRow(node.path, node.name, LEFT_ALONE, why)
+            self.rows[key] = Row(node.path, node.name, LEFT_ALONE, why)
             return False
         if not done.isdisjoint(holders):
             return False
@@ -253,81 +377,86 @@ class _Setter:
 
     # the result
 
-    @torch.no_grad()
-    def finish(self) -> Report[CallRow]:
-        """Rounds each parameter once, tags it, and reports it."""
-        last = run_pass(self.model, self.batch)
-        results = {self._origin(w): self._size(last, i) for i, w in self.weights.items()}
+    def finish(self) -> Decision:
+        """Rounds the numbers, as equal ones are products of others in another order, and reports
+        what they are and the RMS of what products compute with them."""
+        last = run_pass(self.model, self.given, number=ROUNDS)
         self._set_siblings()
-        self._agree()
-        for name, parameter in self.parameters.items():
-            # Rounded, as equal numbers are products of others in another order.
-            tags, number = tags_of(parameter), float(f"{self.numbers[name]:.14g}")
-            if not math.isfinite(number) or not bool(parameter.isfinite().all()):
-                raise ValueError(
-                    f"unit_scale: {name} came out as {number:.3g} times what it was, as the batch "
-                    "gives values that are not finite. The model is as it was"
-                )
-            total = number / (tags.mup_divisor or 1.0)
-            if tags.mup_divisor and not self.shifts.get(name):
-                parameter.copy_(self.plain[name].double() * total)  # rounded once
-            retag(parameter, tags._replace(mup_scale=tags.mup_scale * number))
-            row = self.kept.get(name) or self.rows.get(name)
-            is_multiplied = (tags.mup_divisor or number != 1.0) and bool(parameter.any())
-            if is_multiplied and name not in self.kept:
-                why = f"multiplied by {total:.4g}"
-                if name in results:
-                    why += f": its result has RMS {results[name]:.3g}"
-                if not LOWEST <= number <= HIGHEST:
-                    why += f"; {number:.3g} times the weight of RMS 1 is outside of 2^-12 to 2^4"
-                self.rows[name] = CallRow(*_split(name), "scaled", why)
-            elif row is not None:
-                self.rows[name] = row
+        numbers = {name: change.number for name, change in self.changes.items()}
+        for name, number in agreed(f"{self.name}/values", numbers).items():
+            self.changes[name].number = number
+        origin = self.classes.flow.origin
+        results = {origin(w): self._size(last, i) for i, w in self.weights.items()}
+        for name, change in self.changes.items():
+            self._finish_one(name, change, results.get(name))
         if last.has_nan:
             kind = type(self.model).__name__
             raise ValueError(
                 f"unit_scale: the output of {kind} has NaN for this batch. The model is as it was"
             )
-        remember_tags(self.model)
-        return Report(self.rows.values(), heading="parameter")
+        return Decision(self.changes, list(self.rows.values()))
 
-    def _agree(self) -> None:
-        """Takes the numbers of the first process, as learning rates follow from them: each process
-        has a batch of its own."""
-        own = {name: self.numbers[name] for name in self.parameters}
-        for name, number in agreed(f"{model_name(own)}/values", own).items():
-            if number != own[name]:
-                holder = Holder(name, self.shifts.get(name, 0.0))
-                self._multiply(holder, number / own[name])
-                self.numbers[name] = number
+    def _finish_one(self, name: str, change: Change, result: float | None) -> None:
+        change.number = number = float(f"{change.number:.14g}")
+        if not math.isfinite(number) or is_any(~self.parameters[name].isfinite()):
+            raise ValueError(
+                f"unit_scale: {name} came out as {number:.3g} times what it was, as the batch "
+                "gives values that are not finite. The model is as it was"
+            )
+        self._tag(name, mup_scale=change.tags.mup_scale * number)
+        is_changed = change.tags.mup_divisor or number != 1.0
+        is_kept = name in self.kept_biases or not is_any(self.parameters[name])
+        if is_kept or not is_changed:
+            return
+        why = f"multiplied by {change.start * number:.4g}"
+        if result is not None:
+            why += f": its result has RMS {result:.3g}"
+        if not LOWEST <= number <= HIGHEST:
+            why += f"; {number:.3g} times the weight of RMS 1 is outside of 2^-12 to 2^4"
+        self._row(name, "scaled", why)
 
-    @torch.no_grad()
     def _set_siblings(self) -> None:
         """Sets weights that the batch has not reached (an expert) as those of their siblings: the
         same parameter of other items of a list of modules."""
-        read = {self._origin(i) for i in self.weights.values()}
-        for name, parameter in self.parameters.items():
-            tags = tags_of(parameter)
-            if name not in self.planner.kept or name in read:
-                continue
-            pattern = re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name))
-            alike = [n for n in read if n and re.fullmatch(pattern, n)]
-            like = [n for n in alike if self.parameters[n].shape == parameter.shape]
-            if like and "." in name and pattern != re.escape(name):
-                size = rms_of(parameter)
-                number = self.numbers[like[0]]
-                self.numbers[name] = number
-                parameter.mul_(number / size)
-                retag(parameter, tags._replace(mup_scale=1.0, mup_divisor=size))
+        read = set(map(self.classes.flow.origin, self.weights.values()))
+        for name in self.classes.kept - read:
+            like = self._sibling(name, read)
+            size = rms_of(self.plain[name])
+            if like is not None:
+                tags = self.changes[name].tags._replace(mup_scale=1.0, mup_divisor=size)
+                self.changes[name] = Change(tags, 1 / size, self.changes[like].number)
+                self._write(name)
+
+    def _sibling(self, name: str, others: Iterable[str | None]) -> str | None:
+        pattern = re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name))
+        if pattern == re.escape(name):
+            return None
+        shape = self.plain[name].shape
+        alike = (n for n in others if n is not None and re.fullmatch(pattern, n))
+        return next((n for n in alike if self.plain[n].shape == shape), None)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A recurrent layer. size: its hidden state over torch's."""
+
+    size: float
+    gates: int
 
 
 _CELLS = {
-    "lstm": (LSTM_FACTOR, 4),
-    "gru": (GRU_FACTOR, 3),
-    "rnn_tanh": (TANH_FACTOR, 1),
-    "rnn_relu": (RELU_FACTOR, 1),
+    "lstm": _Cell(LSTM_FACTOR, 4),
+    "gru": _Cell(GRU_FACTOR, 3),
+    "rnn_tanh": _Cell(TANH_FACTOR, 1),
+    "rnn_relu": _Cell(RELU_FACTOR, 1),
 }
-"""Kind of a recurrent layer -> (its hidden state over torch's, its gates)."""
+
+
+def _storage(tensor: Tensor) -> int:
+    """The address of its memory; 0 for a wrapper, as of `fp8.distributed.fsdp`."""
+    with suppress(RuntimeError):
+        return part_of(tensor).untyped_storage().data_ptr()
+    return 0
 
 
 def _off_one(tensor: Tensor) -> float:
@@ -340,30 +469,6 @@ def _rounded(size: float) -> float:
     return float(2.0 ** (round(math.log2(size) / GRID) * GRID))
 
 
-def _named(path: str, leaf: str) -> str:
-    return f"{path}.{leaf}" if path else leaf
-
-
-def _split(name: str) -> tuple[str, str]:
-    path, _, leaf = name.rpartition(".")
-    return path, leaf
-
-
-def has_values_set(model: nn.Module) -> bool:
-    """Whether `unit_scale` has set the values of a parameter of ``model`` for a batch."""
-    tags = [tags_of(p) for p in model.parameters()]
-    return any(each.mup_divisor and each.mup_scale != 1.0 for each in tags)
-
-
-def set_values(model: nn.Module, plain: nn.Module, batch: Batch) -> None:
-    """Sets the parameters of ``model``, a copy of ``plain``, in place, and tags them. Raises
-    ValueError for values that are not finite, and for parameters without values."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"unit_scale: {name} is on the meta device: give it values before")
-    setter = _Setter(model, dict(plain.named_parameters()), batch)
-    run_pass(model, batch, before=setter.before)
-    for number in range(ROUNDS):
-        if not setter.correct(run_pass(model, batch), is_first=not number):
-            break
-    REPORTS[model] = setter.finish()
+def _nearest_power(rms: float) -> float:
+    """The power of two next to an RMS, at most 32 octaves from 1."""
+    return float(2.0 ** min(max(round(math.log2(rms)), -32), 32))

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan.planner import Flow
 from ..record.calls import CallNode, Input
+from ..record.flow import Flow
 from ..record.kinds import (
     ATTENTION,
     EMBEDDINGS,

@@ -1,8 +1,13 @@
 """Residual streams: which adds are branches of one, and their weights.
 
-The planner finds adds of a value and of a result that a layer computes from it. Two kinds of them
-are no branches. A sum that a softmax reads is a logit: its terms have a meaning to it. A sum of
-data that the model returns is in the units of the data, as coordinates are.
+A sum is *residual* if one term is an ancestor of the other with a layer in between, a product with
+a weight of RMS 1. The ancestor is the skip connection, the other term the branch. Branches with the
+same origin are found one by one (``x + f(x) + g(x)``) or, already summed (``f(x) + g(x) + x``), as
+one. Updates of a state by products of values alone (the delta rule) have the coefficients of their
+formula.
+
+Two kinds of such sums are no branches. A sum that a softmax reads is a logit: its terms have a
+meaning to it. A sum of data that the model returns is in the units of the data, as coordinates are.
 """
 
 from __future__ import annotations
@@ -11,11 +16,25 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ...core.functional import completep_residual_scaling_rule
-from ..plan.planner import Branch, Flow
+from ..record.calls import Input
+from ..record.flow import Flow
 from ..record.kinds import TRANSPARENT, named
 
 _LOGITS = TRANSPARENT | named("add sub mul div masked_fill where clamp")
 """Kinds of calls between logits and their softmax."""
+
+
+@dataclass
+class Branch:
+    """A residual branch. add: the call that adds it. skip, end: the arguments of the add. number,
+    count: its index in its stream, and their number."""
+
+    add: int
+    skip: Input
+    end: Input
+    origin: int
+    number: int = 0
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -29,10 +48,72 @@ class Weighted:
     weight: float
 
 
-def find_branches(
+def find_branches(flow: Flow, layers: frozenset[int]) -> list[Branch]:
+    """All residual branches of a model. layers: the products with weights of RMS 1."""
+    adds: dict[int, Branch] = {}
+    for index, node in enumerate(flow.nodes):
+        if node.kind == "add" and not node.inside:
+            branch = _branch(flow, layers, adds, index)
+            if branch is not None:
+                adds[index] = branch
+    _number(flow, adds)
+    return list(adds.values())
+
+
+def _branch(
+    flow: Flow, layers: frozenset[int], adds: dict[int, Branch], index: int
+) -> Branch | None:
+    terms = flow.values(index)
+    if len(terms) != 2:
+        return None
+    for skip, end in (terms, terms[::-1]):
+        if flow.nodes[skip.node].value.numel != flow.nodes[index].value.numel:
+            continue  # broadcast over positions: a shift
+        origin, region = _origin(flow, adds, skip.node, end.node)
+        if not layers.isdisjoint(region):
+            return Branch(index, skip, end, origin)
+    return None
+
+
+def _origin(flow: Flow, adds: dict[int, Branch], skip: int, end: int) -> tuple[int, list[int]]:
+    """(origin of the branch, nodes of the branch); the origin is the nearest common ancestor."""
+    at = skip
+    while not (region := flow.between(at, end)):
+        sources = flow.sources[at]
+        if at in adds:  # x + f(x) + g(x): the second branch has the origin of the first
+            at = adds[at].origin
+        elif flow.nodes[at].kind in TRANSPARENT and len(sources) == 1:
+            at = sources[0]
+        else:
+            return skip, []
+    return at, region
+
+
+def _number(flow: Flow, adds: dict[int, Branch]) -> None:
+    """Numbers the branches of each stream: each follows the one whose sum it is added to."""
+    streams: dict[int, list[Branch]] = {}
+    stream_of: dict[int, list[Branch]] = {}
+    for index, branch in adds.items():
+        before: int | None = branch.skip.node
+        while before is not None and before not in adds:
+            alone = len(flow.sources[before]) == 1 and not flow.is_product(before)
+            before = flow.sources[before][0] if alone else None
+        if before is None:
+            streams[index] = stream_of[index] = []
+        else:
+            stream_of[index] = stream_of[before]
+            branch.number = adds[before].number + 1
+        stream_of[index].append(branch)
+    for stream in streams.values():
+        count = max(branch.number for branch in stream) + 1
+        for branch in stream:
+            branch.count = count
+
+
+def weighted_branches(
     flow: Flow, branches: Sequence[Branch], outputs: Collection[int]
 ) -> list[Weighted]:
-    """The branches of streams. outputs: the nodes of what the model returns."""
+    """Those of the branches that have a weight. outputs: the nodes of what the model returns."""
     tau = completep_residual_scaling_rule()
     returned = {branch.add for branch in branches if _is_returned(flow, branch.add, outputs)}
     adds = {branch.add: branch for branch in branches}

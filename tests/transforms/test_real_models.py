@@ -25,13 +25,15 @@ def quiet() -> None:
 
 
 @pytest.mark.proves("unit-scaling", "unit_scale(model)", how="own")
-@pytest.mark.parametrize(("name", "residuals"), [("Llama", 4), ("T5", 10)])
-def test_unit_scale_trains_and_finds_the_residuals(name: str, residuals: int) -> None:
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+def test_it_trains(name: str) -> None:
     model, batch = zoo.build(name)
     ours = unit_scale(model)
     first = ours(**batch).loss
-    found = [r for r in uu.report(ours) if r.why.startswith("residual add")]
-    assert len(found) == residuals
+    assert not uu.report(ours).left_alone
+    model.load_state_dict(ours.state_dict(), strict=True)
+    assert model.eval()(**batch).loss == ours.eval()(**batch).loss
+    ours.train()
     optimizer = uu.optim.AdamW(ours.parameters(), lr=0.1)
     for _ in range(5):
         optimizer.zero_grad()
@@ -43,9 +45,10 @@ def test_unit_scale_trains_and_finds_the_residuals(name: str, residuals: int) ->
 
 @pytest.mark.parametrize("name", ["Llama", "T5", "BLOOM"])
 def test_a_cache_generates_what_the_whole_sequence_does(name: str) -> None:
-    """Factors depend on the context length, never on how many tokens a call sees."""
+    """Of an encoder and a decoder `generate` calls parts, so that it is no first call."""
     model, batch = zoo.build(name)
     ours = unit_scale(model).eval()
+    ours(**batch)
     given = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     given |= {"output_logits": True, "return_dict_in_generate": True}
     prompt = batch["input_ids"][:1, :5]
@@ -71,19 +74,19 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["BERT", "T5", "ViT", "ConvNeXt", "RWKV", "Mamba"])
-def test_verified(name: str) -> None:
-    """Of the inputs and outputs of products, of weights and of gradients, 95 % are at scale. Loops
-    with a state keep their values, such as RWKV's quotients of exponentials."""
+def test_casts_are_in_range(name: str) -> None:
+    """At the second step, with the scales of the first."""
     found = zoo.examine(name)
-    assert found.left_alone == 0
-    assert found.verified
+    assert (found.result, found.left_alone) == ("converted", 0)
+    assert found.casts >= 0.97
+    assert found.weights == 1
 
 
 @pytest.mark.proves("unit-scaling", "any PyTorch model", how="own")
 def test_the_zoo_says_what_became_of_a_model() -> None:
     found = zoo.examine("OPT")
-    assert (found.result, found.left_alone, found.residuals) == ("converted", 0, 4)
-    assert found.verified
+    assert (found.result, found.left_alone) == ("converted", 0)
+    assert found.casts >= 0.97
     broken = zoo.Result("x", "X", "language", "refused: because")
     assert not broken.verified
     assert list(zoo.row(broken).values())[-2:] == [None, "refused: because"]

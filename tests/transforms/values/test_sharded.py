@@ -1,0 +1,165 @@
+"""`unit_scale` of models that processes have divided: in place, with the numbers of the model that
+is whole, whatever the batch of each process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+import unit_scaling as uu
+from fp8.common.dtensor import whole
+from tests.launch import run_ranks
+from unit_scaling.parameter import tags_of
+from unit_scaling.transforms import unit_scale
+
+LAYERS = 6
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(65, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 65)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randint(65, (4, 32), generator=torch.Generator().manual_seed(rank))
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def check_equal(ours: nn.Module, reference: nn.Module) -> None:
+    """The values and tags of a divided model are those of one that is whole."""
+    for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.detach()), theirs.detach(), rtol=1e-5, atol=0)
+        tags, expected = tags_of(mine), tags_of(theirs)
+        assert tags._replace(mup_divisor=None) == expected._replace(mup_divisor=None)
+
+
+def check_trains(ours: nn.Module, ids: Tensor) -> None:
+    optimizer = uu.optim.AdamW(ours.parameters())
+    losses = []
+    for _ in range(5):
+        loss = F.cross_entropy(ours(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+
+
+def shard(plain: nn.Module) -> nn.Module:
+    for block in plain.blocks:
+        fully_shard(block)
+    return fully_shard(plain)
+
+
+def check_fully_shard(rank: int, store: Path) -> None:
+    torch.manual_seed(0)
+    reference = unit_scale(model(), batch=batch(0))
+    ids = batch(0)  # of the process that is first, whichever that is
+    at_once = shard(model())
+    assert unit_scale(at_once, batch=ids) is at_once
+    check_equal(at_once, reference)
+    pending = unit_scale(shard(model()))
+    pending(ids)
+    for part in pending.modules():
+        if hasattr(part, "reshard"):
+            part.reshard()
+    check_equal(pending, reference)
+    check_trains(pending, batch(rank))
+    late = shard(unit_scale(model()))
+    with pytest.raises(RuntimeError, match="before fully_shard, or call unit_scale after that"):
+        late(ids)
+    with pytest.raises(ValueError, match="FullyShardedDataParallel has flattened"):
+        unit_scale(FullyShardedDataParallel(model(), device_id=torch.device("cpu")))
+
+
+def check_batches_that_differ(rank: int, store: Path) -> None:
+    """Each process has inputs of another size: all take the numbers of the first one."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+    ours = unit_scale(fully_shard(plain), batch=(1 + 30 * rank) * torch.randn(8, 16))
+    mine = torch.tensor([p.mup_scale for p in ours.parameters()])
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(theirs, mine)
+    assert torch.equal(*theirs)
+
+
+def by_rows_and_columns(plain: Model) -> nn.Module:
+    plan = {"head": ColwiseParallel(output_layouts=Replicate())}
+    for i in range(LAYERS):
+        plan |= {f"blocks.{i}.up": ColwiseParallel(), f"blocks.{i}.down": RowwiseParallel()}
+    return parallelize_module(plain, init_device_mesh("cpu", (2,)), plan)
+
+
+def by_sequence(plain: Model) -> nn.Module:
+    """Norms and the table divide the positions."""
+    positions = Shard(1)
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=positions),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=positions, output_layouts=Replicate()),
+    }
+    for i in range(LAYERS):
+        plan[f"blocks.{i}.norm"] = SequenceParallel()
+        plan[f"blocks.{i}.up"] = ColwiseParallel(input_layouts=positions)
+        plan[f"blocks.{i}.down"] = RowwiseParallel(output_layouts=positions)
+    return parallelize_module(plain, init_device_mesh("cpu", (2,)), plan)
+
+
+def check_parallelize(rank: int, store: Path) -> None:
+    ids = batch(0)
+    reference = unit_scale(model(), batch=ids)
+    for divided in (by_rows_and_columns, by_sequence):
+        ours = unit_scale(divided(model()), batch=ids)
+        check_equal(ours, reference)
+        pending = unit_scale(divided(model()))
+        torch.testing.assert_close(pending(ids), reference(ids), rtol=1e-4, atol=1e-5)
+        check_equal(pending, reference)
+        check_trains(pending, ids)
+    early = unit_scale(copy.deepcopy(model()))
+    by_rows_and_columns(early)(ids)
+    check_equal(early, reference)
+
+
+@pytest.mark.parametrize("check", [check_fully_shard, check_batches_that_differ, check_parallelize])
+def test_a_divided_model_has_the_numbers_of_a_whole_one(check, tmp_path: Path) -> None:
+    run_ranks(check, 2, tmp_path / "store", warnings="default")

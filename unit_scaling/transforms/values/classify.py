@@ -1,0 +1,155 @@
+"""What the parameters of a model are, from the calls that read them.
+
+A weight is what products and tables read as one, and nothing reads in another way. Every other
+parameter keeps its values. The rule of a product's op has the factor of its weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+from ...parameter import Tags
+from ...rules.table import find_op
+from ..record.calls import CallNode, Input, Slot
+from ..record.flow import Flow, reached
+from ..record.kinds import (
+    ATTENTION,
+    EMBEDDINGS,
+    GAINS,
+    JOINS,
+    NORMS,
+    RECURRENT,
+    TRANSPARENT,
+    is_added,
+)
+from ..record.values import is_strided, rms_of
+from .passes import Pass
+from .streams import Branch, find_branches
+
+
+class Classes:
+    """The classes of the parameters in a recorded pass. tags: of the parameters, by name."""
+
+    def __init__(self, seen: Pass, tags: Mapping[str, Tags]) -> None:
+        self.flow = Flow(seen.nodes)
+        self._nodes, self._tags = seen.nodes, tags
+        self._outputs, self._changed = seen.outputs, seen.changed
+        scaled = (name for name, each in tags.items() if each.mup_divisor)
+        #: The weights and gains that were divided by their RMS.
+        self.scaled = frozenset(scaled)
+        self._readouts = frozenset(n for n, each in tags.items() if each.mup_type == "output")
+
+    @cached_property
+    def branches(self) -> list[Branch]:
+        """All sums of a value and of what layers compute from it, in order."""
+        layers: dict[frozenset[str], list[int]] = defaultdict(list)
+        for index in filter(self._is_layer, range(len(self._nodes))):
+            layers[self._weights(self._nodes[index])].append(index)
+        # Sums in a loop over a layer (a recurrence, the steps of a solver) have the coefficients of
+        # their formula.
+        before = self.flow.before
+        loops = [at for at in layers.values() if at[0] in before(at[-1:])]
+        once = {i for at in layers.values() if at not in loops for i in at}
+        return find_branches(self.flow, frozenset(once))
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The scaled weights that keep their values: those that a call reads of which `_is_weight`
+        is false, those that no call reads, and tables whose rows are `_as_given`."""
+        weights: set[str] = set()
+        values: set[str] = self._as_given() | self._changed
+        for index, i, origin in self._reads():
+            is_gain = origin in self.scaled and self._tags[origin].mup_type == "norm"
+            (weights if self._is_weight(index, i.slot, is_gain) else values).add(origin)
+        return self.scaled - (weights - values)
+
+    @cached_property
+    def added(self) -> dict[str, float]:
+        """Those of the kept weights that calls only add to values or put beside them (positions, a
+        class token), with the RMS of these values."""
+        sizes: dict[str, list[float]] = defaultdict(list)
+        others = {*self._changed}
+        for index, i, origin in self._reads():
+            node, values = self._nodes[index], self.flow.values(index)
+            joins = node.kind in JOINS or is_added(node.kind, i.slot)
+            if joins and values and not node.inside:
+                sizes[origin] += [rms_of(node.tensors[v.slot]) for v in values]
+            else:
+                others.add(origin)
+        return {n: max(s) for n, s in sizes.items() if n in self.kept and n not in others}
+
+    @cached_property
+    def inner(self) -> frozenset[str]:
+        """The weights that were taken for the readout and feed products or residual adds."""
+        products = set(filter(self.flow.is_product, range(len(self._nodes))))
+        mixes = products & self.flow.before(products.union(self._adds))
+        inner = (i for index in mixes for i in self._nodes[index].inputs)
+        return self._readouts.intersection(map(self.flow.origin, inner))
+
+    def factor(self, index: int) -> float | None:
+        """The factor of the rule of a call; None if that is no product of values and a weight of
+        RMS 1."""
+        node = self._nodes[index]
+        weights = self._weights(node) - self.kept
+        if node.function is None or node.inside or not (self.flow.is_product(index) and weights):
+            return None
+        # A query that is a parameter is an operand: its size is that of logits.
+        if node.kind in ATTENTION or not all(map(is_strided, node.tensors.values())):
+            return None
+        op = find_op(node.function)
+        if op is None or node.kind in RECURRENT:
+            return 1.0
+        factor: float = op.scales(node.args, node.kwargs, func=node.function)["output"]
+        is_readout = op.name == "linear" and weights & (self._readouts - self.inner)
+        return factor**2 if is_readout else factor
+
+    @cached_property
+    def _adds(self) -> frozenset[int]:
+        return frozenset(branch.add for branch in self.branches)
+
+    def _is_layer(self, index: int) -> bool:
+        """Whether a call is a product of values and a weight that was divided by its RMS."""
+        return self.flow.is_product(index) and bool(self._weights(self._nodes[index]))
+
+    def _weights(self, node: CallNode) -> frozenset[str]:
+        """The scaled weights among the arguments that a call does not add."""
+        factors = (i for i in node.inputs if not is_added(node.kind, i.slot))
+        return self.scaled.intersection(map(self.flow.origin, factors))
+
+    def _reads(self) -> Iterator[tuple[int, Input, str]]:
+        """The arguments that are parameters, or moved ones: (index of the call, argument, name)."""
+        for index, node in enumerate(self._nodes):
+            for i in node.inputs:
+                origin = self.flow.origin(i)
+                moves = node.kind in TRANSPARENT and not (node.inside and i.slot == (0,))
+                if origin is not None and not moves:
+                    yield index, i, origin
+
+    def _as_given(self) -> set[str]:
+        """The tables whose rows, by their sizes, make what the model returns: by formulas, without
+        a product with a weight, a norm or a residual add, which bring values to RMS 1. Results
+        that other calls read (hidden states) do not count."""
+        ends = {i for i in self._outputs if not self.flow.readers[i]}
+        formulas = {i for i in ends if not self._normalizes(i)}
+        found = reached(formulas, lambda i: () if self._normalizes(i) else self.flow.sources[i])
+        tables = [self._nodes[i] for i in found - ends if self._nodes[i].kind in EMBEDDINGS]
+        origins = {self.flow.origin(i) for table in tables for i in table.inputs}
+        return {name for name in origins if name is not None}
+
+    def _normalizes(self, index: int) -> bool:
+        return self._nodes[index].kind in NORMS or index in self._adds or self._is_layer(index)
+
+    def _is_weight(self, index: int, slot: Slot, is_gain: bool) -> bool:
+        """Whether a call multiplies values by a gain, or reads the argument in ``slot`` as the
+        weight of a product or a table."""
+        node = self._nodes[index]
+        if node.inside:
+            return False
+        if is_gain and node.kind in GAINS and self.flow.values(index):
+            return True
+        if node.written or find_op(node.function) is None:
+            return False
+        product = self.flow.is_product(index) and not is_added(node.kind, slot)
+        return product or node.kind in EMBEDDINGS

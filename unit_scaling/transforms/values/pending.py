@@ -1,0 +1,371 @@
+"""`unit_scale(model)` without a batch: the first call of the model decides.
+
+Until then the model and its copies have hooks, which share a record. The first call of any of them
+decides for all that are alive, and their hooks are removed. Copies that come from elsewhere (a
+pickle) take the same numbers in their own first call. Values that were written since `unit_scale`
+are the user's and stay as they are. A model that was edited is decided on as it is then: its
+modules are known by their hooks, whatever they are called.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8.common.compiler import untraced
+from fp8.common.report import Report
+from fp8.common.step import kept, unwrapped
+from fp8.common.threads import in_shape_inference
+from fp8.warnings import ScaleWarning, warn_once
+
+from ...parameter import has_parameter_data, remember_tags, retag, tags_of
+from ..install import Args, Given, Kwargs, is_in_fsdp
+from ..record.calls import tensors_in
+from ..record.probe import unobserved
+from ..record.values import has_values, rms_of
+from .parameters import joined, starts_of
+from .ranks import model_name
+from .set_values import REACH, Change, Decision, Row, decide
+
+REPORTS: weakref.WeakKeyDictionary[nn.Module, Report[Row]] = weakref.WeakKeyDictionary()
+"""A model -> what was done to its parameters."""
+
+PLACES = 64
+"""As many values of a parameter tell whether it was written."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Some values of a parameter."""
+
+    values: Tensor
+    dtype: torch.dtype
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Whether a parameter has these values; another dtype may have rounded them."""
+        other = _sample(parameter)
+        if other is None or other.values.shape != self.values.shape:
+            return True  # it has no values to compare, or is divided among processes
+        if other.dtype == self.dtype:
+            return torch.equal(other.values, self.values)
+        return bool(torch.isclose(other.values, self.values, rtol=2.0**-6, atol=1e-6).all())
+
+
+@torch.no_grad()
+def _sample(parameter: Tensor) -> _Sample | None:
+    has_data = type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta
+    if not has_data or not parameter.numel() or parameter.layout is not torch.strided:
+        return None
+    flat = parameter.detach().flatten()
+    step = math.ceil(flat.numel() / PLACES)
+    values = flat[::step].clone().to(torch.complex128 if flat.is_complex() else torch.float64)
+    return _Sample(values.cpu(), parameter.dtype)
+
+
+Samples = dict[str, _Sample | None]
+
+
+class Record:
+    """What a pending model and its copies share.
+
+    key: of this process. title: of the model in all processes of the job. samples: of parameters,
+    by name. changes: of parameters, None while pending; keys are names in the model when it became
+    pending, whatever edits have done since, with a "+" for those that have come since. runs:
+    whether the decision is being made.
+    """
+
+    def __init__(self, key: str, title: str, samples: Samples) -> None:
+        self.key, self.title, self.samples = key, title, samples
+        self.changes: dict[str, Change] | None = None
+        self.rows: list[Row] = []
+        self.lock = RLock()
+        self.runs = False
+        self.copies: weakref.WeakSet[_Copy] = weakref.WeakSet()
+
+    def __deepcopy__(self, memo: Any) -> Record:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _record, (self.key, self.title, self.samples)
+
+    def decide(self, owner: _Copy, model: nn.Module, given: Given) -> None:
+        """Decides for all copies, with ``model``, that of ``owner``, as it runs on these
+        arguments."""
+        with self.lock, kept():
+            if self.runs:
+                return  # in a pass of this thread
+            if self.changes is None:
+                self.runs = True
+                try:
+                    decision = decide(model, given, self.title)
+                finally:
+                    self.runs = False
+                self.rows = decision.rows
+                self.changes = self._changes(decision, owner, model)
+            for each in list(self.copies):
+                each.finish(self.changes)
+
+    def _changes(self, decision: Decision, owner: _Copy, model: nn.Module) -> dict[str, Change]:
+        name_of = {id(p): name for name, p in model.named_parameters()}
+        changes = {}
+        for path, module in model.named_modules():
+            hooks = list(_hooks_of(module, self)) or [_Hook(owner, f"+{path}", module)]
+            for hook in hooks:
+                for name, parameter in hook.parameters(module):
+                    changes[name] = decision.changes[name_of[id(parameter)]]
+        return changes
+
+
+_RECORDS: weakref.WeakValueDictionary[str, Record] = weakref.WeakValueDictionary()
+
+
+def _record(key: str, title: str, samples: Samples) -> Record:
+    """The record of a key in this process."""
+    record = _RECORDS.get(key)
+    if record is None:
+        record = _RECORDS[key] = Record(key, title, samples)
+    return record
+
+
+class _Copy:
+    """A copy of the model, or of a part. hooks: those of its modules."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.hooks: list[_Hook] = []
+        record.copies.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Copy:
+        memo[id(self)] = made = _Copy(self.record)
+        return made
+
+    def __reduce__(self) -> Any:
+        return _Copy, (self.record,)
+
+    def finish(self, changes: Mapping[str, Change]) -> None:
+        """Sets the values of all modules and removes their hooks."""
+        written: list[_Written] = []
+        unknown: dict[str, nn.Parameter] = {}
+        is_any_set = False
+        for hook in self.hooks:
+            for name, parameter in hook.pending():
+                change, sample = changes.get(name), self.record.samples.get(name)
+                if change is None:
+                    unknown[name] = parameter
+                    continue
+                # `set_depth` may have come before.
+                depth = tags_of(parameter).mup_scaling_depth or change.tags.mup_scaling_depth
+                retag(parameter, change.tags._replace(mup_scaling_depth=depth))
+                if sample is not None and not sample.is_of(parameter):
+                    written.append(_Written(name, parameter, change))
+                elif change.is_set:
+                    is_any_set = True
+                    change.apply(parameter)
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        self._warn_of_written(written, is_any_set)
+        self._leave(unknown)
+
+    def _leave(self, unknown: Mapping[str, nn.Parameter]) -> None:
+        """Leaves parameters as they are that the model that was decided on does not have."""
+        left = {name: p for name, p in unknown.items() if tags_of(p).mup_pending}
+        for parameter in left.values():
+            retag(parameter, tags_of(parameter)._replace(mup_pending=False))
+        if left:
+            warn_once(
+                ScaleWarning,
+                f"{len(left)} parameters (as {next(iter(left))}) of a copy of a model of "
+                "unit_scale keep their values: the copy that ran first does not have them. Edit "
+                "a model after its first call, or pass batch= to unit_scale",
+                key=f"{self.record.key} left",
+            )
+
+    def _warn_of_written(self, written: Sequence[_Written], others: bool) -> None:
+        """Warns if values that were written leave the model unscaled or half scaled. others:
+        whether other parameters have been multiplied."""
+        weights = [each for each in written if each.change.tags.mup_divisor]
+        far = [each for each in weights if each.is_far]
+        if weights and (others or 2 * len(far) > len(weights)):
+            name = (far or weights)[0].name
+            how = "half scaled" if others else "not unit-scaled"
+            warn_once(
+                ScaleWarning,
+                f"{len(weights)} weights (as {name}) were written after unit_scale(model) and "
+                f"before its first call: they keep these values, and the model is {how}. Pass "
+                "batch= to unit_scale, so that values are set before others are loaded",
+                key=f"{self.record.key} {name}",
+            )
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A parameter whose values were written before the first call."""
+
+    name: str
+    parameter: nn.Parameter
+    change: Change
+
+    @property
+    def is_far(self) -> bool:
+        """Whether its size is not that of the decision."""
+        return abs(math.log2(rms_of(self.parameter) / self.change.tags.mup_scale)) > REACH
+
+
+class _Hook:
+    """The forward pre-hook of a module. path: of the module when the model became pending."""
+
+    def __init__(self, owner: _Copy, path: str, module: nn.Module | None) -> None:
+        self.owner, self.path = owner, path
+        self.module: Any = lambda: None
+        if module is not None:
+            self.join(module)
+
+    def join(self, module: nn.Module) -> None:
+        """Makes ``module`` the one that has this hook."""
+        if self.module() is None:
+            self.owner.hooks.append(self)
+        self.module = weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(copy.deepcopy(self.owner, memo), self.path, memo.get(id(self.module())))
+
+    def __reduce__(self) -> Any:
+        return _Hook, (self.owner, self.path, None)
+
+    @property
+    def __name__(self) -> str:  # of functions; TorchScript reads it
+        raise AttributeError(f"{PENDING}: call it once, or pass batch= to unit_scale, before that")
+
+    def parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own parameters with their keys in the record."""
+        for leaf, parameter in module.named_parameters(recurse=False):
+            yield joined(self.path, leaf), parameter
+
+    def pending(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those whose values are not set."""
+        module = self.module()
+        for name, parameter in () if module is None else self.parameters(module):
+            if tags_of(parameter).mup_pending or not has_parameter_data(parameter):
+                yield name, parameter
+
+    def remove(self) -> None:
+        """Removes the hook from its module."""
+        module = self.module()
+        if module is None:
+            return
+        is_root = not self.path
+        remember_tags(module, recurse=is_root)
+        if is_root:
+            REPORTS[module] = Report(self.owner.record.rows, heading="parameter")
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        _before_call(self, module, args, kwargs)
+
+
+PENDING = "unit_scale(model) sets the values of the model in its first call"
+
+
+def _running(hook: _Hook, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    record = hook.owner.record
+    if in_shape_inference() or (hook.path and record.runs):
+        return
+    if hook.path:
+        warn_once(
+            ScaleWarning,
+            f"{hook.path} runs before the model that unit_scale(model) returned has run as a "
+            f"whole: {PENDING}, and this part has plain values until then. Pass batch= to "
+            "unit_scale, or transform the part that is called",
+            key=record.key,
+        )
+        return
+    for part in module.modules():
+        for each in _hooks_of(part, record):
+            each.join(part)  # those of a pickle do not know it
+    with unobserved():  # a model around this one may be tracked
+        if not record.runs:
+            _check(module, (args, kwargs))
+        record.decide(hook.owner, module, (args, kwargs))
+
+
+def _hooks_of(module: nn.Module, record: Record) -> Iterator[_Hook]:
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _Hook) and hook.owner.record is record:
+            yield hook
+
+
+_before_call = untraced(
+    _running, f"{PENDING}: call it once, or pass batch= to unit_scale, before fullgraph=True"
+)
+
+
+def _check(model: nn.Module, given: Given) -> None:
+    """Raises RuntimeError for a first call without values or with others than the parameters'."""
+    what = ""
+    parameters = [p for part in model.modules() for p in part._parameters.values() if p is not None]
+    tagged = {name for part in model.modules() for name in getattr(part, "mup_tags", {})}
+    tensors = [t for _, t in tensors_in(given)]
+    replicas = any(not isinstance(p, nn.Parameter) for p in parameters)
+    if torch.compiler.is_exporting():
+        what = "torch.export"
+    elif torch.jit.is_tracing():  # type: ignore[attr-defined, unused-ignore]
+        what = "torch.jit.trace"
+    elif (replicas and tagged) or getattr(model, "_is_replica", False):
+        what = "torch.func.functional_call or DataParallel, which replace its parameters"
+    elif any(t.is_meta for t in (*tensors, *parameters)):
+        what = "a call on the meta device, which has no values"
+    elif is_in_fsdp(model) and not isinstance(next(iter(model._forward_pre_hooks.values())), _Hook):
+        what = "fully_shard, or call unit_scale after that"
+    elif not has_values((*tensors, *parameters)):
+        what = "torch.vmap, which hides values"
+    if what:
+        raise RuntimeError(f"{PENDING}: call it once, or pass batch= to unit_scale, before {what}")
+
+
+def pend(model: nn.Module) -> None:
+    """Makes ``model`` pending. Its parameters have tags, with kinds and without numbers."""
+    starts = starts_of(model)
+    samples = {n: _sample(p) for n, p in model.named_parameters(remove_duplicate=False)}
+    # Processes transform their models in one order, and may call them in others.
+    owner = _Copy(_record(uuid.uuid4().hex, model_name(samples), samples))
+    for name, parameter in model.named_parameters():
+        if name in starts:
+            retag(parameter, starts[name].tags._replace(mup_pending=True))
+    remember_tags(model)
+    for path, module in model.named_modules():
+        hook = _Hook(owner, path, module)
+        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+
+def set_values(model: nn.Module, given: Given) -> None:
+    """Sets the values of the parameters of ``model``, in place, as it runs on these arguments, and
+    tags them."""
+    decision = decide(model, given, model_name(name for name, _ in model.named_parameters()))
+    for name, parameter in model.named_parameters():
+        change = decision.changes[name]
+        retag(parameter, change.tags)
+        change.apply(parameter)
+    remember_tags(model)
+    REPORTS[model] = Report(decision.rows, heading="parameter")
+
+
+def is_pending(model: nn.Module) -> bool:
+    """Whether `unit_scale` will set the values of ``model`` in its first call."""
+    return any(tags_of(p).mup_pending for p in model.parameters())
+
+
+def is_unit_scaled(model: nn.Module) -> bool:
+    """Whether `unit_scale` has set the values of ``model``, or will."""
+    return any(tags_of(p).mup_divisor for p in unwrapped(model).parameters())
