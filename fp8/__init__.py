@@ -82,7 +82,7 @@ LATE = {
     "override": "fp8.surgery.override",
     "parity": "fp8.lab.parity.parity",
     "preflight": "fp8.lab.preflight.preflight",
-    "report": "fp8.surgery.convert",
+    "report": "fp8.surgery.report",
     "revert": "fp8.surgery.convert",
     "stats": "fp8.lab.stats",
     "store_frozen": "fp8.levels.weights",
@@ -106,9 +106,10 @@ if TYPE_CHECKING:
     from .recipes.policy import Policy
     from .surgery.cached_weights import cached_weights
     from .surgery.calibrate import calibrate, calibration
-    from .surgery.convert import advance, convert, report, revert
+    from .surgery.convert import advance, convert, revert
     from .surgery.eject import eject
     from .surgery.override import override
+    from .surgery.report import report
 else:
 
     def __getattr__(name):

@@ -19,7 +19,8 @@ from ..products.active import BACKENDS
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
 from ..selection.layers import ADAPTERS, Where, checked_where
-from ..surgery.convert import adapter, convert, expand, revert_layers
+from ..surgery.adapters import adapter
+from ..surgery.convert import convert, expand, revert_layers
 from .transformer_engine import delayed_scaling, format_of, te_recipe
 
 __all__ = ["prepare"]

@@ -22,7 +22,8 @@ from ..recipes.history import add_initial_histories, histories, note_scales
 from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe
 from ..selection.layers import ADAPTERS, Where
-from ..surgery.convert import advance, convert, keep_apart
+from ..surgery.convert import advance, convert
+from ..surgery.layer import keep_apart
 
 __all__ = ["PRECISIONS", "FP8FabricPrecision", "FP8Precision"]
 

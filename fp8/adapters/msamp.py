@@ -16,7 +16,7 @@ from ..common.mixin import bare_class
 from ..common.report import LEFT_ALONE, Report, Row, note
 from ..levels import initialize as levels
 from ..recipes.recipe import AUTO
-from ..surgery.swap import ADAPTED, Adapted
+from ..surgery.adapters import ADAPTED, Adapted
 
 __all__ = ["clip_grad_norm_", "initialize"]
 

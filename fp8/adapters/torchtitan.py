@@ -19,7 +19,8 @@ from ..products.active import BACKENDS
 from ..recipes.policy import Policy, as_policy
 from ..recipes.recipe import AUTO, Recipe
 from ..selection.layers import Where
-from ..surgery.convert import convert, report
+from ..surgery.convert import convert
+from ..surgery.report import report
 
 __all__ = ["FP8Converter"]
 

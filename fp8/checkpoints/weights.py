@@ -25,8 +25,8 @@ from ..recipes.history import histories, is_history
 from ..recipes.scaling import history_scale
 from ..selection.layers import check_values_set, is_transposed
 from ..selection.policies import bare_name
+from ..surgery.adapters import is_replacement
 from ..surgery.override import check_not_overridden
-from ..surgery.swap import is_replacement
 from . import layouts
 from .layouts import INPUTS, LAYOUTS, Entry
 

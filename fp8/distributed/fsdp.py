@@ -35,7 +35,8 @@ from ..recipes.scaling import (
     static_rms,
 )
 from ..selection.layers import LAYERS, Where, auto_of, check_values_set, checked_where
-from ..surgery.swap import warn_nothing
+from ..surgery.layer import Converted
+from ..surgery.report import warn_nothing
 
 __all__ = ["gather_in_fp8", "update_scales"]
 
@@ -139,11 +140,12 @@ def _converted(model: nn.Module) -> dict[int, Recipe | None]:
     """id -> recipe of each layer that `fp8.convert` has converted; None if a switch changes it."""
     policies = [vars(module).get("fp8_policy") for module in model.modules()]
     switches = any(policy is not None and policy.switch for policy in policies)
-    layers = {id(m): vars(m) for m in model.modules() if vars(m).get("fp8_recipe") is not None}
-    return {
-        key: None if switches and values["fp8_switches"] else values["fp8_recipe"]
-        for key, values in layers.items()
-    }
+    recipes: dict[int, Recipe | None] = {}
+    for module in model.modules():
+        if isinstance(module, Converted):
+            changes = switches and module.fp8_settings.switches
+            recipes[id(module)] = None if changes else module.fp8_recipe
+    return recipes
 
 
 @torch.no_grad()

@@ -22,7 +22,8 @@ from ..common.step import Batch, Loss, seeded
 from ..common.validation import check_number
 from ..recipes.policy import CASTS, LayerRule, Policy, composed
 from ..recipes.recipe import OPERANDS, PRODUCTS, Recipe
-from ..surgery.convert import Converted, convert
+from ..surgery.convert import convert
+from ..surgery.layer import Converted
 from ..surgery.override import override
 from .preflight.training import loss_of
 from .trace import quiet

@@ -19,7 +19,8 @@ from ..common.copies import deep_copy
 from ..common.step import Batch, call, copied, running_modules, tensors, untouched
 from ..products.grouped import MULTIPLY_GROUPS
 from ..selection.layers import check_values_set
-from ..surgery.convert import convert, report
+from ..surgery.convert import convert
+from ..surgery.report import report
 from ..warnings import PitfallWarning, strict
 
 __all__ = ["Product", "trace"]

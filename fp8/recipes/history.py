@@ -32,7 +32,7 @@ class LayerState:
 
     def name_of(self, product: str, *operands: Tensor) -> str:
         """The next product in names of buffers; "" if it is the only one."""
-        if not self._layer.fp8_by_call:
+        if not self._layer.fp8_settings.by_call:
             return ""
         stacks = {n: p for n, p in self._layer.named_parameters(recurse=False) if p.dim() == 3}
         for operand in operands:
@@ -128,24 +128,27 @@ def share_scales(model: nn.Module, leaders: Mapping[int, int]) -> None:
                 vars(module.fp8_measured)[name] = leader
 
 
-def add_buffers(layer: Any, recipe: Any, by_call: bool = False) -> None:
-    """Adds the missing buffers of ``recipe``. by_call: the first pass of its products adds them."""
-    for role in () if by_call else _ROLES:
-        cast = getattr(recipe, role)
+def add_buffers(layer: Any) -> None:
+    """Adds the missing buffers of the recipe of a layer, if it keeps any. Those of several products
+    are added by their first pass."""
+    settings = layer.fp8_settings
+    if not settings.recipe.keeps_history:
+        return
+    for role in () if settings.by_call else _ROLES:
+        cast = getattr(settings.recipe, role)
         if cast is not None and cast.keeps_history:
             zeros = torch.zeros(_shape(cast.history), device=layer.weight.device)
             name = (_AMAX if cast.history else _SCALE) + role
             if getattr(layer, name, zeros[..., None]).shape != zeros.shape:
                 layer.register_buffer(name, zeros)
-    vars(layer).update(fp8_measured=MeasuredScales(), fp8_by_call=by_call)
+    vars(layer)["fp8_measured"] = MeasuredScales()
 
 
 def remove_buffers(layer: nn.Module) -> None:
     """Removes the buffers that `add_buffers` adds."""
     for name in histories(layer, recurse=False):
         delattr(layer, name)
-    for attribute in ("fp8_measured", "fp8_by_call"):
-        vars(layer).pop(attribute, None)
+    vars(layer).pop("fp8_measured", None)
 
 
 def has_scales(layer: nn.Module) -> bool:
@@ -153,11 +156,11 @@ def has_scales(layer: nn.Module) -> bool:
     return any(name.startswith(_SCALE) for name in layer._buffers)
 
 
-def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
+def add_initial_histories(layer: Any, state: dict[str, Any], prefix: str) -> None:
     """Adds initial histories to a state_dict of the layer that has none, as one of the unconverted
     model. (A safetensors file has nothing under a module's second name.)"""
     buffers = {prefix + n: b for n, b in layer.named_buffers(recurse=False) if is_history(n)}
-    if vars(layer).get("fp8_by_call"):
+    if layer.fp8_settings.by_call and "fp8_measured" in vars(layer):
         for key in state:
             name = key.removeprefix(prefix)
             if key.startswith((prefix + _AMAX, prefix + _SCALE)) and name not in layer._buffers:

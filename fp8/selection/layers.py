@@ -75,7 +75,7 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
         weights = parametrize.is_parametrized(module) or any(
             is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)
         )
-        if weights or "fp8_recipe" in vars(module):
+        if weights or "fp8_settings" in vars(module):
             yield name, module, _why_not(module, inside.get(id(module)))
 
 

@@ -23,7 +23,7 @@ from ..common.step import unwrapped
 from ..kernels import product as native
 from ..kernels.table import store
 from ..selection.layers import check_values_set
-from .convert import Converted
+from .layer import Converted
 
 Layouts = tuple[QuantizedOperand, QuantizedOperand]
 """A weight (n, k) for the product that sums over k, and for that which sums over n."""

@@ -15,7 +15,7 @@ from ..modes.autocast import outside_compiler
 from ..recipes.history import histories, note_scales, share_scales, static_scales
 from ..recipes.rules import LARGEST, SMALLEST
 from ..recipes.scaling import nearest_power
-from .convert import choose_static
+from .layer import choose_static
 
 Group = torch.distributed.ProcessGroup | None
 

@@ -25,10 +25,10 @@ from ..recipes.history import is_history
 from ..recipes.recipe import SAME, Recipe
 from ..selection.layers import is_unit_scaled
 from ..version import __version__
+from .adapters import is_replacement
 from .calibrate import calibration
-from .convert import Converted
+from .layer import Converted
 from .override import check_not_overridden
-from .swap import is_replacement
 
 MAX_LINES, WIDTH = 150, 100
 """Of the file that `eject` writes."""

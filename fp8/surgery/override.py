@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
@@ -16,22 +17,27 @@ from ..common.mixin import check_module
 from ..common.threads import frames
 from ..products.active import ACTIVE
 from ..recipes.policy import CASTS, LayerRule, RuleTuple, Source, composed, source_of
+from ..recipes.recipe import Recipe
 from ..selection.layers import auto_of
 from ..selection.policies import matches
 from ..warnings import RecipeWarning, show
-from .convert import OVERRIDDEN, Converted, is_overridden, set_recipe
+from .layer import OVERRIDDEN, Converted, LayerSettings, is_overridden, set_recipe
 
-_RESTORED = (
-    *("fp8_recipe", "fp8_backend", "fp8_since"),
-    *("fp8_measured", "fp8_by_call", "_buffers"),
-)
+_CHANGED = ("fp8_settings", "fp8_measured", "_buffers")
+"""The attributes of a layer that a block changes. Layers without state have no fp8_measured."""
+
 _NUMBERS = itertools.count()
 _LOCK = threading.Lock()
 
 
-class Overridden(NamedTuple):
-    """Of a layer in open blocks. before: its attributes without them. rules: of each block, by its
-    number, in the order in which they were opened."""
+@dataclass(frozen=True)
+class Overridden:
+    """The record of a layer in open blocks.
+
+    Attributes:
+        before: its attributes without them.
+        rules: number of a block -> its rules, in the order in which the blocks were opened.
+    """
 
     before: dict[str, Any]
     rules: dict[int, list[LayerRule]]
@@ -91,8 +97,8 @@ class override:
             for layer in layers.values():
                 by_layer.setdefault(layer, []).append(rule)
         for layer, rules in by_layer.items():
-            in_force = (vars(layer)["fp8_recipe"],) * len(CASTS)
-            composed(_changed(in_force, rules), auto_of(layer))  # raises for what no recipe has
+            changed = _changed(_sources(layer.fp8_settings), rules)
+            composed(changed, auto_of(layer))  # raises for what no recipe has
         return by_layer
 
     def __enter__(self) -> override:
@@ -105,10 +111,7 @@ class override:
         with _LOCK:
             number, hooks = next(_NUMBERS), {}
             for layer, rules in self._by_layer().items():
-                before = {key: vars(layer)[key] for key in _RESTORED if key in vars(layer)}
-                record = vars(layer).setdefault(OVERRIDDEN, Overridden(before, {}))
-                if record.before is before:
-                    before["_buffers"] = dict(layer._buffers)
+                record = vars(layer).setdefault(OVERRIDDEN, Overridden(_attributes(layer), {}))
                 record.rules[number] = rules
                 _apply(layer, record)
                 hooks[layer] = layer.register_forward_pre_hook(_check_checkpoint)
@@ -131,6 +134,17 @@ class override:
             show(RecipeWarning, message)
 
 
+def _attributes(layer: Any) -> dict[str, Any]:
+    """The attributes of a layer that a block changes."""
+    attributes = {key: vars(layer)[key] for key in _CHANGED if key in vars(layer)}
+    attributes["_buffers"] = dict(layer._buffers)
+    return attributes
+
+
+def _sources(settings: LayerSettings) -> tuple[Source, ...]:
+    return (settings.recipe,) * len(CASTS)
+
+
 def _changed(sources: tuple[Source, ...], rules: Iterable[LayerRule]) -> tuple[Source, ...]:
     changed = list(sources)
     for rule in rules:
@@ -142,9 +156,9 @@ def _changed(sources: tuple[Source, ...], rules: Iterable[LayerRule]) -> tuple[S
 def _apply(layer: Any, record: Overridden) -> list[str]:
     """Sets the recipe of a layer from that without blocks and the rules of the open ones. Drops
     those that have no recipe without a block that was closed, and returns why."""
-    inside, dropped = layer._buffers, []
-    recipe = record.before["fp8_recipe"]
-    sources: tuple[Source, ...] = (recipe,) * len(CASTS)
+    dropped: list[str] = []
+    recipe: Recipe | None = record.before["fp8_settings"].recipe
+    sources = _sources(record.before["fp8_settings"])
     for number, rules in list(record.rules.items()):
         changed = _changed(sources, rules)
         try:
@@ -155,20 +169,20 @@ def _apply(layer: Any, record: Overridden) -> list[str]:
             dropped.append(f"fp8.override: {rules[0]} needs a block that was closed: {error}")
     # Of an object with attributes of its own: other threads see all of the change at once.
     made: Any = object.__new__(type(layer))
-    outside = {key: value for key, value in vars(layer).items() if key not in _RESTORED}
+    outside = {key: value for key, value in vars(layer).items() if key not in _CHANGED}
     buffers = dict(record.before["_buffers"])
     object.__setattr__(made, "__dict__", outside | record.before | {"_buffers": buffers})
     if record.rules:
         if recipe is not None and recipe.keeps_history:  # of open blocks, perhaps with set scales
-            buffers |= {k: b for k, b in inside.items() if k not in buffers}
-        set_recipe(made, sources)
-        made.fp8_since = "override"
+            for name, buffer in layer._buffers.items():
+                buffers.setdefault(name, buffer)
+        set_recipe(made, sources, since="override")
     else:
         del vars(layer)[OVERRIDDEN]
-    vars(layer).update({key: vars(made)[key] for key in _RESTORED if key in vars(made)})
-    for key in _RESTORED:
-        if key not in vars(made):
-            vars(layer).pop(key, None)
+    after = {key: vars(made)[key] for key in _CHANGED if key in vars(made)}
+    vars(layer).update(after)
+    if "fp8_measured" not in after:
+        vars(layer).pop("fp8_measured", None)
     return dropped
 
 

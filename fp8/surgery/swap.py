@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,31 +11,13 @@ from torch import nn
 from ..common.mixin import Mixin, bare_class
 from ..common.report import LEFT_ALONE, Report, Row
 from ..selection.layers import Where, check_values_set, inside_attention, why_quantized
-from ..warnings import ConvertWarning, show
+from .adapters import ADAPTED, CARRIED, Adapted
+from .report import warn_nothing
 
 Make = Callable[[str, nn.Module], "nn.Module | str | None"]
 """(name, module) -> its replacement; the reason why it stays; or None, if it is not concerned."""
 
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
-_CARRIED = "fp8_carried"
-ADAPTED = "fp8_adapted"
-
-
-class Adapted(NamedTuple):
-    """The record of a model whose layers were replaced: the adapter, and the report."""
-
-    adapter: str
-    report: Report[Row]
-
-
-def adapted(model: nn.Module) -> Adapted | None:
-    """The record that `swap` stored on ``model``, or None."""
-    return vars(model).get(ADAPTED)
-
-
-def is_replacement(module: nn.Module) -> bool:
-    """Whether `swap` inserted ``module`` for an adapter."""
-    return _CARRIED in vars(module)
 
 
 def swap(
@@ -76,7 +57,7 @@ def swap(
     if not adapter:
         for module in model.modules():
             vars(module).pop(ADAPTED, None)
-            vars(module).pop(_CARRIED, None)
+            vars(module).pop(CARRIED, None)
     else:
         vars(model)[ADAPTED] = Adapted(adapter, Report(rows))
         if not replacements:
@@ -84,28 +65,15 @@ def swap(
     return model
 
 
-def warn_nothing(model: nn.Module, rows: Iterable[Row], done: str = "converted") -> None:
-    """Warns that no layer of ``model`` was chosen and converted, at each call: the one before may
-    have had another where=. rows: of its report. done: what was asked for."""
-    whys = Counter(row.why for row in rows if row.left_alone or row.why)
-    reasons = "; ".join(f"{why} ({count})" for why, count in whys.most_common())
-    show(
-        ConvertWarning,
-        f"no layer of the {bare_class(model).__name__} was chosen and {done}. Its layers: "
-        f"{reasons or 'none has a weight'}. A where= is called as where(name, layer), with names "
-        "as in fp8.report(model)",
-    )
-
-
 def _take_over(new: nn.Module, old: nn.Module, *, carry: bool) -> None:
     for name, parameter in old.named_parameters(recurse=False):
         setattr(new, name, parameter)
     vars(new).update({key: vars(old)[key] for key in _HOOKS & vars(old).keys()})
     new.training = old.training
-    names = vars(old).keys() - vars(new).keys() if carry else vars(old).get(_CARRIED, ())
+    names = vars(old).keys() - vars(new).keys() if carry else vars(old).get(CARRIED, ())
     vars(new).update({name: vars(old)[name] for name in names})
     if carry:
-        vars(new)[_CARRIED] = tuple(sorted(names))
+        vars(new)[CARRIED] = tuple(sorted(names))
 
 
 def layers_for(

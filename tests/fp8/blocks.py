@@ -14,7 +14,7 @@ from fp8.common.mixin import add_mixin
 from fp8.modes.autocast import LayerBlock
 from fp8.recipes.history import LayerState, add_buffers
 from fp8.recipes.recipe import get_recipe
-from fp8.surgery.convert import Converted
+from fp8.surgery.layer import Converted, LayerSettings
 
 
 def keeper(recipe: str | Recipe) -> Any:
@@ -22,8 +22,8 @@ def keeper(recipe: str | Recipe) -> Any:
     layer = nn.Identity()
     add_mixin(layer, Converted)
     recipe = get_recipe(recipe)
-    vars(layer).update(fp8_recipe=recipe, fp8_sources=(recipe,))
-    add_buffers(layer, recipe, by_call=True)
+    vars(layer)["fp8_settings"] = LayerSettings(sources=(recipe,), recipe=recipe, by_call=True)
+    add_buffers(layer)
     return layer
 
 

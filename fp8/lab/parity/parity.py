@@ -24,7 +24,8 @@ from ...recipes.cast import Cast
 from ...recipes.policy import Policy, as_policy, name_of
 from ...recipes.recipe import AUTO, RECIPES, Recipe
 from ...surgery.calibrate import calibrate
-from ...surgery.convert import Converted, convert, revert_layers
+from ...surgery.convert import convert, revert_layers
+from ...surgery.layer import Converted
 
 __all__ = ["ENGINES", "LayerEffect", "Parity", "parity"]
 

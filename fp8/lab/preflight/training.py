@@ -36,7 +36,8 @@ from ...optim.encodings import decode
 from ...optim.state import SECOND, has, read
 from ...recipes.policy import Policy
 from ...recipes.recipe import AUTO
-from ...surgery.convert import convert, report, revert_layers
+from ...surgery.convert import convert, revert_layers
+from ...surgery.report import report
 from ...tensors.scaled_tensor import ScaledTensor
 from .findings import Run
 

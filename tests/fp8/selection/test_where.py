@@ -183,7 +183,7 @@ def test_other_choices_are_refused_and_change_nothing(where, message):
     for call in (fp8.convert, fp8.store_frozen, gather_in_fp8, torchao.convert):
         with pytest.raises(TypeError, match=message):
             call(model.requires_grad_(False), where=where)
-    assert {module.fp8_recipe.name for module in model if "fp8_recipe" in vars(module)} == {"row"}
+    assert {module.fp8_recipe.name for module in model if hasattr(module, "fp8_recipe")} == {"row"}
 
 
 def never(name: str, layer: nn.Module) -> bool:

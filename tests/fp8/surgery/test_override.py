@@ -166,7 +166,7 @@ NESTED = {
 
 
 def in_force(model):
-    layers = [m for m in model.modules() if "fp8_recipe" in vars(m)]
+    layers = [m for m in model.modules() if hasattr(m, "fp8_recipe")]
     return [(m.fp8_recipe, m.fp8_backend, {**m._buffers}) for m in layers]
 
 
@@ -204,7 +204,7 @@ def test_threads_close_their_own_blocks():
     def work(layer: str) -> None:
         for recipe in ["row", None, "mxfp8"] * 20:
             with fp8.override(model, (layer, None, recipe)):
-                assert model[int(layer)].fp8_since == "override"
+                assert model[int(layer)].fp8_settings.since == "override"
 
     errors = []
 

@@ -1,0 +1,214 @@
+"""A converted layer: what it was told, and the mixin that computes its products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.compiler import FIRST_LOOK, eager_only, taken_as_constant
+from ..common.mixin import Mixin, add_mixin
+from ..kernels.product import why_not_recipe
+from ..modes.autocast import LayerBlock, high_precision
+from ..products.active import ACTIVE, is_off
+from ..products.matmul import linear
+from ..recipes import history
+from ..recipes.policy import Source, composed
+from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe
+from ..selection.layers import auto_of, has_one_product, is_transposed
+
+HIGH_PRECISION = Recipe(name="high precision")
+"""The recipe of a converted layer whose casts a switch or a block turned off."""
+
+OVERRIDDEN = "fp8_overridden"
+"""The attribute of layers in a block of `fp8.override`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """What a converted layer was told: its attribute ``fp8_settings``. Every change sets another
+    record. The state of its scales is in buffers.
+
+    Attributes:
+        sources: what its casts are taken from, in the order of `CASTS`; "auto" is not resolved.
+        asked: the backend that the user asked for.
+        why: the rules of the policy that decided; "" if it was the policy's recipe.
+        switches: whether a switch of the policy concerns it.
+        is_transposed: whether its weight is (in, out).
+        by_call: whether it computes several products. Its first pass creates the buffers of each.
+        saves_scales: whether the state of its scales is in the state_dict.
+        recipe: the recipe in force, of its sources, of a switch or of the open blocks.
+        backend: the backend in force: as asked, and "simulate" if the recipe has no kernels.
+        since: what changed the recipe after the conversion, for reports.
+    """
+
+    sources: tuple[Source, ...]
+    asked: str = "simulate"
+    why: str = ""
+    switches: bool = True
+    is_transposed: bool = False
+    by_call: bool = False
+    saves_scales: bool = True
+    recipe: Recipe = HIGH_PRECISION
+    backend: str = "simulate"
+    since: str = ""
+
+
+class Converted(Mixin):
+    """A layer whose products run under its recipe."""
+
+    fp8_settings: LayerSettings
+    fp8_measured: history.MeasuredScales
+
+    @property
+    def fp8_recipe(self) -> Recipe:
+        return self.fp8_settings.recipe
+
+    @property
+    def fp8_backend(self) -> str:
+        return self.fp8_settings.backend
+
+    def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        if ACTIVE.blocks and is_off():
+            return forward(*args, **kwargs)
+        if "parametrizations" in self._modules:  # which may be newer than the conversion
+            leave_parametrizations(self)
+        settings = self.fp8_settings
+        recipe, backend = settings.recipe, settings.backend
+        state = history.LayerState(self) if recipe.keeps_history else None
+        # A linear layer runs without a mode unless another mode must see its call. That is faster,
+        # and it can be compiled inside of a checkpoint.
+        alone = state is None and self._active == (Converted,) and not FIRST_LOOK.items
+        one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        is_linear = self._original is nn.Linear or settings.is_transposed
+        if alone and one and is_linear and args[0].layout == torch.strided:
+            weight = self.weight.mT if settings.is_transposed else self.weight
+            return linear(args[0], weight, self.bias, recipe=recipe, backend=backend)
+        with LayerBlock(recipe, backend, state):
+            return forward(*args, **kwargs)
+
+    def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
+        """Leaves the state of scales out of the state_dict after `keep_apart`."""
+        saved = self.fp8_settings.saves_scales or not history.is_history(name)
+        super().register_buffer(name, tensor, persistent and saved)  # type: ignore[misc]
+
+    @taken_as_constant
+    def fp8_note(self: Any, buffer: str) -> bool:
+        """`note_scale` for a buffer, in eager mode and while a graph that reads it is traced."""
+        history.note_scale(self, buffer)
+        return True
+
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
+        if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
+            choose_static(self)
+        if self.fp8_settings.saves_scales:
+            history.add_initial_histories(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        history.note_scales(self)
+
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Leaves the state of scales in float32; zero where the meta device had no values, as
+        `to_empty` would leave what the memory holds."""
+        states = {n: b for n, b in self.named_buffers(recurse=False) if history.is_history(n)}
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for name, state in states.items():
+            moved = self._buffers[name]
+            if state.is_meta and not moved.is_meta:
+                moved.zero_()
+            elif moved.dtype != state.dtype:
+                self._buffers[name] = state.to(moved.device)
+        return result
+
+    def extra_repr(self) -> str:
+        settings = super().extra_repr()  # type: ignore[misc]
+        return ", ".join(filter(None, [settings, f"fp8={self.fp8_recipe.name}"]))
+
+
+class OfParameters(Mixin):
+    """The computation of a parametrized weight: its products are not those of the layer."""
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        if not ACTIVE.blocks:
+            return forward(*args, **kwargs)
+        with high_precision():
+            return forward(*args, **kwargs)
+
+
+@eager_only()
+def leave_parametrizations(layer: nn.Module) -> None:
+    """Leaves the products that compute the weights of a layer in high precision."""
+    computed: Any = layer._modules.get("parametrizations") or {}
+    for part in computed.values():
+        add_mixin(part, OfParameters)
+
+
+def add_layer(
+    layer: nn.Module, sources: tuple[Source, ...], *, asked: str, why: str, switches: bool
+) -> None:
+    """Converts one layer. The arguments are those of `LayerSettings`."""
+    settings = LayerSettings(
+        sources=sources,
+        asked=asked,
+        why=why,
+        switches=switches,
+        is_transposed=is_transposed(layer),
+        by_call=not has_one_product(layer),
+    )
+    add_mixin(layer, Converted)
+    vars(layer)["fp8_settings"] = settings
+    leave_parametrizations(layer)
+    set_recipe(layer, sources)
+
+
+def change_settings(layer: Any, **fields: Any) -> None:
+    """Sets a record of a converted layer with other ``fields``."""
+    vars(layer)["fp8_settings"] = replace(layer.fp8_settings, **fields)
+
+
+def set_recipe(layer: Any, sources: tuple[Source, ...], since: str = "") -> None:
+    """Sets the recipe of a converted layer, its backend, and the buffers that it needs."""
+    recipe = composed(sources, auto_of(layer)) or HIGH_PRECISION
+    backend = layer.fp8_settings.asked
+    # "auto" may become another recipe after the conversion: "tensor" stands for it here.
+    if why_not_recipe(composed(sources, PLAIN) or HIGH_PRECISION):
+        backend = "simulate"
+    change_settings(layer, recipe=recipe, backend=backend, since=since)
+    history.add_buffers(layer)
+
+
+def choose_recipe(layer: Any) -> None:
+    """Selects the recipe of a layer under "auto" again, when its model becomes unit-scaled, and
+    forgets the state of its scales, which is that of other values."""
+    sources = layer.fp8_settings.sources
+    if AUTO in sources:
+        change_settings(layer, recipe=composed(sources, auto_of(layer)))
+    history.remove_buffers(layer)
+    history.add_buffers(layer)
+
+
+def choose_static(module: nn.Module) -> None:
+    """Selects "static" for a layer under "auto" that is not unit-scaled, for calibration."""
+    if not isinstance(module, Converted):
+        return
+    settings = module.fp8_settings
+    if set(settings.sources) == {AUTO} and settings.recipe == PLAIN:
+        change_settings(module, recipe=STATIC)
+        history.add_buffers(module)
+
+
+def is_overridden(module: nn.Module) -> bool:
+    """Whether a block of `fp8.override` is open for a layer."""
+    return OVERRIDDEN in vars(module)
+
+
+def keep_apart(model: nn.Module) -> None:
+    """Leaves the state of scales out of the state_dict, which then is that of the plain model."""
+    for module in model.modules():
+        if isinstance(module, Converted):
+            change_settings(module, saves_scales=False)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if history.is_history(name):
+                    module.register_buffer(name, buffer)
