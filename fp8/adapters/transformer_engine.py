@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.libraries import need
-from ..common.mixin import Mixin, add_mixin, bare_class, remove_mixin
+from ..common.mixin import Args, Forward, Mixin, add_mixin, bare_class, remove_mixin
 from ..common.validation import check_name
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
@@ -211,7 +211,7 @@ class _Autocast(Mixin):
     fp8_te_recipe: Any
     fp8_in_eval: bool
 
-    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
         recipe, active = self.fp8_te_recipe, self.training or self.fp8_in_eval  # type: ignore[attr-defined]
         enabled = recipe is not None and active
         with need("transformer_engine").autocast(enabled=enabled, recipe=recipe):
@@ -241,7 +241,7 @@ class _Fused(_Linear):
     #: TransformerEngine's name of a parameter -> the module that holds it, and its name there.
     fp8_parameters: dict[str, tuple[nn.Module, str]]
 
-    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
         for name, (module, parameter) in self.fp8_parameters.items():
             vars(self)[name] = getattr(module, parameter)
         return super().around(forward, args, kwargs)
@@ -250,7 +250,7 @@ class _Fused(_Linear):
 class _Skipped(Mixin):
     """A module whose function a fused layer computes: it returns its input."""
 
-    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
         return args[0] if args else next(iter(kwargs.values()))
 
 

@@ -13,6 +13,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import nn
 
+Forward = Callable[..., Any]
+Args = tuple[Any, ...]
+"""What ``around`` gets of a call: the bound forward, and its positional arguments."""
+
 
 class Mixin:
     """Base class of all mixins, which precede the module's class in the MRO. A mixin that wraps the
@@ -23,13 +27,13 @@ class Mixin:
     _mixins: ClassVar[tuple[type[Mixin], ...]]
     #: The mixins that define ``around``.
     _active: ClassVar[tuple[type[Mixin], ...]]
-    #: Instance attributes that a class's own copy method (einops layers, GraphModule) would drop.
+    #: Instance attributes that copies have, also those that a class's own copy method makes.
     _attributes: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Skips that of the module's class, which may need arguments or register subclasses."""
 
-    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
         """Computes the module's forward. ``forward`` is the bound inner forward to call."""
         raise NotImplementedError
 
@@ -113,6 +117,7 @@ def _make_subclass(original: type[nn.Module], mixins: tuple[type[Mixin], ...]) -
         "_original": original,
         "_mixins": mixins,
         "_active": active,
+        "_attributes": tuple(name for m in mixins for name in m._attributes),
         **({"forward": forward} if mixin in active else {}),
         **({"__deepcopy__": _deepcopy} if hasattr(original, "__deepcopy__") else {}),
     }
@@ -150,11 +155,6 @@ def bare_class(module: nn.Module) -> type[nn.Module]:
     return module._original if isinstance(module, Mixin) else type(module)
 
 
-def mixin_attributes(module: nn.Module) -> tuple[str, ...]:
-    """The names of the attributes that belong to mixins added by `add_mixin`."""
-    return module._attributes if isinstance(module, Mixin) else ()
-
-
 _OF_MODULES = frozenset(vars(nn.Module()))
 """The attributes that every module has: its parameters, buffers, submodules, hooks."""
 
@@ -162,7 +162,9 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes that the class of a module and its users have set: those of every module, and
     of mixins, are left out."""
-    others = _OF_MODULES.union(mixin_attributes(module))
+    others = _OF_MODULES
+    if isinstance(module, Mixin):
+        others = others.union(module._attributes)
     return {name: value for name, value in vars(module).items() if name not in others}
 
 

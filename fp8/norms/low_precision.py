@@ -17,7 +17,15 @@ from torch.overrides import TorchFunctionMode
 
 from ..casts.rotation import without_autocast
 from ..common.compiler import FIRST_LOOK, called
-from ..common.mixin import Mixin, add_mixin, bare_class, check_module, remove_mixin
+from ..common.mixin import (
+    Args,
+    Forward,
+    Mixin,
+    add_mixin,
+    bare_class,
+    check_module,
+    remove_mixin,
+)
 from ..common.report import CHANGES, LEFT_ALONE, Change, Row
 from ..common.validation import check_name
 from ..formats.format import dtype_name
@@ -54,7 +62,7 @@ class _LowPrecision(Mixin):
 
     norm_dtype: torch.dtype | None
 
-    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
         x = args[0] if args else kwargs["input"]
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         if x.dtype == torch.float64 or not (autocast or self.norm_dtype):

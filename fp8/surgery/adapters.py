@@ -45,18 +45,18 @@ def adapter(name: str) -> Any:
     return importlib.import_module(f"fp8.adapters.{name}")
 
 
-def check_base(library: Any, policy: Policy) -> None:
-    """Raises ValueError if an `adapter` does not have the recipe that a policy gives all layers."""
+def check_base(backend: str, policy: Policy) -> None:
+    """Raises ValueError if a library does not have the recipe that a policy gives all layers."""
     base = recipe_of(policy.recipe)
     if base is not None and not policy.selects:
-        library.its_recipe(base)
+        adapter(backend).its_recipe(base)
 
 
 def decided(
-    library: Any, policy: Policy, model: nn.Module, where: Where | None
+    backend: str, policy: Policy, model: nn.Module, where: Where | None
 ) -> tuple[Recipe, Where]:
     """The recipe that a policy gives the layers of a model, and which layers those are. Raises
-    ValueError for several recipes, for a switch, and if the `adapter` does not have the recipe."""
+    ValueError for several recipes, for a switch, and if the library does not have the recipe."""
     decisions = resolve(policy, model)
     recipes: set[Recipe | None] = {composed(d.sources, PLAIN) for d in decisions.values()}
     recipes.discard(None)
@@ -70,7 +70,7 @@ def decided(
             "Convert with a backend of this library, or see fp8.adapters.policies"
         )
     recipe: Any = recipes.pop()
-    library.its_recipe(recipe)
+    adapter(backend).its_recipe(recipe)
 
     def chosen(name: str, module: nn.Module) -> bool:
         decision = decisions.get(name)

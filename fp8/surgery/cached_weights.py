@@ -199,15 +199,17 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The weights whose casts can be cached, by name, each cast."""
     modules: Any = model.named_modules()
     for name, layer in modules:
-        weight: Any = getattr(layer, "weight", None) if isinstance(layer, Converted) else None
-        if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+        if not isinstance(layer, Converted):
+            continue
+        weight: Any = layer._parameters.get("weight")  # type: ignore[attr-defined]
+        if weight is None or weight.ndim != 2:
             continue
         if getattr(weight, "fp8_cache", None) is not None:  # of a block around this one
             continue
         casts = casts_of(layer.fp8_recipe.text)
         scale = getattr(layer, "fp8_scale_weight", None)
         if _is_cacheable(layer, weight, casts, scale):
-            weight.fp8_cache = WeightCast(weight, casts, scale)  # type: ignore[attr-defined]
+            weight.fp8_cache = WeightCast(weight, casts, scale)
             yield name, weight
 
 
@@ -217,7 +219,7 @@ def _is_cacheable(layer: Any, weight: Tensor, casts: Casts, scale: Tensor | None
         return False
     if weight.is_inference():
         return False
-    if layer.fp8_recipe.accumulate or not native.takes(layer.fp8_backend, weight, weight):
+    if layer.fp8_recipe.accumulate or not native.takes(layer.fp8_settings.backend, weight, weight):
         return False
     return not hasattr(layer, "fp8_amax_weight") and (scale is None or bool(scale > 0))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -11,14 +10,22 @@ from torch.nn.parameter import is_lazy
 
 from ..casts.counts import forget_checks
 from ..common.libraries import explains_arguments
-from ..common.mixin import Mixin, add_mixin, check_module, check_not_scripted, remove_mixin
+from ..common.mixin import (
+    Args,
+    Forward,
+    Mixin,
+    add_mixin,
+    check_module,
+    check_not_scripted,
+    remove_mixin,
+)
 from ..common.report import CHANGES
 from ..modes.autocast import high_precision
 from ..products.active import ACTIVE, checked_backend
 from ..recipes import history
 from ..recipes.policy import Policy, as_policy, composed, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe, needs_unit_scale
-from ..selection.layers import ADAPTERS, Where, checked_where, is_unit_scaled
+from ..selection.layers import ADAPTERS, Where, auto_of, checked_where, is_unit_scaled
 from ..selection.policies import Decision, resolve
 from ..warnings import RecipeWarning, warn_once
 from .adapters import adapted, adapter, check_base, decided, is_replacement
@@ -26,9 +33,8 @@ from .layer import (
     OVERRIDDEN,
     Converted,
     OfParameters,
-    add_layer,
-    choose_recipe,
-    is_overridden,
+    change_settings,
+    convert_layer,
     set_recipe,
 )
 
@@ -42,7 +48,7 @@ layer that stays, why; of the model, its policy, and where the last switch was."
 class _Expanded(Mixin):
     """A container that calls its layers in evaluation mode too."""
 
-    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
         with nullcontext() if ACTIVE.blocks else high_precision():
             return forward(*args, **kwargs)
 
@@ -110,10 +116,16 @@ def convert(
     check_module("convert", model)
     check_ready(model)
     policy, where = as_policy(recipe), checked_where(where)
-    if backend in ADAPTERS:
-        return _adapt(model, policy, backend, where)
-    checked_backend(backend, recipe_of(policy.recipe) or PLAIN, ADAPTERS)
-    model = _without_adapters(model)
+    is_library = backend in ADAPTERS
+    if is_library:
+        check_base(backend, policy)  # raises before anything changes
+    else:
+        checked_backend(backend, recipe_of(policy.recipe) or PLAIN, ADAPTERS)
+    if any(map(adapted, model.modules())):
+        model = revert_layers(model)
+    if is_library:
+        one, casts = decided(backend, policy, model, where)
+        return expand(adapter(backend).convert(revert_layers(model), one, where=casts))
     decisions = resolve(policy.at(0), model)  # raises before anything changes
     for start, _ in policy.switch:
         resolve(policy.at(start), model)
@@ -125,14 +137,8 @@ def convert(
         why = _why_left(module, decision) if name in chosen else "not chosen"
         if why:
             vars(module)["fp8_why"] = why
-            continue
-        add_layer(
-            module,
-            decision.sources,
-            asked=backend,
-            why=decision.why,
-            switches=not decision.kept,
-        )
+        else:
+            convert_layer(module, decision, backend)
     if isinstance(recipe, Policy):
         vars(model)["fp8_policy"] = policy
     forget_checks(model)
@@ -157,19 +163,6 @@ def check_ready(model: nn.Module) -> None:
         if any(map(is_lazy, module.parameters(recurse=False))):
             path = name or type(module).__name__
             raise ValueError(f"{path} has no weight yet: call the model once, then convert it")
-
-
-def _without_adapters(model: M) -> M:
-    """``model``, with its own layers if those of another library replaced them."""
-    return revert_layers(model) if any(map(adapted, model.modules())) else model
-
-
-def _adapt(model: M, policy: Policy, backend: str, where: Where | None) -> M:
-    library = adapter(backend)
-    check_base(library, policy)  # raises before anything changes
-    model = _without_adapters(model)
-    recipe, chosen = decided(library, policy, model, where)
-    return expand(library.convert(revert_layers(model), recipe, where=chosen))
 
 
 def advance(model: nn.Module, fraction: float) -> bool:
@@ -203,7 +196,7 @@ def advance(model: nn.Module, fraction: float) -> bool:
             "no part of the model was converted with a policy that has a switch: "
             "fp8.convert(model, fp8.Policy(recipe, switch=[(0.9, 'bf16')]))"
         )
-    if any(map(is_overridden, model.modules())):
+    if any(OVERRIDDEN in vars(module) for module in model.modules()):
         raise RuntimeError("fp8.advance belongs outside of fp8.override: close the block first")
     changed = [_advance(owner, fraction) for owner in owners]
     return any(changed)
@@ -229,10 +222,15 @@ def _advance(owner: nn.Module, fraction: float) -> bool:
 
 
 def choose_recipes(model: nn.Module) -> None:
-    """Selects the recipe of layers under "auto" again, when a model becomes unit-scaled."""
+    """Selects the recipe of layers under "auto" again, when a model becomes unit-scaled, and
+    forgets the state of scales, which is that of other values."""
     for module in model.modules():
         if isinstance(module, Converted):
-            choose_recipe(module)
+            sources = module.fp8_settings.sources
+            if AUTO in sources:
+                change_settings(module, recipe=composed(sources, auto_of(module)))
+            history.remove_buffers(module)
+            history.add_buffers(module)
     forget_checks(model)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.compiler import FIRST_LOOK, eager_only, taken_as_constant
-from ..common.mixin import Mixin, add_mixin
+from ..common.mixin import Args, Forward, Mixin, add_mixin, bare_class
 from ..kernels.product import why_not_recipe
 from ..modes.autocast import LayerBlock, high_precision
 from ..products.active import ACTIVE, is_off
@@ -19,6 +18,7 @@ from ..recipes import history
 from ..recipes.policy import Source, composed
 from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe
 from ..selection.layers import auto_of, has_one_product, is_transposed
+from ..selection.policies import Decision
 
 HIGH_PRECISION = Recipe(name="high precision")
 """The recipe of a converted layer whose casts a switch or a block turned off."""
@@ -37,6 +37,7 @@ class LayerSettings:
         asked: the backend that the user asked for.
         why: the rules of the policy that decided; "" if it was the policy's recipe.
         switches: whether a switch of the policy concerns it.
+        is_linear: whether its forward pass is F.linear alone, with the weight or its transpose.
         is_transposed: whether its weight is (in, out).
         by_call: whether it computes several products. Its first pass creates the buffers of each.
         saves_scales: whether the state of its scales is in the state_dict.
@@ -49,6 +50,7 @@ class LayerSettings:
     asked: str = "simulate"
     why: str = ""
     switches: bool = True
+    is_linear: bool = False
     is_transposed: bool = False
     by_call: bool = False
     saves_scales: bool = True
@@ -60,6 +62,8 @@ class LayerSettings:
 class Converted(Mixin):
     """A layer whose products run under its recipe."""
 
+    _attributes = ("fp8_settings", "fp8_measured", "_buffers")
+
     fp8_settings: LayerSettings
     fp8_measured: history.MeasuredScales
 
@@ -67,11 +71,7 @@ class Converted(Mixin):
     def fp8_recipe(self) -> Recipe:
         return self.fp8_settings.recipe
 
-    @property
-    def fp8_backend(self) -> str:
-        return self.fp8_settings.backend
-
-    def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def around(self: Any, forward: Forward, args: Args, kwargs: Any) -> Any:
         if ACTIVE.blocks and is_off():
             return forward(*args, **kwargs)
         if "parametrizations" in self._modules:  # which may be newer than the conversion
@@ -81,12 +81,12 @@ class Converted(Mixin):
         state = history.LayerState(self) if recipe.keeps_history else None
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
-        alone = state is None and self._active == (Converted,) and not FIRST_LOOK.items
-        one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        is_linear = self._original is nn.Linear or settings.is_transposed
-        if alone and one and is_linear and args[0].layout == torch.strided:
-            weight = self.weight.mT if settings.is_transposed else self.weight
-            return linear(args[0], weight, self.bias, recipe=recipe, backend=backend)
+        alone = state is None and settings.is_linear and not FIRST_LOOK.items
+        if alone and self._active == (Converted,) and len(args) == 1 and not kwargs:
+            x = args[0]
+            if isinstance(x, Tensor) and x.layout == torch.strided:
+                weight = self.weight.mT if settings.is_transposed else self.weight
+                return linear(x, weight, self.bias, recipe=recipe, backend=backend)
         with LayerBlock(recipe, backend, state):
             return forward(*args, **kwargs)
 
@@ -130,7 +130,7 @@ class Converted(Mixin):
 class OfParameters(Mixin):
     """The computation of a parametrized weight: its products are not those of the layer."""
 
-    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
         if not ACTIVE.blocks:
             return forward(*args, **kwargs)
         with high_precision():
@@ -145,22 +145,22 @@ def leave_parametrizations(layer: nn.Module) -> None:
         add_mixin(part, OfParameters)
 
 
-def add_layer(
-    layer: nn.Module, sources: tuple[Source, ...], *, asked: str, why: str, switches: bool
-) -> None:
-    """Converts one layer. The arguments are those of `LayerSettings`."""
+def convert_layer(layer: nn.Module, decision: Decision, backend: str) -> None:
+    """Converts one layer, as a policy has decided."""
+    transposed = is_transposed(layer)
     settings = LayerSettings(
-        sources=sources,
-        asked=asked,
-        why=why,
-        switches=switches,
-        is_transposed=is_transposed(layer),
+        sources=decision.sources,
+        asked=backend,
+        why=decision.why,
+        switches=not decision.kept,
+        is_linear=transposed or bare_class(layer) is nn.Linear,
+        is_transposed=transposed,
         by_call=not has_one_product(layer),
     )
-    add_mixin(layer, Converted)
     vars(layer)["fp8_settings"] = settings
+    add_mixin(layer, Converted)
     leave_parametrizations(layer)
-    set_recipe(layer, sources)
+    set_recipe(layer, decision.sources)
 
 
 def change_settings(layer: Any, **fields: Any) -> None:
@@ -179,16 +179,6 @@ def set_recipe(layer: Any, sources: tuple[Source, ...], since: str = "") -> None
     history.add_buffers(layer)
 
 
-def choose_recipe(layer: Any) -> None:
-    """Selects the recipe of a layer under "auto" again, when its model becomes unit-scaled, and
-    forgets the state of its scales, which is that of other values."""
-    sources = layer.fp8_settings.sources
-    if AUTO in sources:
-        change_settings(layer, recipe=composed(sources, auto_of(layer)))
-    history.remove_buffers(layer)
-    history.add_buffers(layer)
-
-
 def choose_static(module: nn.Module) -> None:
     """Selects "static" for a layer under "auto" that is not unit-scaled, for calibration."""
     if not isinstance(module, Converted):
@@ -197,11 +187,6 @@ def choose_static(module: nn.Module) -> None:
     if set(settings.sources) == {AUTO} and settings.recipe == PLAIN:
         change_settings(module, recipe=STATIC)
         history.add_buffers(module)
-
-
-def is_overridden(module: nn.Module) -> bool:
-    """Whether a block of `fp8.override` is open for a layer."""
-    return OVERRIDDEN in vars(module)
 
 
 def keep_apart(model: nn.Module) -> None:

@@ -21,9 +21,9 @@ from ..recipes.recipe import Recipe
 from ..selection.layers import auto_of
 from ..selection.policies import matches
 from ..warnings import RecipeWarning, show
-from .layer import OVERRIDDEN, Converted, LayerSettings, is_overridden, set_recipe
+from .layer import OVERRIDDEN, Converted, set_recipe
 
-_CHANGED = ("fp8_settings", "fp8_measured", "_buffers")
+_CHANGED = Converted._attributes
 """The attributes of a layer that a block changes. Layers without state have no fp8_measured."""
 
 _NUMBERS = itertools.count()
@@ -97,8 +97,8 @@ class override:
             for layer in layers.values():
                 by_layer.setdefault(layer, []).append(rule)
         for layer, rules in by_layer.items():
-            changed = _changed(_sources(layer.fp8_settings), rules)
-            composed(changed, auto_of(layer))  # raises for what no recipe has
+            in_force = [layer.fp8_recipe] * len(CASTS)
+            composed(_changed(in_force, rules), auto_of(layer))  # raises for what no recipe has
         return by_layer
 
     def __enter__(self) -> override:
@@ -137,15 +137,10 @@ class override:
 def _attributes(layer: Any) -> dict[str, Any]:
     """The attributes of a layer that a block changes."""
     attributes = {key: vars(layer)[key] for key in _CHANGED if key in vars(layer)}
-    attributes["_buffers"] = dict(layer._buffers)
-    return attributes
+    return attributes | {"_buffers": dict(layer._buffers)}
 
 
-def _sources(settings: LayerSettings) -> tuple[Source, ...]:
-    return (settings.recipe,) * len(CASTS)
-
-
-def _changed(sources: tuple[Source, ...], rules: Iterable[LayerRule]) -> tuple[Source, ...]:
+def _changed(sources: Iterable[Source], rules: Iterable[LayerRule]) -> tuple[Source, ...]:
     changed = list(sources)
     for rule in rules:
         for cast in rule.casts:
@@ -158,7 +153,7 @@ def _apply(layer: Any, record: Overridden) -> list[str]:
     those that have no recipe without a block that was closed, and returns why."""
     dropped: list[str] = []
     recipe: Recipe | None = record.before["fp8_settings"].recipe
-    sources = _sources(record.before["fp8_settings"])
+    sources: tuple[Source, ...] = (recipe,) * len(CASTS)
     for number, rules in list(record.rules.items()):
         changed = _changed(sources, rules)
         try:
@@ -189,7 +184,7 @@ def _apply(layer: Any, record: Overridden) -> list[str]:
 def check_not_overridden(what: str, model: nn.Module) -> None:
     """Raises ValueError if a block is open for a layer of ``model``."""
     for name, module in model.named_modules():
-        if is_overridden(module):
+        if OVERRIDDEN in vars(module):
             why = f"would write the recipe of the block for {name or '(model)'!r}: close it first"
             raise ValueError(f"{what} inside of fp8.override {why}")
 

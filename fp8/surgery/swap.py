@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common.mixin import Mixin, bare_class
+from ..common.mixin import Args, Forward, Mixin, bare_class
 from ..common.report import LEFT_ALONE, Report, Row
 from ..selection.layers import Where, check_values_set, inside_attention, why_quantized
 from .adapters import ADAPTED, CARRIED, Adapted
@@ -119,7 +119,7 @@ class Padded(Mixin):
 
     fp8_multiple: int
 
-    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
         input, *others = args
         short = -(input.numel() // max(input.shape[-1], 1)) % self.fp8_multiple
         if not short:

@@ -257,6 +257,13 @@ def test_the_switch_equals_a_model_converted_anew():
     assert rows["head"].startswith("mxfp8")
 
 
+def test_the_switch_of_a_model_that_is_one_layer_changes_it_once():
+    model = fp8.convert(nn.Linear(16, 16), Policy("row", switch=[(0.5, "mxfp8")]))
+    changes = [fp8.advance(model, fraction) for fraction in (0.4, 0.5, 0.6, 1, 0.4, 0)]
+    assert changes == [False, True, False, False, True, False]
+    assert model.fp8_recipe.name == "row"
+
+
 def test_the_switch_keeps_buffers_and_weights():
     model = fp8.convert(net(), Policy("delayed", switch=[(0.5, "bf16"), (0.8, "delayed")]))
     gradients(model, X)

@@ -1,6 +1,8 @@
 """Layers and classes that are not as most are: converted and reverted, or left alone by name."""
 
 import copy
+import dataclasses
+import pickle
 from typing import ClassVar
 
 import pytest
@@ -189,3 +191,52 @@ def test_histories_of_a_module_with_two_names(tmp_path):
     for name, history in saved[0].named_buffers():
         assert history.any()
         assert torch.equal(loaded[0].get_buffer(name), history)
+
+
+class Copied(nn.Linear):
+    """A layer with a copy method of its own, which knows its parameters alone."""
+
+    def __deepcopy__(self, memo):
+        new = type(self)(self.in_features, self.out_features)
+        new.weight.data.copy_(self.weight)
+        new.bias.data.copy_(self.bias)
+        return new
+
+
+class Reduced(nn.Linear):
+    """A layer with a form of its own in pickles."""
+
+    def __reduce__(self):
+        return type(self), (self.in_features, self.out_features), {**self._parameters}
+
+    def __setstate__(self, state):
+        self._parameters.update(state)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "static", "delayed"])
+@pytest.mark.parametrize("cls", [nn.Linear, Copied, Reduced])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_have_the_settings_and_scales_of_the_layer(way, cls, recipe):
+    model = fp8.convert(nn.Sequential(cls(16, 16)), recipe)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    model(x).square().sum().backward()
+    made = way(model)
+    assert made[0].fp8_settings == model[0].fp8_settings
+    assert made.state_dict().keys() == model.state_dict().keys()
+    assert all(map(torch.equal, made.buffers(), model.buffers()))
+    assert made[0].fp8_recipe.keeps_history == any(True for _ in made.buffers())
+    assert not {b.data_ptr() for b in made.buffers()} & {b.data_ptr() for b in model.buffers()}
+    assert torch.equal(made(x), model(x))
+    fp8.revert(made)
+    assert not any(name.startswith("fp8_") for name in vars(made[0]))
+    assert model[0].fp8_recipe.name == recipe
+
+
+def test_settings_are_frozen():
+    layer = fp8.convert(nn.Linear(16, 16), "tensor")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layer.fp8_settings.backend = "native"
+    before = layer.fp8_settings
+    with fp8.override(layer, ("*", None, "row")):
+        assert (before.recipe.name, layer.fp8_settings.recipe.name) == ("tensor", "row")
+    assert layer.fp8_settings is before
