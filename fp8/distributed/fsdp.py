@@ -35,7 +35,7 @@ from ..recipes.scaling import (
     static_rms,
 )
 from ..selection.layers import LAYERS, Where, auto_of, check_values_set, checked_where
-from ..surgery.layer import Converted
+from ..surgery.layer import converted, policy_of
 from ..surgery.report import warn_nothing
 
 __all__ = ["gather_in_fp8", "update_scales"]
@@ -138,14 +138,11 @@ def _casts(model: nn.Module, shared: Recipe | None, where: Where | None) -> dict
 
 def _converted(model: nn.Module) -> dict[int, Recipe | None]:
     """id -> recipe of each layer that `fp8.convert` has converted; None if a switch changes it."""
-    policies = [vars(module).get("fp8_policy") for module in model.modules()]
-    switches = any(policy is not None and policy.switch for policy in policies)
-    recipes: dict[int, Recipe | None] = {}
-    for module in model.modules():
-        if isinstance(module, Converted):
-            changes = switches and module.fp8_settings.switches
-            recipes[id(module)] = None if changes else module.fp8_recipe
-    return recipes
+    switches = any(policy_of(module).switch for module in model.modules())
+    return {
+        id(layer): None if switches and layer.fp8_settings.switches else layer.fp8_recipe
+        for layer in converted(model).values()
+    }
 
 
 @torch.no_grad()

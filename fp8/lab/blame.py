@@ -23,7 +23,7 @@ from ..common.validation import check_number
 from ..recipes.policy import CASTS, LayerRule, Policy, composed
 from ..recipes.recipe import OPERANDS, PRODUCTS, Recipe
 from ..surgery.convert import convert
-from ..surgery.layer import Converted
+from ..surgery.layer import converted
 from ..surgery.override import override
 from .preflight.training import loss_of
 from .trace import quiet
@@ -159,9 +159,8 @@ class _Replay:
         self._model, self._batch, self._policy = model, batch, policy
         self._loss, self._optimizer = loss, optimizer
         self.count = 0
-        converted, *_ = self._copies()
-        modules = converted.named_modules()
-        self.layers = {n: m.fp8_recipe for n, m in modules if isinstance(m, Converted)}
+        copied, *_ = self._copies()
+        self.layers = {name: layer.fp8_recipe for name, layer in converted(copied).items()}
         if not self.layers:
             raise ValueError(
                 "blame: no layer of the model is converted: pass the policy it trains under, or "

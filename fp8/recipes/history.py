@@ -160,7 +160,7 @@ def add_initial_histories(layer: Any, state: dict[str, Any], prefix: str) -> Non
     """Adds initial histories to a state_dict of the layer that has none, as one of the unconverted
     model. (A safetensors file has nothing under a module's second name.)"""
     buffers = {prefix + n: b for n, b in layer.named_buffers(recurse=False) if is_history(n)}
-    if layer.fp8_settings.by_call and "fp8_measured" in vars(layer):
+    if "fp8_measured" in vars(layer) and layer.fp8_settings.by_call:
         for key in state:
             name = key.removeprefix(prefix)
             if key.startswith((prefix + _AMAX, prefix + _SCALE)) and name not in layer._buffers:

@@ -23,7 +23,7 @@ from ..common.step import unwrapped
 from ..kernels import product as native
 from ..kernels.table import store
 from ..selection.layers import check_values_set
-from .layer import Converted
+from .layer import converted
 
 Layouts = tuple[QuantizedOperand, QuantizedOperand]
 """A weight (n, k) for the product that sums over k, and for that which sums over n."""
@@ -197,11 +197,8 @@ def _kernel(casts: Casts, size: Any, stride: Any, dtype: Any, device: Any, is_st
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The weights whose casts can be cached, by name, each cast."""
-    modules: Any = model.named_modules()
-    for name, layer in modules:
-        if not isinstance(layer, Converted):
-            continue
-        weight: Any = layer._parameters.get("weight")  # type: ignore[attr-defined]
+    for name, layer in converted(model).items():
+        weight = layer._parameters.get("weight")
         if weight is None or weight.ndim != 2:
             continue
         if getattr(weight, "fp8_cache", None) is not None:  # of a block around this one

@@ -15,7 +15,7 @@ from ..modes.autocast import outside_compiler
 from ..recipes.history import histories, note_scales, share_scales, static_scales
 from ..recipes.rules import LARGEST, SMALLEST
 from ..recipes.scaling import nearest_power
-from .layer import choose_static
+from .layer import choose_static, converted
 
 Group = torch.distributed.ProcessGroup | None
 
@@ -72,8 +72,8 @@ def calibrate(
         raise ValueError("calibrate needs either a batch, to measure, or scales, to set")
     check_module("calibrate", model)
     model = unwrapped(model)
-    for module in model.modules():
-        choose_static(module)
+    for layer in converted(model).values():
+        choose_static(layer)
     if scales is None:
         measurement = Measurement()
         outside_compiler(lambda: _measure(model, batch, loss, measurement))

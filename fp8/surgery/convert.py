@@ -35,6 +35,8 @@ from .layer import (
     OfParameters,
     change_settings,
     convert_layer,
+    converted,
+    policy_of,
     set_recipe,
 )
 
@@ -190,7 +192,7 @@ def advance(model: nn.Module, fraction: float) -> bool:
     (False, True, Linear(in_features=16, out_features=16, bias=True, fp8=bf16))
     """
     check_module("advance", model)
-    owners = [m for m in model.modules() if vars(m).get("fp8_policy", Policy()).switch]
+    owners = [module for module in model.modules() if policy_of(module).switch]
     if not owners:
         raise ValueError(
             "no part of the model was converted with a policy that has a switch: "
@@ -203,7 +205,7 @@ def advance(model: nn.Module, fraction: float) -> bool:
 
 
 def _advance(owner: nn.Module, fraction: float) -> bool:
-    policy: Policy = vars(owner)["fp8_policy"]
+    policy = policy_of(owner)
     policy.at(fraction)  # checks the fraction
     reached = [(start, source_of(recipe)) for start, recipe in policy.switch if start <= fraction]
     since = reached[-1][0] if reached else None
@@ -211,12 +213,12 @@ def _advance(owner: nn.Module, fraction: float) -> bool:
         return False
     vars(owner)["fp8_switched"] = since
     shown = "" if since is None else f"since {since:g} of the training"
-    for module in owner.modules():
-        if isinstance(module, Converted) and module.fp8_settings.switches:
-            now = module.fp8_settings.sources
+    for layer in converted(owner).values():
+        if layer.fp8_settings.switches:
+            now = layer.fp8_settings.sources
             for _, source in reached:
                 now = tuple(None if was is None else source for was in now)
-            set_recipe(module, now, shown)
+            set_recipe(layer, now, shown)
     forget_checks(owner)
     return True
 
@@ -224,18 +226,17 @@ def _advance(owner: nn.Module, fraction: float) -> bool:
 def choose_recipes(model: nn.Module) -> None:
     """Selects the recipe of layers under "auto" again, when a model becomes unit-scaled, and
     forgets the state of scales, which is that of other values."""
-    for module in model.modules():
-        if isinstance(module, Converted):
-            sources = module.fp8_settings.sources
-            if AUTO in sources:
-                change_settings(module, recipe=composed(sources, auto_of(module)))
-            history.remove_buffers(module)
-            history.add_buffers(module)
+    for layer in converted(model).values():
+        sources = layer.fp8_settings.sources
+        if AUTO in sources:
+            change_settings(layer, recipe=composed(sources, auto_of(layer)))
+        history.remove_buffers(layer)
+        history.add_buffers(layer)
     forget_checks(model)
 
 
 def _warn(model: nn.Module) -> None:
-    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, Converted)}
+    layers = converted(model)
     unscaled = [
         (layer.fp8_recipe.name, name or "(model)")
         for name, layer in layers.items()

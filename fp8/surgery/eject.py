@@ -27,7 +27,7 @@ from ..selection.layers import is_unit_scaled
 from ..version import __version__
 from .adapters import is_replacement
 from .calibrate import calibration
-from .layer import Converted
+from .layer import converted, policy_of
 from .override import check_not_overridden
 
 MAX_LINES, WIDTH = 150, 100
@@ -104,11 +104,10 @@ def eject(model: nn.Module, path: str | Path) -> Path:
 
 def _layers(model: nn.Module) -> Iterator[_Layer]:
     scales = calibration(model)
-    for name, module in model.named_modules():
-        if isinstance(module, Converted):
-            roles = (f"{name}.{role}".lstrip(".") for role in ("input", "weight", "grad"))
-            exponents = tuple(scales.get(role, 0) for role in roles)
-            yield _Layer(name, module, module.fp8_recipe, exponents)
+    for name, layer in converted(model).items():
+        roles = (f"{name}.{role}".lstrip(".") for role in ("input", "weight", "grad"))
+        exponents = tuple(scales.get(role, 0) for role in roles)
+        yield _Layer(name, layer, layer.fp8_recipe, exponents)
 
 
 # What has no code
@@ -119,8 +118,7 @@ def _refused(model: nn.Module, layers: list[_Layer]) -> Iterator[tuple[str, str]
     for change in CHANGES:
         yield from ((row.path, row.done) for row in change.rows(model) if not row.left_alone)
     for name, module in model.named_modules():
-        policy = vars(module).get("fp8_policy")
-        yield name, "its policy has a switch" if policy and policy.switch else ""
+        yield name, "its policy has a switch" if policy_of(module).switch else ""
         yield name, "a layer of another library" if is_replacement(module) else ""
     for name, layer, recipe, exponents in layers:
         unset = _UNSET if None in exponents else ""

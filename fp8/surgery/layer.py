@@ -15,7 +15,7 @@ from ..modes.autocast import LayerBlock, high_precision
 from ..products.active import ACTIVE, is_off
 from ..products.matmul import linear
 from ..recipes import history
-from ..recipes.policy import Source, composed
+from ..recipes.policy import Policy, Source, composed
 from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe
 from ..selection.layers import auto_of, has_one_product, is_transposed
 from ..selection.policies import Decision
@@ -127,6 +127,16 @@ class Converted(Mixin):
         return ", ".join(filter(None, [settings, f"fp8={self.fp8_recipe.name}"]))
 
 
+def converted(model: nn.Module) -> dict[str, Any]:
+    """Name -> layer, of the converted layers of a model."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, Converted)}
+
+
+def policy_of(model: nn.Module) -> Policy:
+    """The policy that a model or a part was converted with; the default one without."""
+    return vars(model).get("fp8_policy", Policy())
+
+
 class OfParameters(Mixin):
     """The computation of a parametrized weight: its products are not those of the layer."""
 
@@ -179,21 +189,18 @@ def set_recipe(layer: Any, sources: tuple[Source, ...], since: str = "") -> None
     history.add_buffers(layer)
 
 
-def choose_static(module: nn.Module) -> None:
+def choose_static(layer: Any) -> None:
     """Selects "static" for a layer under "auto" that is not unit-scaled, for calibration."""
-    if not isinstance(module, Converted):
-        return
-    settings = module.fp8_settings
+    settings = layer.fp8_settings
     if set(settings.sources) == {AUTO} and settings.recipe == PLAIN:
-        change_settings(module, recipe=STATIC)
-        history.add_buffers(module)
+        change_settings(layer, recipe=STATIC)
+        history.add_buffers(layer)
 
 
 def keep_apart(model: nn.Module) -> None:
     """Leaves the state of scales out of the state_dict, which then is that of the plain model."""
-    for module in model.modules():
-        if isinstance(module, Converted):
-            change_settings(module, saves_scales=False)
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                if history.is_history(name):
-                    module.register_buffer(name, buffer)
+    for layer in converted(model).values():
+        change_settings(layer, saves_scales=False)
+        for name, buffer in list(layer.named_buffers(recurse=False)):
+            if history.is_history(name):
+                layer.register_buffer(name, buffer)

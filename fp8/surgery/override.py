@@ -21,7 +21,7 @@ from ..recipes.recipe import Recipe
 from ..selection.layers import auto_of
 from ..selection.policies import matches
 from ..warnings import RecipeWarning, show
-from .layer import OVERRIDDEN, Converted, set_recipe
+from .layer import OVERRIDDEN, Converted, converted, set_recipe
 
 _CHANGED = Converted._attributes
 """The attributes of a layer that a block changes. Layers without state have no fp8_measured."""
@@ -86,8 +86,7 @@ class override:
 
     def _by_layer(self) -> dict[Any, list[LayerRule]]:
         """Layer -> its rules, which have a recipe on top of the one in force."""
-        modules = self._model.named_modules()
-        named: dict[str, Any] = {n: m for n, m in modules if isinstance(m, Converted)}
+        named = converted(self._model)
         by_layer: dict[Any, list[LayerRule]] = {}
         for rule in self._rules:
             layers = {name: m for name, m in named.items() if matches(rule.layers, name)}

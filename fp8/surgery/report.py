@@ -11,13 +11,13 @@ from torch import nn
 from ..common.mixin import bare_class, check_module
 from ..common.report import CHANGES, LEFT_ALONE, Report, Row, notes_on
 from ..kernels.product import needs, why_not_here, why_not_recipe
-from ..recipes.policy import Policy, name_of
+from ..recipes.policy import name_of
 from ..recipes.recipe import AUTO, STATIC
 from ..selection.layers import has_size, is_unit_scaled, layers_of
 from ..tensors.scaled_tensor import ScaledTensor
 from ..warnings import ConvertWarning, show
 from .adapters import adapted
-from .layer import Converted
+from .layer import Converted, policy_of
 
 
 def report(model: nn.Module) -> Report[Row]:
@@ -34,7 +34,7 @@ def report(model: nn.Module) -> Report[Row]:
     note, others = adapted(model), [row for c in CHANGES for row in c.rows(model)]
     if note is not None:
         return Report([*note.report, *others], notes_on(model))
-    notes, policy = [*notes_on(model)], vars(model).get("fp8_policy", Policy())
+    notes, policy = [*notes_on(model)], policy_of(model)
     starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
     if policy.name or starts:
         name = f"policy {policy.name!r}" if policy.name else "policy"

@@ -25,7 +25,7 @@ from ...recipes.policy import Policy, as_policy, name_of
 from ...recipes.recipe import AUTO, RECIPES, Recipe
 from ...surgery.calibrate import calibrate
 from ...surgery.convert import convert, revert_layers
-from ...surgery.layer import Converted
+from ...surgery.layer import Converted, converted
 
 __all__ = ["ENGINES", "LayerEffect", "Parity", "parity"]
 
@@ -223,7 +223,7 @@ def _under(model: nn.Module, policy: Policy | None, ids: Tensor) -> nn.Module:
     copied = revert_layers(copied)
     if any(recipe is not None for recipe in policy.recipes):
         copied = convert(copied, policy)
-    layers = [m for m in copied.modules() if isinstance(m, Converted)]
+    layers = converted(copied).values()
     if any(cast and cast.scaling == "static" for m in layers for cast in m.fp8_recipe.casts):
         with evaluating(copied):
             calibrate(copied, ids, lambda output: _checked_logits(output, ids).logsumexp(-1).mean())
