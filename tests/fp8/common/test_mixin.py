@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
+from fp8.common.mixin import Mixin, add_mixin, own_attributes
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 T = TypeVar("T")
@@ -44,3 +45,34 @@ def test_a_class_whose_first_base_is_no_module(cls: type[nn.Module]) -> None:
         assert torch.equal(each(x), ours(x))
     converted = fp8.convert(cls(), "tensor")
     assert not torch.equal(fp8.revert(copy.deepcopy(converted))(x), converted(x))
+
+
+class First(Mixin):
+    _attributes = ("first",)
+
+
+class Second(Mixin):
+    _attributes = ("second",)
+
+
+class Copied(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, object]) -> Copied:
+        return Copied(self.in_features, self.out_features)
+
+
+@pytest.mark.parametrize("mixins", [(First, Second), (Second, First)])
+def test_attributes_of_all_mixins_are_copied(mixins: tuple[type[Mixin], ...]) -> None:
+    """Also by a class that copies itself, and none of them is one of the user's."""
+    layer = Copied(2, 2)
+    for mixin in mixins:
+        add_mixin(layer, mixin)
+    vars(layer).update(first=[1], second=[2], third=[3])
+    made = copy.deepcopy(layer)
+    assert {name: vars(made).get(name) for name in ("first", "second")} == {
+        "first": [1],
+        "second": [2],
+    }
+    assert made.first is not layer.first
+    assert isinstance(made, First)
+    assert isinstance(made, Second)
+    assert {"first", "second", "third"} & own_attributes(layer).keys() == {"third"}
