@@ -344,9 +344,6 @@ QUESTIONS: dict[str, Question] = {
     "strangers": Question(
         text="Does `unit_scale` work on models of other libraries?", answer=_strangers
     ),
-    "strangers_reduced": Question(
-        text="Does `unit_scale` work on the other architectures of Hugging Face?", answer=_strangers
-    ),
     "transfer": Question(
         text="How far does the best learning rate move with the size of a model?", answer=_moved
     ),

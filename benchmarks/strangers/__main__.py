@@ -7,7 +7,7 @@ Small configurations with random weights. Each model is built, transformed and m
 of its own. Without --only and --limit the result is written to benchmarks/results. Run again, it
 continues with the models whose rows in --out lack what is asked for: those are the record of each
 model, the result has the counts of each library. --reduced takes, instead of the collection, every
-architecture of transformers (`reduced`).
+architecture of transformers that is built by `reduced`, and only prints.
 """
 
 from __future__ import annotations
@@ -45,25 +45,19 @@ COMPILED = 1e-6
 
 OUT = Path("out/benchmark-strangers.jsonl")
 
-MODELS = "models of other libraries, in small configurations with random weights"
-
-REDUCED = """\
-every architecture of transformers whose sizes one rule makes small, with random weights; those of
-which no model was built so (many are parts of others) are not in the table\
-"""
-
 QUESTION = """\
-what `unit_scale`, `simulate_fp8` and `uu.verify` make of {models}, in terms of what is cast: the
-share of the casts of a step, forward and backward, whose SQNR is within 1.5 dB of the format's own
-on normal values (e4m3 31.5 dB, e5m2 25.5 dB; or on these very values with unlimited exponents;
-operands of zeros aside). unit: models where it is at least 97 % of the unit-scaled model under
-`simulate_fp8`, in its second step; trained: after 20 steps with `uu.optim.AdamW`; static: of the
-plain model under recipe "static" after `fp8.calibrate`; lowest: the least share of unit and
-trained; least, most: log2 of the numbers that stand beside parameters of RMS 1; agrees: `uu.verify`
-judges alike; fp8 fall, fp32 fall: models whose last loss of 20 steps is below the first,
-unit-scaled in FP8 and plain, at one learning rate for all models; compiled: the largest error of
-outputs and gradients of the unit-scaled model in float64 under torch.compile, relative to the
-largest value of the tensor; where the plain model has such an error itself, it does not count\
+what `unit_scale`, `simulate_fp8` and `uu.verify` make of models of other libraries, in small
+configurations with random weights, in terms of what is cast: the share of the casts of a step,
+forward and backward, whose SQNR is within 1.5 dB of the format's own on normal values (e4m3 31.5
+dB, e5m2 25.5 dB; or on these very values with unlimited exponents; operands of zeros aside). unit:
+models where it is at least 97 % of the unit-scaled model under `simulate_fp8`, in its second step;
+trained: after 20 steps with `uu.optim.AdamW`; static: of the plain model under recipe "static"
+after `fp8.calibrate`; lowest: the least share of unit and trained; least, most: log2 of the numbers
+that stand beside parameters of RMS 1; agrees: `uu.verify` judges alike; fp8 fall, fp32 fall: models
+whose last loss of 20 steps is below the first, unit-scaled in FP8 and plain, at one learning rate
+for all models; compiled: the largest error of outputs and gradients of the unit-scaled model in
+float64 under torch.compile, relative to the largest value of the tensor; where the plain model has
+such an error itself, it does not count\
 """
 
 
@@ -259,19 +253,15 @@ def printed(row: Row, verbose: bool) -> None:
 
 
 def finish(rows: list[Row], given: argparse.Namespace) -> None:
-    """Writes the result, or shows it if it is of a part of the collection. Of --reduced, the models
-    that could not be built are not in it."""
-    built = [row for row in rows if not row["result"].startswith("not built")]
+    """Shows the totals, and writes the result if it is of the whole collection."""
     if given.reduced:
-        line = f"{summary(built)}; {len(rows) - len(built)} architectures were not built"
-        name, models, rows = "strangers_reduced", REDUCED, built
-    else:
-        line, name, models = summary(rows), "strangers", MODELS
-    asked = " ".join(QUESTION.format(models=models).split())
-    question = f"{asked}: {line}; versions: {collection.versions(rows)}"
+        rows = [row for row in rows if not row["result"].startswith("not built")]
+    line = summary(rows)
     print(f"\n{line}")
-    if not (given.only or given.limit):
-        write(name, question, by_library(rows))
+    if not (given.only or given.limit or given.reduced):
+        asked = " ".join(QUESTION.split())
+        versions = collection.versions(rows)
+        write("strangers", f"{asked}: {line}; versions: {versions}", by_library(rows))
 
 
 if __name__ == "__main__":
