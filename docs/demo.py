@@ -161,7 +161,7 @@ def times() -> str:
         f"GPT of 4 layers, 128 wide: in eager mode {ratios('eager', plain)}; compiled "
         f"{ratios('compiled', 1.0)} "
         "([table](docs/benchmarks.md#transforms)). Wider models lose less: products grow faster "
-        "than casts and factors."
+        "than casts."
     )
 
 
