@@ -173,29 +173,45 @@ class Recorder(Calls):
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = canonical(function, args, kwargs)
+        # Reading an attribute of a tensor passes through the modes that are active, too.
+        with torch.DisableTorchFunction():
+            node = self._node(function, args, kwargs)
+        output = function(*args, **kwargs)
+        with torch.DisableTorchFunction():
+            self._add(node, output)
+        return output
+
+    def _node(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> CallNode:
         arguments = (*tensors_in(args), *tensors_in(kwargs))
         inputs = [self._input(slot, t) for slot, t in arguments]
         named = str if isinstance(function, OPERATORS) else name_of
-        path, name = self.path(), named(function)
-        kind = kind_of(function)
-        node = CallNode(kind, name, path, function, inputs, args, kwargs)
-        node.where, node.inside = location()
+        node = CallNode(kind_of(function), named(function), self.path(), function, inputs)
+        node.args, node.kwargs = args, kwargs
         sources = [self.nodes[i.node].value for i in inputs]
-        node.value.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
+        is_moved = node.kind in TRANSPARENT and bool(inputs)
+        node.value.origin = sources[0].origin if is_moved else None
         node.value.computed = _is_computed(node.kind, sources)
-        output = function(*args, **kwargs)
-        results = [args[0]] if kind == "setitem" else [t for _, t in tensors_in(output)]
+        return node
+
+    def _add(self, node: CallNode, output: Any) -> None:
+        """Adds a call that returned ``output``, if it is or has a tensor."""
+        is_written = node.kind == "setitem"
+        results = [node.args[0]] if is_written else [t for _, t in tensors_in(output)]
+        if not results:
+            return
+        node.where, node.inside = location()
+        arguments = (*tensors_in(node.args), *tensors_in(node.kwargs))
+        sources = [self.nodes[i.node].value for i in node.inputs]
         ids = {id(t) for t in results}
-        if writes(function, name, args, kwargs):
+        assert node.function is not None
+        if writes(node.function, node.name, node.args, node.kwargs):
             node.written = tuple(slot for slot, t in arguments if id(t) in ids)
         # Arguments that it returns may be used by themselves.
         returned = set() if node.written else ids & {id(t) for _, t in arguments}
-        if results:
-            self.nodes.append(node)
+        self.nodes.append(node)
         if ids != returned:
             self._describe(node, sources, results)
             self._remember(results, returned)
-        return output
 
     def _describe(self, node: CallNode, sources: list[Value], results: list[Tensor]) -> None:
         value = node.value

@@ -11,16 +11,24 @@ from torch import Tensor
 from fp8.common.dtensor import part_of, whole
 
 
-@torch.no_grad()
 def rms_of(tensor: Tensor) -> float:
     """The RMS of the values; 1 if it is zero or not finite, for an example inside torch.vmap, or if
     the tensor is sparse."""
-    if not (tensor.numel() and is_strided(tensor)) or tensor.is_meta or not has_values([tensor]):
+    return size_of(tensor) or 1.0
+
+
+@torch.no_grad()
+def size_of(tensor: Tensor) -> float:
+    """As `rms_of`, and 0 for zeros."""
+    if not (tensor.numel() and is_strided(tensor)) or tensor.is_meta:
         return 1.0
-    sizes = tensor.detach().abs() if tensor.dtype.is_complex else tensor.detach()
-    # Not by the mean: that of parts of different lengths is wrong in torch.
-    rms = math.sqrt(whole(sizes.float().square().sum()).item() / sizes.numel())
-    return rms if math.isfinite(rms) and rms > 0 else 1.0
+    try:
+        sizes = tensor.detach().abs() if tensor.dtype.is_complex else tensor.detach()
+        # Not by the mean: that of parts of different lengths is wrong in torch.
+        total = whole(sizes.float().square().sum()).item()
+    except RuntimeError:  # in torch.vmap, which hides values
+        return 1.0
+    return math.sqrt(total / sizes.numel()) if math.isfinite(total) else 1.0
 
 
 def is_any(condition: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from fp8.modes.autocast import outside_compiler
 from ..install import Args, Given, Kwargs, is_in_fsdp
 from ..record.calls import CallNode, Recorder, tensors_in
 from ..record.kinds import canonical, kind_of
-from ..record.values import has_scale, has_values, is_any, is_strided, rms_of
+from ..record.values import has_scale, is_any, is_strided, size_of
 
 Place = tuple[str, str, int]
 """A call: the path of the running module, the kind, and how many of that kind ran there before."""
@@ -42,7 +42,7 @@ class Pass(Recorder):
 
     places: the place of a call -> its index. sizes: the place of a call -> the RMS of its result, 0
     for zeros. has_nan: whether the output has NaN. normalizes: whether results of products are
-    divided by their RMS. number: of the pass.
+    divided by their RMS. number: of the pass. measured: the places whose sizes are recorded.
     """
 
     def __init__(
@@ -57,14 +57,16 @@ class Pass(Recorder):
         self._before = before
         self._counts: Counter[tuple[str, str]] = Counter()
         self.number = 0
+        self.measured: Collection[Place] = ()
         self.places: dict[Place, int] = {}
         self.sizes: dict[Place, float] = {}
         self.has_nan = False
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = canonical(function, args, kwargs)
-        for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-            self._input(slot, tensor)  # its node comes before that of the call
+        with torch.DisableTorchFunction():
+            for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
+                self._input(slot, tensor)  # its node comes before that of the call
         path, index = self.path(), len(self.nodes)
         kind = kind_of(function)
         self._place = path, kind, self._counts[path, kind]
@@ -80,11 +82,9 @@ class Pass(Recorder):
     def _describe(self, node: CallNode, sources: Any, results: list[Tensor]) -> None:
         super()._describe(node, sources, results)
         result = max(results, key=Tensor.numel)
-        # Values of the examples inside of torch.vmap cannot be read.
-        is_readable = has_scale(result) and is_strided(result) and has_values([result])
-        if node.value.live and is_readable and not is_masked(result):
-            with torch.no_grad(), torch.DisableTorchFunction():
-                self.sizes[self._place] = rms_of(result) if is_any(result) else 0.0
+        is_readable = has_scale(result) and is_strided(result) and not is_masked(result)
+        if self._place in self.measured and node.value.live and is_readable:
+            self.sizes[self._place] = size_of(result)
 
 
 def _saving_as_torch() -> AbstractContextManager[object]:
@@ -103,10 +103,12 @@ def run_pass(
     normalizes: bool = False,
     before: Before | None = None,
     number: int = 0,
+    measured: Collection[Place] = (),
 ) -> Pass:
     """Runs the model on a copy of its arguments, in eager mode. Parameters that it writes, their
     gradients, buffers, counts and random states are as they were afterwards; ``before`` may change
-    parameters. number: of the pass."""
+    parameters. number: of the pass. measured: the places of the calls whose results are measured.
+    """
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
     names = {id(p): name for name, p in model.named_parameters()}
@@ -122,7 +124,7 @@ def run_pass(
             paths = stack.enter_context(running_modules(model))
             written = stack.enter_context(restored(parameters))
             seen = Pass(names, inputs, lambda: paths[-1] if paths else "", normalizes, before)
-            seen.number = number
+            seen.number, seen.measured = number, measured
             stack.enter_context(_gathered(model, seen))
             with seen:
                 output = outside_compiler(lambda: model(*args, **kwargs))

@@ -129,7 +129,8 @@ def decide(model: nn.Module, given: Given, title: str) -> Decision:
         setter = _Setter(model, plain, given, title)
         run_pass(model, given, before=setter.before)
         for number in range(ROUNDS):
-            if not setter.correct(run_pass(model, given, number=number), is_first=not number):
+            seen = run_pass(model, given, number=number, measured=setter.measured())
+            if not setter.correct(seen, is_first=not number):
                 break
         return setter.finish()
     finally:
@@ -189,12 +190,24 @@ class _Setter:
 
     def _size(self, seen: Pass, index: int) -> float:
         """The RMS of the result of a call in a pass; 1 where that does not make the call."""
-        while index not in self.place_of and self.nodes[index].kind in TRANSPARENT:
-            index = self.nodes[index].inputs[0].node  # between processes
-        place = self.place_of.get(index)
+        place = self._place(index)
         if place is None:
             return 1.0
         return self._agreed(f"{seen.number} {place}", seen.sizes.get(place, 1.0))
+
+    def _place(self, index: int) -> Place | None:
+        while index not in self.place_of and self.nodes[index].kind in TRANSPARENT:
+            index = self.nodes[index].inputs[0].node  # between processes
+        return self.place_of.get(index)
+
+    def measured(self) -> set[Place]:
+        """The places of the calls whose sizes `correct` reads."""
+        indices = {i for b in self.branches for i in (b.end, b.stream)}
+        for index, weight in self.weights.items():
+            if self.classes.flow.origin(weight) in self.tables:
+                indices.update(i.node for i in self._factors(index) if i is not weight)
+        places = map(self._place, indices)
+        return {place for place in places if place is not None}
 
     def _agreed(self, what: str, value: T) -> T:
         """The value of the first process: each has a batch of its own, and learning rates follow
@@ -380,7 +393,8 @@ class _Setter:
     def finish(self) -> Decision:
         """Rounds the numbers, as equal ones are products of others in another order, and reports
         what they are and the RMS of what products compute with them."""
-        last = run_pass(self.model, self.given, number=ROUNDS)
+        places = {self.place_of[index] for index in self.weights if index in self.place_of}
+        last = run_pass(self.model, self.given, number=ROUNDS, measured=places)
         self._set_siblings()
         numbers = {name: change.number for name, change in self.changes.items()}
         for name, number in agreed(f"{self.name}/values", numbers).items():
