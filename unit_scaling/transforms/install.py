@@ -138,6 +138,25 @@ def run_in_mode(
     return output
 
 
+class ModeScope(Scope):
+    """Runs the whole model under a torch-function mode, in eager code and in graphs alike."""
+
+    named = False  # torch.cond in a graph allows no branch to write into a list
+
+    def mode(self, module: nn.Module, path: str, given: Given) -> Any:
+        """A new mode for a call of the model."""
+        raise NotImplementedError
+
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            return run_in_mode(self, call, module, path, given)
+        return outside_compiler(lambda: self.eager(call, module, path, given))
+
+    def eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
+        warn_of_break(module)
+        return run_in_mode(self, call, module, path, given, eager=True)
+
+
 _BEGUN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules of which torch.compile has begun a graph, and has not finished it."""
 

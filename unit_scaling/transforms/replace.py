@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from fp8.common.compiler import called
 from fp8.common.step import is_in_place
 from fp8.common.threads import Stack
-from fp8.modes.autocast import outside_compiler
 
-from .install import Args, Call, Given, Kwargs, Scope, run_in_mode, warn_of_break
+from .install import Args, Given, Kwargs, ModeScope
 from .record.calls import Calls
 from .record.kinds import name_of, names_of
 
@@ -25,25 +24,15 @@ Function = Callable[..., Any]
 Replacements = Mapping[Function, Function]
 
 
-class Replace(Scope):
+class Replace(ModeScope):
     """Runs the model with other functions in place of some."""
 
     order = 0
     title = "replace"
-    named = False
 
     def __init__(self, functions: Replacements) -> None:
         self.rows = [_row(function, other) for function, other in functions.items()]
         self.path = Stack()
-
-    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-            return run_in_mode(self, call, module, path, given)
-        return outside_compiler(lambda: self.eager(call, module, path, given))
-
-    def eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        warn_of_break(module)
-        return run_in_mode(self, call, module, path, given, eager=True)
 
     def mode(self, module: nn.Module, path: str, given: Given) -> _Replacing:
         return _Replacing(self.rows)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import nn
 
 from fp8.casts.counts import forget_checks
@@ -14,7 +12,7 @@ from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 from fp8.formats.format import Format, get_format
-from fp8.modes.autocast import autocast, outside_compiler
+from fp8.modes.autocast import autocast
 from fp8.recipes.cast import Cast
 from fp8.recipes.recipe import Recipe
 from fp8.surgery.convert import convert
@@ -22,16 +20,15 @@ from fp8.warnings import ConvertWarning
 
 from ..formats import FPFormat
 from .compile import M, copied
-from .install import Call, Given, Scope, find_scope, install, run_in_mode, warn_of_break
+from .install import Given, ModeScope, find_scope, install
 from .values.pending import is_unit_scaled
 
 
-class Simulate(Scope):
+class Simulate(ModeScope):
     """Runs the model under `fp8.autocast`. casts: those that the caller asked for; recipe: with the
     scaling that the model needs."""
 
     order = 1
-    named = False  # torch.cond in a graph allows no branch to write into a list
 
     def __init__(self, casts: Recipe, recipe: Recipe) -> None:
         self.casts, self.recipe = casts, recipe
@@ -41,15 +38,6 @@ class Simulate(Scope):
     def title(self) -> str:
         casts = (cast for cast in (self.recipe.input, self.recipe.grad) if cast is not None)
         return f"simulated casts to {' and '.join(get_format(cast.format).name for cast in casts)}"
-
-    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-            return run_in_mode(self, call, module, path, given)
-        return outside_compiler(lambda: self.eager(call, module, path, given))
-
-    def eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        warn_of_break(module)
-        return run_in_mode(self, call, module, path, given, eager=True)
 
     def mode(self, module: nn.Module, path: str, given: Given) -> autocast:
         mode = autocast(self.recipe)

@@ -1,4 +1,4 @@
-"""Passes over a copy of a model: recordings that also measure the RMS of each result."""
+"""Passes over a model: recordings that also measure the RMS of results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from fp8.modes.autocast import outside_compiler
 
 from ..install import Args, Given, Kwargs, is_in_fsdp
 from ..record.calls import CallNode, Recorder, tensors_in
-from ..record.kinds import canonical, kind_of
 from ..record.values import has_scale, is_any, is_strided, size_of
 
 Place = tuple[str, str, int]
@@ -62,22 +61,20 @@ class Pass(Recorder):
         self.sizes: dict[Place, float] = {}
         self.has_nan = False
 
-    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        args, kwargs = canonical(function, args, kwargs)
-        with torch.DisableTorchFunction():
-            for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-                self._input(slot, tensor)  # its node comes before that of the call
-        path, index = self.path(), len(self.nodes)
-        kind = kind_of(function)
-        self._place = path, kind, self._counts[path, kind]
+    def _node(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> CallNode:
+        node = super()._node(function, args, kwargs)
+        self._place = node.path, node.kind, self._counts[node.path, node.kind]
         if self._before is not None:
-            with torch.no_grad(), torch.DisableTorchFunction():
+            with torch.no_grad():
                 self._before(self._place, args, kwargs)
-        output = super().observe(function, args, kwargs)
+        return node
+
+    def _add(self, node: CallNode, output: Any) -> None:
+        index = len(self.nodes)
+        super()._add(node, output)
         if len(self.nodes) > index:  # it has made a tensor
             self.places[self._place] = index
-            self._counts[path, kind] += 1
-        return output
+            self._counts[node.path, node.kind] += 1
 
     def _describe(self, node: CallNode, sources: Any, results: list[Tensor]) -> None:
         super()._describe(node, sources, results)
