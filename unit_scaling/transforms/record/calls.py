@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.func import debug_unwrap
 
 from fp8.common.compiler import FirstLook, called
-from fp8.common.step import tensors_within
+from fp8.common.step import restored, tensors_within
 from fp8.common.threads import frames, function_of
 from fp8.modes.control_flow import run_within, runs_functions
 from fp8.modes.dispatch import OPERATORS, expansion
 
-from ..install import Args, Kwargs
+from ..install import Args, Given, Kwargs
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, kind_of, name_of, writes
 from .values import has_scale, is_strided, rms_of
 
@@ -143,49 +144,115 @@ class Calls(FirstLook):
             self._busy = False
 
 
-@dataclass(eq=False)
-class Recorder(Calls):
-    """Records the calls of a model while it runs, as ``nodes``; each refers to earlier ones only.
+@dataclass(frozen=True)
+class Place:
+    """A call in a pass. It is the same in each pass over a model, also where another part of the
+    model (a router's choice) differs.
 
-    parameters: names by id. inputs: the ids of the tensors among the arguments. path: returns the
-    path of the running module. normalizes: whether results of products are divided by their RMS.
+    path: of the running module. number: of earlier calls of this kind in that module.
     """
 
-    parameters: dict[int, str]
-    inputs: Collection[int]
-    path: Callable[[], str]
-    normalizes: bool
+    path: str
+    kind: str
+    number: int
 
-    def __post_init__(self) -> None:
+
+class Pass(Calls):
+    """Observes one forward pass of a model. paths: those of the modules that are running, outermost
+    first."""
+
+    def __init__(self) -> None:
         super().__init__()
+        self.paths: list[str] = []
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def begin(self, arguments: Given) -> None:
+        """Called with the arguments of the model before it runs."""
+
+    def end(self, output: Any, written: restored) -> None:
+        """Called with the output of the model. written: knows which parameters it has written."""
+
+    def name(self, parameter: Tensor, name: str) -> None:
+        """Takes a tensor for a parameter from now on, whatever calls have made it."""
+
+    @property
+    def path(self) -> str:
+        """That of the innermost running module."""
+        return self.paths[-1] if self.paths else ""
+
+    def place(self, function: Callable[..., Any]) -> Place:
+        """The place of a call that is about to run."""
+        path, kind = self.path, kind_of(function)
+        return Place(path, kind, self._counts[path, kind])
+
+    def count(self, place: Place) -> None:
+        """Counts a call that has returned a tensor."""
+        self._counts[place.path, place.kind] += 1
+
+
+def results_of(place: Place, args: Args, output: Any) -> list[Tensor]:
+    """The tensors that a call computes."""
+    if place.kind == "setitem":
+        return [args[0]]
+    return [output] if isinstance(output, Tensor) else [t for _, t in tensors_in(output)]
+
+
+class Recorder(Pass):
+    """Records the calls of a model while it runs, as ``nodes``; each refers to earlier ones only.
+    Results of products are divided by their RMS."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._parameters = {id(p): name for name, p in model.named_parameters()}
+        self._inputs: frozenset[int] = frozenset()
         self.nodes: list[CallNode] = []
+        self.index_of: dict[Place, int] = {}
         self.outputs: list[int] = []  # the nodes of the results
         self.changed: frozenset[str] = frozenset()  # parameters that the model changes itself
         self._node_of: dict[int, int] = {}
         self._makers: dict[Node, int] = {}
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
 
+    def begin(self, arguments: Given) -> None:
+        self._inputs = frozenset(id(t) for _, t in tensors_in(arguments))
+
+    def end(self, output: Any, written: restored) -> None:
+        named = self._model.named_parameters()
+        self.changed = frozenset(name for name, p in named if written.changed(p))
+        self.outputs = [
+            self._input((), t).node
+            for t in tensors_within(output)
+            if has_scale(t) and (id(t) in self._node_of or t.grad_fn is not None)
+        ]
+
     def name(self, parameter: Tensor, name: str) -> None:
-        """Takes a tensor for a parameter from now on, whatever calls have made it."""
-        if id(parameter) not in self.parameters:
-            self.parameters[id(parameter)] = name
+        if id(parameter) not in self._parameters:
+            self._parameters[id(parameter)] = name
             self._node_of.pop(id(parameter), None)
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = canonical(function, args, kwargs)
         # Reading an attribute of a tensor passes through the modes that are active, too.
         with torch.DisableTorchFunction():
-            node = self._node(function, args, kwargs)
+            place = self.place(function)
+            node = self._node(place, function, args, kwargs)
         output = function(*args, **kwargs)
         with torch.DisableTorchFunction():
-            self._add(node, output)
+            results = results_of(place, args, output)
+            if results:
+                self._add(node, results)
+                self.index_of[place] = len(self.nodes) - 1
+                self.count(place)
         return output
 
-    def _node(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> CallNode:
+    def _node(
+        self, place: Place, function: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> CallNode:
         arguments = (*tensors_in(args), *tensors_in(kwargs))
         inputs = [self._input(slot, t) for slot, t in arguments]
         named = str if isinstance(function, OPERATORS) else name_of
-        node = CallNode(kind_of(function), named(function), self.path(), function, inputs)
+        node = CallNode(place.kind, named(function), place.path, function, inputs)
         node.args, node.kwargs = args, kwargs
         sources = [self.nodes[i.node].value for i in inputs]
         is_moved = node.kind in TRANSPARENT and bool(inputs)
@@ -193,12 +260,8 @@ class Recorder(Calls):
         node.value.computed = _is_computed(node.kind, sources)
         return node
 
-    def _add(self, node: CallNode, output: Any) -> None:
-        """Adds a call that returned ``output``, if it is or has a tensor."""
-        is_written = node.kind == "setitem"
-        results = [node.args[0]] if is_written else [t for _, t in tensors_in(output)]
-        if not results:
-            return
+    def _add(self, node: CallNode, results: list[Tensor]) -> None:
+        """Adds a call that has computed ``results``."""
         node.where, node.inside = location()
         arguments = (*tensors_in(node.args), *tensors_in(node.kwargs))
         sources = [self.nodes[i.node].value for i in node.inputs]
@@ -220,12 +283,12 @@ class Recorder(Calls):
         differs = value.floating and node.kind not in CONSTANT
         value.live = differs and any(source.live for source in sources)
         is_product = node.kind in PRODUCTS and value.floating and len(results) == 1
-        if self.normalizes and is_product and is_strided(results[0]) and not node.inside:
+        if is_product and is_strided(results[0]) and not node.inside:
             with torch.no_grad():
                 results[0].div_(rms_of(results[0]))
 
     def _input(self, slot: Slot, tensor: Tensor) -> Input:
-        if id(inner := debug_unwrap(tensor)) in self.parameters:
+        if id(inner := debug_unwrap(tensor)) in self._parameters:
             tensor = inner  # which torch.func.grad differentiates by
         maker = tensor.grad_fn
         if maker is not None and self._is_hidden(tensor, maker):
@@ -234,9 +297,9 @@ class Recorder(Calls):
             self._node_of[id(tensor)] = self._makers[maker]
             self._alive.append(tensor)
         if id(tensor) not in self._node_of:
-            name = self.parameters.get(id(tensor))
+            name = self._parameters.get(id(tensor))
             value = Value(tensor.numel(), has_scale(tensor), name, name, computed=name is not None)
-            value.live = value.floating and (value.computed or id(tensor) in self.inputs)
+            value.live = value.floating and (value.computed or id(tensor) in self._inputs)
             self.nodes.append(CallNode("", name or "input", value=value))
             self._remember([tensor])
         return Input(slot, self._node_of[id(tensor)])
@@ -257,7 +320,7 @@ class Recorder(Calls):
             self._input((slot,), t) if isinstance(t, Tensor) else Input((slot,), t)
             for slot, t in enumerate(self._known_before(maker))
         ]
-        where, path = location()[0], self.path()
+        where, path = location()[0], self.path
         if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
             name, inside = "copy_", ""  # into a view of the tensor
         else:
@@ -291,14 +354,6 @@ class Recorder(Calls):
                 else:
                     todo.append(function)
         return list(known)
-
-    def nodes_of(self, value: Any) -> list[int]:
-        """The nodes of the floating-point tensors within a value, also in objects."""
-        return [
-            self._input((), t).node
-            for t in tensors_within(value)
-            if has_scale(t) and (id(t) in self._node_of or t.grad_fn is not None)
-        ]
 
     def _remember(self, tensors: list[Tensor], others: Collection[int] = ()) -> None:
         """Records that the tensors come from the latest node, but for the ids in ``others``."""

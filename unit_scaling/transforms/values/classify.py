@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ...parameter import Tags
 from ...rules.table import find_op
-from ..record.calls import CallNode, Input, Slot
+from ..record.calls import CallNode, Input, Recorder, Slot
 from ..record.flow import Flow, reached
 from ..record.kinds import (
     ATTENTION,
@@ -25,14 +25,13 @@ from ..record.kinds import (
     is_added,
 )
 from ..record.values import is_strided, rms_of
-from .passes import Pass
 from .streams import Branch, find_branches
 
 
 class Classes:
     """The classes of the parameters in a recorded pass. tags: of the parameters, by name."""
 
-    def __init__(self, seen: Pass, tags: Mapping[str, Tags]) -> None:
+    def __init__(self, seen: Recorder, tags: Mapping[str, Tags]) -> None:
         self.flow = Flow(seen.nodes)
         self._nodes, self._tags = seen.nodes, tags
         self._outputs, self._changed = seen.outputs, seen.changed

@@ -34,12 +34,12 @@ from ...ops.recurrent import GRU_FACTOR, LSTM_FACTOR, RELU_FACTOR, TANH_FACTOR
 from ...parameter import Tags, tags_of
 from ...rules.rates import fan_in
 from ..install import Args, Given, Kwargs
-from ..record.calls import Input, tensors_in
+from ..record.calls import Input, Place, Recorder, tensors_in
 from ..record.kinds import EMBEDDINGS, RECURRENT, TRANSPARENT, is_added
 from ..record.values import has_scale, is_any, rms_of
 from .classify import Classes
 from .parameters import joined, starts_of
-from .passes import Pass, Place, reshard, run_pass
+from .passes import Sizes, reshard, run_pass
 from .ranks import agreed
 from .sources import Holder, Sources
 from .streams import weighted_branches
@@ -127,12 +127,13 @@ def decide(model: nn.Module, given: Given, title: str) -> Decision:
         plain[name] = parameter.detach().clone()
     try:
         setter = _Setter(model, plain, given, title)
-        run_pass(model, given, before=setter.before)
-        for number in range(ROUNDS):
-            seen = run_pass(model, given, number=number, measured=setter.measured())
-            if not setter.correct(seen, is_first=not number):
+        run_pass(model, given, Sizes(before=setter.before))
+        places = setter.measured()
+        for number in range(ROUNDS + 1):
+            seen = run_pass(model, given, Sizes(number, places))
+            if number == ROUNDS or not setter.correct(seen, is_first=not number):
                 break
-        return setter.finish()
+        return setter.finish(seen)
     finally:
         reshard(model)
         for name, parameter in model.named_parameters():
@@ -156,9 +157,9 @@ class _Setter:
                 self._row(name, start.done, start.why)
             self.changes[name] = Change(start.tags, start.number)
             self._write(name)
-        seen = run_pass(model, given, normalizes=True)
-        self.nodes, self.index_of = seen.nodes, seen.places
-        self.place_of = {index: place for place, index in seen.places.items()}
+        seen = run_pass(model, given, Recorder(model))
+        self.nodes, self.index_of = seen.nodes, seen.index_of
+        self.place_of = {index: place for place, index in seen.index_of.items()}
         self.classes = Classes(seen, {name: each.tags for name, each in self.changes.items()})
         self._keep()
         for name in self.classes.inner:
@@ -188,7 +189,7 @@ class _Setter:
         #: The tables that are weights of products too.
         self.tables = scaled & tables & {origin(i) for i in self.weights.values()}
 
-    def _size(self, seen: Pass, index: int) -> float:
+    def _size(self, seen: Sizes, index: int) -> float:
         """The RMS of the result of a call in a pass; 1 where that does not make the call."""
         place = self._place(index)
         if place is None:
@@ -201,8 +202,8 @@ class _Setter:
         return self.place_of.get(index)
 
     def measured(self) -> set[Place]:
-        """The places of the calls whose sizes `correct` reads."""
-        indices = {i for b in self.branches for i in (b.end, b.stream)}
+        """The places of the calls whose sizes `correct` and `finish` read."""
+        indices = {i for b in self.branches for i in (b.end, b.stream)} | {*self.weights}
         for index, weight in self.weights.items():
             if self.classes.flow.origin(weight) in self.tables:
                 indices.update(i.node for i in self._factors(index) if i is not weight)
@@ -289,7 +290,7 @@ class _Setter:
 
     def before(self, place: Place, args: Args, kwargs: Kwargs) -> None:
         """Sets the weights of a call before it runs."""
-        index, kind = self.index_of.get(place), place[1]
+        index, kind = self.index_of.get(place), place.kind
         if index is None or index not in self.first:
             return
         tensors = dict((*tensors_in(args), *tensors_in(kwargs)))
@@ -351,7 +352,7 @@ class _Setter:
 
     # the passes that correct
 
-    def correct(self, seen: Pass, is_first: bool) -> bool:
+    def correct(self, seen: Sizes, is_first: bool) -> bool:
         """Brings branches to their weights, and products of tables to their rule. Returns whether
         something was off."""
         asked = [(b.add, b.end, b.weight * self._size(seen, b.stream)) for b in self.branches]
@@ -364,7 +365,7 @@ class _Setter:
         return any(changed)
 
     def _bring(
-        self, seen: Pass, reader: int, end: int, wanted: float, done: set[Holder], is_first: bool
+        self, seen: Sizes, reader: int, end: int, wanted: float, done: set[Holder], is_first: bool
     ) -> bool:
         """Brings the result of the call ``end``, as ``reader`` reads it, to an RMS."""
         size = self._size(seen, end)
@@ -390,11 +391,9 @@ class _Setter:
 
     # the result
 
-    def finish(self) -> Decision:
+    def finish(self, last: Sizes) -> Decision:
         """Rounds the numbers, as equal ones are products of others in another order, and reports
-        what they are and the RMS of what products compute with them."""
-        places = {self.place_of[index] for index in self.weights if index in self.place_of}
-        last = run_pass(self.model, self.given, number=ROUNDS, measured=places)
+        what they are and the RMS of what products compute with them. last: a pass with these."""
         self._set_siblings()
         numbers = {name: change.number for name, change in self.changes.items()}
         for name, number in agreed(f"{self.name}/values", numbers).items():
