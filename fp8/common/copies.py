@@ -267,7 +267,8 @@ def _references(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
+        # The length of a subclass (e3nn's Irreps) may be undefined, which list() asks for.
+        return list(iter(value))
     if isinstance(value, Tensor | type | ModuleType):
         return []
     return list(getattr(value, "__dict__", {}).values())

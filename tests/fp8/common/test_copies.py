@@ -138,6 +138,20 @@ def test_functions_that_know_no_part_are_the_same_objects() -> None:
     assert made.act.func is F.gelu
 
 
+class Irreps(tuple):
+    """A container whose length is undefined, as in e3nn."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_container_without_a_length_is_copied() -> None:
+    layer = nn.Linear(2, 2)
+    layer.irreps = Irreps(["0e", layer.extra_repr])
+    _, extra_repr = deep_copy(layer).irreps
+    assert extra_repr.__self__ is not layer
+
+
 def test_a_copy_leaves_nothing_behind() -> None:
     model = Block("global")
     seen = weakref.ref(deep_copy(model))
