@@ -357,7 +357,10 @@ class _UnitScaled(torch.optim.Optimizer):
             _default_rate(settings.rule, params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises ValueError for a parameter whose learning rate is not known."""
+        """Adds a parameter group, as in torch.optim.
+
+        Raises ValueError for a parameter whose learning rate is not known.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -374,7 +377,8 @@ class _UnitScaled(torch.optim.Optimizer):
             raise
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As in torch. The closure is called first and sees the user's groups."""
+        """Performs a step, as in torch.optim. The closure is called first, with the groups of the
+        user."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         given = self._replace_groups()
         try:
@@ -449,12 +453,13 @@ class _UnitScaled(torch.optim.Optimizer):
         return list(parts.values()) or [{"params": [], "mup_lr_scale": 1.0, "mup_eps_scale": 1.0}]
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with the factors of lr and eps of each parameter in each group."""
+        """Returns the state, as in torch.optim. Each group has the factors of lr and eps of its
+        parameters."""
         self._update_splits()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch. The saved factors hold for each parameter until its tags change.
+        """Loads a state_dict. The saved factors of a parameter hold until its tags change.
 
         Raises ValueError for a state_dict of another optimizer, such as torch's and those of
         unit-scaling 0.3.5, whose lr and weight_decay have another meaning.
@@ -465,7 +470,7 @@ class _UnitScaled(torch.optim.Optimizer):
         self._loaded = set(range(len(self.param_groups)))
 
     def __repr__(self) -> str:
-        """As in torch, with the range of the factors in the place of their list."""
+        """Returns the text of torch.optim, with the range of the factors instead of their list."""
         self._update_splits()
         shown: Any = object.__new__(type(self))
         shown.param_groups = [{**group} for group in self.param_groups]

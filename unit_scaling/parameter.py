@@ -198,7 +198,7 @@ class TaggedModule(nn.Module):
         self.restore_tags()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in torch; needed for FSDP2, which assigns parameters."""
+        """Sets an attribute. FSDP2 assigns parameters."""
         super().__setattr__(name, value)
 
     # torch converts and loads a module's own parameters in these two methods. Its own modules

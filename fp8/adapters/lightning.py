@@ -82,7 +82,7 @@ def FP8FabricPrecision(
     library: str | None = None,
     **options: Any,
 ) -> Any:
-    """As `FP8Precision`, for ``Fabric(plugins=...)``: ``setup`` converts the model.
+    """Returns a precision plugin for ``Fabric(plugins=...)``. ``setup`` converts the model.
 
     The caller writes checkpoints, and calls `fp8.advance` for the switch of a policy. With scaling
     "delayed" the histories are in the model's state_dict, as in `fp8.convert`. library: "lightning"

@@ -202,7 +202,8 @@ def tile_in(targets: Mapping[str, Tile | None], path: str, kind: type[nn.Module]
 
 
 def _tile_by(settings: Mapping[str, Any]) -> Tile | None:
-    """Of a quantization_config, or of the arguments of weights in a group of it."""
+    """Returns the tile that a quantization_config states, or the weight arguments of one of its
+    groups; None if it states none."""
     block = settings.get("weight_block_size") or settings.get("block_structure")
     if block:
         return int(block[0]), int(block[1])

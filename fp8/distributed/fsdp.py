@@ -295,7 +295,8 @@ class _Weight(Tensor):
         return self.remember(amax)
 
     def static_scale(self, layer: Any, elements: int, mesh: DeviceMesh) -> Tensor:
-        """That of the converted layer. One that is not set is measured over all shards."""
+        """Returns the static scale of the weight of a converted layer. If it is not set, it is
+        measured over all shards."""
         state: Tensor = layer.fp8_scale_weight
         history.note_scale(layer, "fp8_scale_weight")
         if layer.fp8_measured.fp8_scale_weight is False:

@@ -92,7 +92,10 @@ class LowPrecision(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises ValueError or TypeError for invalid settings."""
+        """Adds a parameter group, as in torch.optim.
+
+        Raises ValueError or TypeError for invalid settings.
+        """
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
@@ -194,15 +197,18 @@ class LowPrecision(Optimizer):
         return list(units.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch. That of a DTensor has no scales, which belong to one process: its moments
-        are DTensors in float32, which `load_state_dict` rounds again."""
+        """Returns the state, as in torch.optim.
+
+        The moments of a DTensor are saved as DTensors in float32 without scales, because scales
+        belong to one process. `load_state_dict` rounds them again.
+        """
         saved, parameters = super().state_dict(), parameters_of(self)
         divided = {i: entry for i, entry in saved["state"].items() if is_dtensor(parameters[i])}
         portables = {i: states.portable(parameters[i], entry) for i, entry in divided.items()}
         return {**saved, "state": {**saved["state"], **portables}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, for a state of Adam from torch or from this package.
+        """Loads a state_dict of Adam from torch or from this package.
 
         The state is converted to the encodings of this optimizer: exactly if they are the same,
         else rounded to nearest. A saved master without a counterpart here is written to its

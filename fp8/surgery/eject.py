@@ -31,7 +31,7 @@ from .layer import converted, policy_of
 from .override import check_not_overridden
 
 MAX_LINES, WIDTH = 150, 100
-"""Of the file that `eject` writes."""
+"""The limits of the file that `eject` writes."""
 
 SCALINGS = {"unit": "fixed", "static": "fixed", "tensor": "tensor", "row": "row"}
 """Scaling of a cast -> the word of the file for it."""
@@ -254,7 +254,8 @@ def _rows(layers: list[_Layer], names: dict[str, str]) -> Iterator[str]:
 
 
 def _exponents(layers: list[_Layer]) -> Iterator[str]:
-    """Those of input/weight/gradient of layers with one recipe, if static; equal ones counted."""
+    """Yields the static exponents of input, weight and gradient of layers with one recipe. Equal
+    consecutive layers are counted; nothing is yielded if no scale is static."""
     if any(cast and cast.scaling == "static" for cast in layers[0].recipe.casts):
         for exponents, run in groupby(layer.exponents for layer in layers):
             count = len(list(run))

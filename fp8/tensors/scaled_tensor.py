@@ -130,7 +130,7 @@ class ScaledTensor(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Of the values and the scale."""
+        """The number of bytes of the values and the scale."""
         return self.stored.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -237,7 +237,10 @@ class ScaledTensor(Tensor):
         return f"ScaledTensor {self.dtype} {self.format} {self.memory.tile}"
 
     def requires_grad_(self, requires_grad: bool = True) -> ScaledTensor:
-        """As for any tensor. A weight that was frozen stores gradients in ``grad_format``."""
+        """Sets whether autograd records operations on the tensor.
+
+        The gradient of a weight that was frozen is stored in ``grad_format``.
+        """
         frozen = not self.requires_grad
         super().requires_grad_(requires_grad)
         if frozen and self.grad_format is not None:

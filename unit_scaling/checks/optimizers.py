@@ -183,8 +183,8 @@ def _is_at_its_size(weight: Tensor, by_tag: bool) -> bool:
 
 
 def _rates(optimizer: Optimizer, rule: str) -> Iterator[_Rate]:
-    """Those of the weights of an optimizer: what a group was created with or a schedule starts
-    from, ignoring warm-up. A rate of 0 is not judged."""
+    """Yields the learning rates of the weights of an optimizer: the rate that a group was created
+    with or that a schedule starts from, without warm-up. A rate of 0 is not judged."""
     for group in optimizer.param_groups:
         scale = group.get("mup_lr_scale") or 1.0
         rates = [(group.get(key), scale) for key in ("lr", "initial_lr", "max_lr")]

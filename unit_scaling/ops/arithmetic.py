@@ -121,7 +121,7 @@ def mul(input: Number, other: Number, constraint: str | None = "to_output_scale"
 
 
 def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output_scale") -> Scales:
-    """As `mul_scales`, for a divisor of magnitude about 1, such as norms and averages.
+    """Returns the scales of `mul_scales`, for a divisor of magnitude about 1 (a norm, an average).
 
     The inverse of a standard normal variable has no finite second moment, and therefore no factor.
     """

@@ -23,7 +23,7 @@ def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
 
 
 def rms_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
-    """As `layer_norm_scales`."""
+    """Returns the scales of `layer_norm_scales`, without those of a bias."""
     s = layer_norm_scales(input, normalized_shape)
     return {name: s[name] for name in ("output", "input", "weight")}
 

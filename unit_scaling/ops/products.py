@@ -86,7 +86,7 @@ READOUT: ScalePower = (1.0, 0.5, 0.5)
 
 
 def linear_readout_scales(input: Tensor, weight: Tensor, constraint: str | None = None) -> Scales:
-    """As `linear_scales`, with 1/fan-in for the output (muP's output layer)."""
+    """Returns the scales of `linear_scales` with 1/fan-in for the output (muP's output layer)."""
     return linear_scales(input, weight, constraint, READOUT)
 
 
@@ -151,9 +151,12 @@ def grouped_mm_scales(
     offs: Tensor | None = None,
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """As `linear_scales` for each group: 1/sqrt(k) for the output and 1/sqrt(n) for the gradient of
-    the tokens, tied, and for the weight, a stack, 1/sqrt of the rows of a group: on average, as
-    shapes do not tell the sizes of groups. Two matrices have no weight: all three are tied."""
+    """Returns the scales of `linear_scales` for each group.
+
+    The output has 1/sqrt(k) and the gradient of the tokens 1/sqrt(n), tied. The stack of weights
+    has 1/sqrt of the mean number of rows in a group, because shapes do not tell the sizes of
+    groups. Two matrices have no weight: all three scales are tied.
+    """
     k, m, n = left.shape[-1], left.shape[-2], right.shape[-1]
     if offs is None:
         return {"right": row_scale(m), **tie(constraint, output=inverse(k), left=inverse(n))}

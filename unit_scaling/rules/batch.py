@@ -23,8 +23,8 @@ class _Block:
 _OWN = Stack()
 """The open blocks of this thread, innermost last."""
 _OPEN: list[_Block] = []
-"""Those of the process, for threads without one of their own: autograd's, which compute layers
-again that are checkpointed, and others that a model starts."""
+"""The open blocks of the process, for threads without a block of their own: the threads of
+autograd, which recompute checkpointed layers, and threads that a model starts."""
 
 
 @contextmanager

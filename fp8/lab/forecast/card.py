@@ -40,7 +40,7 @@ class Card(NamedTuple):
 
     @property
     def properties(self) -> types.SimpleNamespace:
-        """As of `torch.cuda.get_device_properties`."""
+        """Returns what `torch.cuda.get_device_properties` would return."""
         return types.SimpleNamespace(
             name=self.name,
             major=self.capability[0],

@@ -108,7 +108,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(x: Any) -> _Layout | None:
-    """Of a buffer or input of a graph; None of what is no tensor."""
+    """Returns the layout of a buffer or input of a graph; None if it is not a tensor."""
     try:
         size, stride = ([int(s) for s in sizes] for sizes in (x.get_size(), x.get_stride()))
         return _Layout(size, stride, x.get_dtype())

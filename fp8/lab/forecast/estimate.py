@@ -90,7 +90,7 @@ def _units(recipe: Recipe, device: Hardware) -> tuple[dict[str, str], str]:
 def _seconds(
     product: Product, recipe: Recipe | None, units: Mapping[str, str], device: Hardware
 ) -> float:
-    """Of one call of the three products, with their casts."""
+    """Estimates the seconds of one call of the three products, with their casts."""
     p, total = product, 0.0
     elements = {"input": p.input_elements or p.m * p.k, "weight": p.k * p.n, "grad": p.m * p.n}
     for name, operands in PRODUCTS.items():

@@ -142,7 +142,8 @@ class _Converter(NamedTuple):
 
     @property
     def simulated(self) -> str:
-        """As `Variant.simulated`, of the GPU's kernels."""
+        """Returns why the GPU has no kernel for a recipe, "" if it has kernels for all. See
+        `Variant.simulated`."""
         return next(filter(None, map(why_not_recipe, self.recipes)), "")
 
     def estimated(self, products: Sequence[Product], model: nn.Module, device: Hardware) -> Variant:

@@ -118,7 +118,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for ``json.dumps``."""
+        """Returns the findings as plain values, for ``json.dumps``."""
         return asdict(self)
 
     @staticmethod

@@ -47,7 +47,7 @@ def compile_steps(
 
 
 def _policies(hardware: Hardware, findings: Findings) -> list[Policy]:
-    """Those to forecast, of which the accelerator has units."""
+    """Returns the policies to forecast: those that the units of the accelerator can run."""
     best = finalists(findings).get(hardware.name)
     names = {PLAIN.name, best.name if best else ""} & runs_on(findings, hardware.name)
     asked = (c for c in findings.candidates if c.name in names)

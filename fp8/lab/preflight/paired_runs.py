@@ -100,7 +100,8 @@ def gap(runs: Sequence[Run], name: str) -> Gap | None:
 
 
 def sequential_gap(runs: Sequence[Run], name: str) -> Gap | None:
-    """As `gap`, of `end_difference`, with the interval of the last look of the sequential test."""
+    """Returns the gap of `end_difference`, with the interval of the last look of the sequential
+    test."""
     values = _differences(runs, name, end_difference)
     look = max((seeds for seeds in LOOKS if seeds <= len(values)), default=0)
     return _gap(values[: look or None] if math.inf not in values else values, LOOKS.get(look))
@@ -109,7 +110,8 @@ def sequential_gap(runs: Sequence[Run], name: str) -> Gap | None:
 def _differences(
     runs: Sequence[Run], name: str, difference: Callable[[Run, Run], float]
 ) -> list[float]:
-    """Of each seed whose reference is finite, in their order; inf for a run that diverged."""
+    """Returns the difference for each seed whose reference is finite, in the order of the seeds;
+    inf for a run that diverged."""
     references = {r.seed: r for r in runs if r.name == REFERENCE and math.isfinite(r.held_out)}
     pairs = {r.seed: r for r in runs if r.name == name and r.seed in references}
     return [

@@ -339,7 +339,7 @@ class PreflightRun:
         findings.candidates = findings.candidates + new
 
     def _layer_errors(self, recipe: Recipe, budget: Budget) -> list[LayerError]:
-        """Of each layer alone; none if there is no time for all."""
+        """Returns the error of casting each layer alone; empty if the budget does not allow all."""
         errors, share = list[LayerError](), shares(self.findings.products)
         for layer, part in share.items():
             if budget.left <= 0:
@@ -419,8 +419,8 @@ class PreflightRun:
         return self.budget.allows(sum(map(self._run_seconds, names)))
 
     def _run_seconds(self, name: str) -> float:
-        """Of the longest run so far; without one, by the time of an update error or of the
-        reference."""
+        """Estimates the seconds of a run: those of the longest run so far; before the first run,
+        from the time of an update error or of the reference."""
         times = [run.seconds for run in self.findings.runs if run.name == name]
         if times:
             return max(times)

@@ -272,7 +272,8 @@ class Problem:
 
 
 def _checksum(value: Any) -> int:
-    """Of the bytes of all tensors in a value; of those without bytes (sparse, meta) the shapes."""
+    """Returns a checksum of the bytes of all tensors in a value. Tensors without bytes (sparse,
+    meta) contribute their shapes."""
     checksum = 0
     for tensor in tensors_within(value):
         try:

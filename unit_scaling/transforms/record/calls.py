@@ -177,7 +177,7 @@ class Pass(Calls):
 
     @property
     def path(self) -> str:
-        """That of the innermost running module."""
+        """The path of the innermost running module."""
         return self.paths[-1] if self.paths else ""
 
     def place(self, function: Callable[..., Any]) -> Place:

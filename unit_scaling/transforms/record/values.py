@@ -19,7 +19,7 @@ def rms_of(tensor: Tensor) -> float:
 
 @torch.no_grad()
 def size_of(tensor: Tensor) -> float:
-    """As `rms_of`, and 0 for zeros."""
+    """Returns `rms_of` the tensor, but 0 for zeros."""
     if not (tensor.numel() and is_strided(tensor)) or tensor.is_meta:
         return 1.0
     try:

@@ -66,8 +66,8 @@ class Classes:
 
     @cached_property
     def added(self) -> dict[str, float]:
-        """Those of the kept weights that calls only add to values or put beside them (positions, a
-        class token), with the RMS of these values."""
+        """The kept weights that calls only add to values or put beside them (positions, a class
+        token): name -> the RMS of these values."""
         sizes: dict[str, list[float]] = defaultdict(list)
         others = {*self._changed}
         for index, i, origin in self._reads():

@@ -41,8 +41,9 @@ class Start:
 
 
 def starts_of(model: nn.Module) -> dict[str, Start]:
-    """Those of all parameters but of modules of `unit_scaling`, which have RMS 1 and tags. The
-    weight of the last `nn.Linear` is tagged as the readout."""
+    """Returns the `Start` of each parameter by name. Modules of `unit_scaling` are left out: their
+    parameters have RMS 1 and tags. The weight of the last `nn.Linear` is tagged as the readout.
+    """
     starts: dict[str, Start] = {}
     readout = _readout(model)
     visited = set[int]()

@@ -252,7 +252,7 @@ class _Hook:
             yield joined(self.path, leaf), parameter
 
     def pending(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those whose values are not set."""
+        """Yields the parameters whose values are not set, by name."""
         module = self.module()
         for name, parameter in () if module is None else self.parameters(module):
             if tags_of(parameter).mup_pending or not has_parameter_data(parameter):

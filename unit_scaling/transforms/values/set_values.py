@@ -57,7 +57,7 @@ GRID = 0.25
 optimizer steps those of each rate by themselves."""
 
 ROUNDS = 4
-"""Of corrections: the branches of a stream follow each other."""
+"""The largest number of corrections. The branches of a stream follow each other."""
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Sources:
         return [i for i in known if has_scale(tensors[i.slot])]
 
     def _of_product(self, index: int) -> list[Holder] | None:
-        """Those of a product: its weight and its bias."""
+        """Returns the holders of a product: its weight and its bias."""
         name = self._origin(self._weights[index])
         if name is None or name in self._fixed:
             return None
@@ -130,7 +130,7 @@ class Sources:
         return [Holder(name), *(Holder(bias) for bias in biases if bias)]
 
     def _shifted(self, node: CallNode, term: Input) -> list[Holder] | None:
-        """Those of the sum of a parameter and a number."""
+        """Returns the holder of the sum of a parameter and a number."""
         name = self._origin(term)
         numbers = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, int | float)]
         return [Holder(name, float(sum(numbers)))] if name else None
@@ -145,8 +145,8 @@ class Sources:
         return found
 
     def _of_one(self, index: int, terms: list[Input], visited: set[int]) -> list[Holder] | None:
-        """Those of the factor of a product that is read by nothing else, and is rather a product
-        before a gain than the gain."""
+        """Returns the holders of one factor of a product: the factor that nothing else reads, and
+        a computed one rather than a gain."""
         kind = self._nodes[index].kind
         factors = [i for i in terms if not is_added(kind, i.slot)]
         if len({i.node for i in factors}) < len(factors):

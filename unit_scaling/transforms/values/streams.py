@@ -113,7 +113,7 @@ def _number(flow: Flow, adds: dict[int, Branch]) -> None:
 def weighted_branches(
     flow: Flow, branches: Sequence[Branch], outputs: Collection[int]
 ) -> list[Weighted]:
-    """Those of the branches that have a weight. outputs: the nodes of what the model returns."""
+    """Returns the branches that have a weight. outputs: the nodes of what the model returns."""
     tau = completep_residual_scaling_rule()
     returned = {branch.add for branch in branches if _is_returned(flow, branch.add, outputs)}
     adds = {branch.add: branch for branch in branches}
