@@ -66,12 +66,15 @@ class Sizes(Pass):
             if results:
                 self.count(place)
                 if place in self._places:
-                    self._measure(place, max(results, key=Tensor.numel))
+                    self.sizes[place] = read_size(max(results, key=Tensor.numel))
         return output
 
-    def _measure(self, place: Place, result: Tensor) -> None:
-        if has_scale(result) and is_strided(result) and not is_masked(result):
-            self.sizes[place] = size_of(result)
+
+def read_size(tensor: Tensor) -> float:
+    """The RMS of the values, 0 for zeros; 1 where they cannot be read."""
+    if has_scale(tensor) and not is_masked(tensor):
+        return size_of(tensor)
+    return 1.0
 
 
 def _saving_as_torch() -> AbstractContextManager[object]:

@@ -8,9 +8,9 @@ initialization and rate: Tensor Programs IV, arXiv 2011.14522; u-muP, arXiv 2407
 
 1. A pass is recorded, with the results of products at RMS 1. Calls are classified.
 2. A second pass sets each weight when a product first reads it: the rule of the product, divided by
-   the RMS of its operand.
-3. Further passes measure residual streams and products whose weight has another reader (a tied
-   head), and multiply what holds their scale.
+   the RMS of its operand. When a residual add reads a branch, or a product with a tied table its
+   operand, what holds the scale of that is multiplied too.
+3. Further passes check the results, and correct what parts of the model share.
 
 The parameters of the model are changed meanwhile, and restored.
 """
@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,12 +35,12 @@ from ...ops.recurrent import GRU_FACTOR, LSTM_FACTOR, RELU_FACTOR, TANH_FACTOR
 from ...parameter import Tags, tags_of
 from ...rules.rates import fan_in
 from ..install import Args, Given, Kwargs
-from ..record.calls import Input, Place, Recorder, tensors_in
+from ..record.calls import Input, Place, Recorder, Slot, tensors_in
 from ..record.kinds import EMBEDDINGS, RECURRENT, TRANSPARENT, is_added
 from ..record.values import has_scale, is_any, rms_of
 from .classify import Classes
 from .parameters import joined, starts_of
-from .passes import Sizes, reshard, run_pass
+from .passes import Sizes, read_size, reshard, run_pass
 from .ranks import agreed
 from .sources import Holder, Sources
 from .streams import weighted_branches
@@ -57,7 +58,7 @@ GRID = 0.25
 optimizer steps those of each rate by themselves."""
 
 ROUNDS = 4
-"""The largest number of corrections. The branches of a stream follow each other."""
+"""The largest number of passes that correct."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,20 @@ class Decision:
     rows: list[Row]
 
 
+@dataclass(frozen=True)
+class _Target:
+    """The result of a call, as another one reads it, that has to have an RMS.
+
+    reader, end: the indices of these calls. stream: the call whose RMS it is relative to, which
+    the reader adds; None for 1.
+    """
+
+    reader: int
+    end: int
+    rms: float
+    stream: int | None = None
+
+
 @torch.no_grad()
 def decide(model: nn.Module, given: Given, title: str) -> Decision:
     """Decides for ``model`` as it runs on these arguments. title: as of `model_name`.
@@ -131,7 +146,7 @@ def decide(model: nn.Module, given: Given, title: str) -> Decision:
         places = setter.measured()
         for number in range(ROUNDS + 1):
             seen = run_pass(model, given, Sizes(number, places))
-            if number == ROUNDS or not setter.correct(seen, is_first=not number):
+            if number == ROUNDS or not setter.correct(seen):
                 break
         return setter.finish(seen)
     finally:
@@ -167,7 +182,9 @@ class _Setter:
         self._find_weights()
         flow = self.classes.flow
         self.sources = Sources(self.nodes, flow, self.weights, self.tables)
-        self.branches = weighted_branches(flow, self.classes.branches, seen.outputs)
+        self._find_targets(seen.outputs)
+        self._met: set[_Target] = set()
+        self._multiplied: set[Holder] = set()  # in the running pass
 
     def _find_weights(self) -> None:
         """Finds the products that read weights, and which of these read one first."""
@@ -189,6 +206,21 @@ class _Setter:
         #: The tables that are weights of products too.
         self.tables = scaled & tables & {origin(i) for i in self.weights.values()}
 
+    def _find_targets(self, outputs: Collection[int]) -> None:
+        """Finds the branches of residual streams, and the operands of products with tables."""
+        flow = self.classes.flow
+        self.targets = [
+            _Target(each.add, each.end, each.weight, each.stream)
+            for each in weighted_branches(flow, self.classes.branches, outputs)
+        ]
+        for index, weight in self.weights.items():
+            factors = [i for i in self._factors(index) if i is not weight]
+            if flow.origin(weight) in self.tables and len(factors) == 1:
+                self.targets.append(_Target(index, factors[0].node, self.rules[index]))
+        self.targets_of: dict[int, list[_Target]] = defaultdict(list)
+        for target in self.targets:
+            self.targets_of[target.reader].append(target)
+
     def _size(self, seen: Sizes, index: int) -> float:
         """The RMS of the result of a call in a pass; 1 where that does not make the call."""
         place = self._place(index)
@@ -203,10 +235,11 @@ class _Setter:
 
     def measured(self) -> set[Place]:
         """The places of the calls whose sizes `correct` and `finish` read."""
-        indices = {i for b in self.branches for i in (b.end, b.stream)} | {*self.weights}
-        for index, weight in self.weights.items():
-            if self.classes.flow.origin(weight) in self.tables:
-                indices.update(i.node for i in self._factors(index) if i is not weight)
+        indices = set(self.weights)
+        for target in self.targets:
+            indices.add(target.end)
+            if target.stream is not None:
+                indices.add(target.stream)
         places = map(self._place, indices)
         return {place for place in places if place is not None}
 
@@ -289,14 +322,37 @@ class _Setter:
     # the second pass
 
     def before(self, place: Place, args: Args, kwargs: Kwargs) -> None:
-        """Sets the weights of a call before it runs."""
-        index, kind = self.index_of.get(place), place.kind
-        if index is None or index not in self.first:
+        """Sets the weights of a call before it runs, and what holds the scales of its targets."""
+        index = self.index_of.get(place)
+        if index is None or not (index in self.first or index in self.targets_of):
             return
         tensors = dict((*tensors_in(args), *tensors_in(kwargs)))
-        if kind in RECURRENT:
-            self._set_recurrent(index, kind, tensors)
+        for target in self.targets_of.get(index, ()):
+            self._bring_operand(target, tensors)
+        if index not in self.first:
             return
+        if place.kind in RECURRENT:
+            self._set_recurrent(index, place.kind, tensors)
+        else:
+            self._set_weight(index, tensors)
+
+    def _bring_operand(self, target: _Target, tensors: Mapping[Slot, Tensor]) -> None:
+        """Brings an argument of the call that is about to run to its target."""
+        slots = {i.node: i.slot for i in self.nodes[target.reader].inputs}
+        name = f"bring {target.reader} {target.end}"
+        end = tensors[slots[target.end]]
+        wanted = target.rms
+        if target.stream is not None:
+            stream = tensors[slots[target.stream]]
+            wanted *= self._agreed(f"{name} stream", read_size(stream))
+        ratio = self._bring(target, self._agreed(name, read_size(end)), wanted)
+        if ratio != 1.0:
+            # Torch refuses to write an expanded tensor: the next pass sees it.
+            with suppress(RuntimeError):
+                end.data.mul_(ratio)
+
+    def _set_weight(self, index: int, tensors: Mapping[Slot, Tensor]) -> None:
+        """Sets the weight and the bias of a product."""
         node, weight = self.nodes[index], self.weights[index]
         name = self.classes.flow.origin(weight)
         assert name is not None
@@ -313,7 +369,7 @@ class _Setter:
             moved.data.mul_(number)  # a copy in another dtype or order, or what FSDP has gathered
         for i in node.inputs:
             bias = self.classes.flow.origin(i)
-            if is_added(kind, i.slot) and bias in self.parameters:
+            if is_added(node.kind, i.slot) and bias in self.parameters:
                 self._multiply(Holder(bias), number)
                 self._keep_information(bias, parameter)
 
@@ -352,42 +408,39 @@ class _Setter:
 
     # the passes that correct
 
-    def correct(self, seen: Sizes, is_first: bool) -> bool:
-        """Brings branches to their weights, and products of tables to their rule. Returns whether
-        something was off."""
-        asked = [(b.add, b.end, b.weight * self._size(seen, b.stream)) for b in self.branches]
-        for index, weight in self.weights.items():
-            factors = [i for i in self._factors(index) if i is not weight]
-            if self.classes.flow.origin(weight) in self.tables and len(factors) == 1:
-                asked.append((index, factors[0].node, self.rules[index]))
-        done = set[Holder]()
-        changed = [self._bring(seen, *each, done, is_first) for each in asked]
-        return any(changed)
+    def correct(self, seen: Sizes) -> bool:
+        """Brings what a pass has measured to its targets. Returns whether something was off."""
+        self._multiplied.clear()
+        ratios = []
+        for target in self.targets:
+            wanted = target.rms
+            if target.stream is not None:
+                wanted *= self._size(seen, target.stream)
+            ratios.append(self._bring(target, self._size(seen, target.end), wanted))
+        return any(ratio != 1.0 for ratio in ratios)
 
-    def _bring(
-        self, seen: Sizes, reader: int, end: int, wanted: float, done: set[Holder], is_first: bool
-    ) -> bool:
-        """Brings the result of the call ``end``, as ``reader`` reads it, to an RMS."""
-        size = self._size(seen, end)
+    def _bring(self, target: _Target, size: float, wanted: float) -> float:
+        """Brings a result of RMS ``size`` to another one. Returns by what it is multiplied."""
+        is_first = target not in self._met
+        self._met.add(target)
         if not wanted or not (size or is_first):
-            return False  # zeros have the number of their rule since the first pass
+            return 1.0  # zeros have the number of their rule since they were first met
         ratio = _rounded(wanted / (size or 1.0))
         if ratio == 1.0:
-            return False
-        holders = self.sources.holders(end, reader)
-        node = self.nodes[reader]
+            return 1.0
+        holders = self.sources.holders(target.end, target.reader)
         if holders is None:
-            kind = self.nodes[end].kind or "an input"
+            node, kind = self.nodes[target.reader], self.nodes[target.end].kind or "an input"
             why = f"ends in {kind}, which no parameter scales alone: {ratio:.3g} is missing"
             key = f"{node.path}.{node.name} {node.where}"
             self.rows[key] = Row(node.path, node.name, LEFT_ALONE, why)
-            return False
-        if not done.isdisjoint(holders):
-            return False
-        done.update(holders)
+            return 1.0
+        if not self._multiplied.isdisjoint(holders):
+            return 1.0
+        self._multiplied.update(holders)
         for holder in holders:
             self._multiply(holder, ratio)
-        return True
+        return ratio
 
     # the result
 
