@@ -65,19 +65,39 @@ class Layout(NamedTuple):
 
 
 _TENSOR = Layout(
-    *("compressed-tensors", "float-quantized", (0, 0), "weight_scale", torch.float32),
-    {"num_bits": 8, "strategy": "tensor"},
+    method="compressed-tensors",
+    format="float-quantized",
+    tile=(0, 0),
+    scale="weight_scale",
+    dtype=torch.float32,
+    arguments={"num_bits": 8, "strategy": "tensor"},
 )
 
 LAYOUTS: dict[str, Layout] = {
     **dict.fromkeys(("unit", "tensor", "delayed", "static"), _TENSOR),
     "row": _TENSOR._replace(tile=(1, 0), arguments={"num_bits": 8, "strategy": "channel"}),
     # DeepSeek-V3's own files; Transformers' FineGrainedFP8Config.
-    "block": Layout("fp8", "", (128, 128), "weight_scale_inv", torch.float32, {}),
+    "block": Layout(
+        method="fp8",
+        format="",
+        tile=(128, 128),
+        scale="weight_scale_inv",
+        dtype=torch.float32,
+        arguments={},
+    ),
     # compressed-tensors' preset MXFP8. vLLM's method "mxfp8" reads no FP8 files.
     "mx": Layout(
-        *("compressed-tensors", "mxfp8-quantized", (1, 32), "weight_scale", torch.uint8),
-        {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        method="compressed-tensors",
+        format="mxfp8-quantized",
+        tile=(1, 32),
+        scale="weight_scale",
+        dtype=torch.uint8,
+        arguments={
+            "num_bits": 8,
+            "strategy": "group",
+            "group_size": 32,
+            "scale_dtype": "torch.uint8",
+        },
     ),
 }
 """Scaling of a weight -> its layout."""

@@ -31,8 +31,14 @@ M = TypeVar("M", bound=nn.Module)
 Source = str | os.PathLike[str] | Mapping[str, Tensor]
 
 OF_ACTIVATIONS = (
-    *("input_scale", "input_scale_ub", "input_global_scale", "activation_scale"),
-    *("output_scale", "q_scale", "k_scale", "v_scale"),
+    "input_scale",
+    "input_scale_ub",
+    "input_global_scale",
+    "activation_scale",
+    "output_scale",
+    "q_scale",
+    "k_scale",
+    "v_scale",
 )
 """Last parts of the names of scales of activations and caches, which are left in the file: casts
 compute their own."""

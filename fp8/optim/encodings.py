@@ -96,12 +96,24 @@ class Encoded(NamedTuple):
     scale: Tensor | None = None
     amax: Tensor | None = None
 
+    @property
+    def kind(self) -> str:
+        """The kind of its scale, as `Encoding.scale`."""
+        if self.scale is None:
+            return "none"
+        return "block" if self.scale.dim() else "tensor"
+
     def part(self, start: int, stop: int) -> Encoded:
         """Views of the elements from ``start``, a multiple of `BLOCK`, to ``stop``."""
         scale = self.scale
         if scale is not None and scale.dim():
             scale = scale[start // BLOCK : -(-stop // BLOCK)]
         return Encoded(self.values[start:stop], scale, self.amax)
+
+    def copied(self, device: torch.device) -> Encoded:
+        """A copy on a device."""
+        parts = (x if x is None else x.to(device, copy=True) for x in self)
+        return Encoded(*parts)  # type: ignore[arg-type]
 
 
 def zeros(count: int, encoding: Encoding, device: torch.device) -> Encoded:

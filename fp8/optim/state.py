@@ -225,7 +225,7 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
             f"{name} is {source.values.dtype}, its parameter {here.dtype}: this is the state of "
             "another model"
         )
-    source = Encoded(*(x if x is None else x.to(here.device, copy=True) for x in source))  # type: ignore[arg-type]
+    source = source.copied(here.device)
     if source.scale is not None:
         _check_numbers(name + PARTS[1], source.scale)
     wide = encoding.dtype in WIDE
@@ -233,8 +233,7 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
     if name != MASTER:
         parts = torch.view_as_real(numbers) if numbers.is_complex() else numbers
         _check_numbers(name, parts, 0.0 if name == SECOND else -math.inf)
-    scale = "none" if source.scale is None else "block" if source.scale.dim() else "tensor"
-    if (source.values.dtype, scale) == (encoding.dtype, encoding.scale):
+    if (source.values.dtype, source.kind) == (encoding.dtype, encoding.scale):
         _put(state, name, source, here.shape)
     elif wide:
         _put(state, name, Encoded(numbers.to(encoding.dtype)), here.shape)

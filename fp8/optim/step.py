@@ -47,6 +47,10 @@ class _Tensors(NamedTuple):
     first: Encoded
     second: Encoded
 
+    def part(self, start: int, stop: int) -> _Tensors:
+        """Views of the elements from ``start`` to ``stop``. See `Encoded.part`."""
+        return _Tensors(*(x.part(start, stop) for x in self))
+
 
 def _adam(
     tensors: _Tensors, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[Key]
@@ -166,8 +170,9 @@ class Unit:
         step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
         decay = 1 - lr * group["weight_decay"] if self.decoupled else 1.0
         size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
-        formulas = (decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"])
-        return torch.tensor([*formulas, *(1.0 if x is None else 1 / x for x in scales)])
+        formulas = [decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"]]
+        units = [1.0 if x is None else 1 / x for x in scales]
+        return torch.tensor(formulas + units)
 
     def seed(self, stream: int) -> tuple[int, ...]:
         """stream: 0 for the moments, 1 for the weight, from 2 on for copies of weights."""
@@ -257,7 +262,9 @@ def update(unit: Unit, largest_grad: float, scales: list[float | None]) -> None:
     compiled = unit.group["compile"] and len(unit.states) == 1
     fixed = compiled and grad.is_cpu and "block" in (how.first.scale, how.second.scale)
     threads = (torch.get_num_threads() - 1).bit_length()
-    size, least = max(count, 1), BLOCK if compiled else 1  # of chunks, and what divides them
+    size, least = max(count, 1), 1  # of chunks, and what divides them
+    if compiled:
+        least = BLOCK
     if fixed:
         size = least = BLOCKS << threads
     elif grad.is_cpu and not compiled:
@@ -267,9 +274,9 @@ def update(unit: Unit, largest_grad: float, scales: list[float | None]) -> None:
     for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
         if begin == end:
             continue
-        parts = (
-            tensors if end - begin == count else _Tensors(*(x.part(begin, end) for x in tensors))
-        )
+        parts = tensors
+        if end - begin < count:
+            parts = tensors.part(begin, end)
         arguments = (parts, grad[begin:end], numbers, how)
         at = [key_at(key, begin) for key in keys]
         if compiled and begin < whole:

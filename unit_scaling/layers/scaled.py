@@ -64,7 +64,9 @@ class Scaled(nn.Module):
             for p in like or signature(base).parameters.values()
             if p.kind not in _VARIABLE and p.name not in names
         ]
-        both = [*cls._ours, *theirs] if cls._leads else [*theirs, *cls._ours]
+        both = [*theirs, *cls._ours]
+        if cls._leads:
+            both = [*cls._ours, *theirs]
         parameters = [p.replace(default=cls._defaults.get(p.name, p.default)) for p in both]
         cls._arguments = Signature(parameters)
         cls.__signature__ = cls._arguments  # type: ignore[attr-defined]
