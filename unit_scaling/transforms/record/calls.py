@@ -58,9 +58,8 @@ class Value:
 class CallNode:
     """One call, or an external tensor (function None): a parameter, an input, a buffer.
 
-    kind: as in `record.kinds`; "" for one that is not seen. where: file and line. inside: the
-    autograd function in which it, or a module that makes it, runs. written: the arguments that it
-    writes into.
+    kind: as in `record.kinds`; "" for one that is not seen. inside: the autograd function in which
+    it, or a module that makes it, runs. written: the arguments that it writes into.
     """
 
     kind: str
@@ -70,7 +69,6 @@ class CallNode:
     inputs: list[Input] = field(default_factory=list)
     args: Args = ()
     kwargs: Kwargs = field(default_factory=dict)
-    where: str = ""
     inside: str = ""
     written: tuple[Slot, ...] = ()
     value: Value = field(default_factory=Value)
@@ -262,7 +260,7 @@ class Recorder(Pass):
 
     def _add(self, node: CallNode, results: list[Tensor]) -> None:
         """Adds a call that has computed ``results``."""
-        node.where, node.inside = location()
+        node.inside = running_function()
         arguments = (*tensors_in(node.args), *tensors_in(node.kwargs))
         sources = [self.nodes[i.node].value for i in node.inputs]
         ids = {id(t) for t in results}
@@ -320,7 +318,6 @@ class Recorder(Pass):
             self._input((slot,), t) if isinstance(t, Tensor) else Input((slot,), t)
             for slot, t in enumerate(self._known_before(maker))
         ]
-        where, path = location()[0], self.path
         if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
             name, inside = "copy_", ""  # into a view of the tensor
         else:
@@ -328,11 +325,9 @@ class Recorder(Pass):
             ours = package_of(_function_of(maker)) in ("fp8", "unit_scaling")
             inside = "" if ours or _is_move(maker) else f"the autograd function {name}"
         kind = "clone" if _is_move(maker) and len(inputs) == 1 else ""
-        if self.nodes and self.nodes[-1].inside == inside != "":  # its own calls
-            where, path = self.nodes[-1].where, self.nodes[-1].path
         value = Value(tensor.numel(), floating=True, live=True)
         value.computed = _is_computed("", [self.nodes[i.node].value for i in inputs])
-        node = CallNode(kind, name, path, type(maker), inputs, where=where, inside=inside)
+        node = CallNode(kind, name, self.path, type(maker), inputs, inside=inside)
         node.value = value
         self.nodes.append(node)
         self._makers[maker] = len(self.nodes) - 1
@@ -389,25 +384,21 @@ def _is_computed(kind: str, sources: list[Value]) -> bool:
 
 
 _PACKAGE = Path(__file__).parents[3]
-_PACKAGES = tuple(str(_PACKAGE / name) for name in ("fp8", "unit_scaling"))
+_OURS = [str(_PACKAGE / name) for name in ("fp8", "unit_scaling")]
+_LIBRARIES = (str(Path(torch.__file__).parent), *_OURS)
 _PASSES = str(Path(__file__).parents[1] / "values" / "passes.py")
-_TORCH = str(Path(torch.__file__).parent)
-_MODULE = str(Path(torch.nn.modules.module.__file__))
 
 
-def location() -> tuple[str, str]:
-    """File and line of the running call in the running module, and the autograd function of the
-    model that makes it."""
-    where, inside, ended = "", "", False
+def running_function() -> str:
+    """The outermost autograd function of the model that is running; "" for none."""
+    inside = ""
     for frame in frames():
         file = frame.f_code.co_filename
         if file == _PASSES and frame.f_code.co_name == "run_pass":
             break  # the recorded model begins here
-        ended = ended or file == _MODULE  # the running module begins here
-        if not file.startswith((_TORCH, *_PACKAGES)):
-            where = where or ("" if ended else f"{file}:{frame.f_lineno}")
+        if not file.startswith(_LIBRARIES):
             inside = function_of(frame) or inside
-    return where, inside
+    return inside
 
 
 def package_of(function: Any) -> str:

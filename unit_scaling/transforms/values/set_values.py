@@ -432,7 +432,7 @@ class _Setter:
         if holders is None:
             node, kind = self.nodes[target.reader], self.nodes[target.end].kind or "an input"
             why = f"ends in {kind}, which no parameter scales alone: {ratio:.3g} is missing"
-            key = f"{node.path}.{node.name} {node.where}"
+            key = f"{node.path}.{node.name} {kind}"
             self.rows[key] = Row(node.path, node.name, LEFT_ALONE, why)
             return 1.0
         if not self._multiplied.isdisjoint(holders):
