@@ -37,15 +37,13 @@ Before = Callable[[Place, Args, Kwargs], None]
 class Sizes(Pass):
     """Measures the RMS of results, 0 for zeros, as ``sizes``.
 
-    number: of the pass. places: those whose results are measured. before: as `Before`. has_nan:
-    whether the output has NaN.
+    places: those whose results are measured. before: as `Before`. has_nan: whether the output has
+    NaN.
     """
 
-    def __init__(
-        self, number: int = 0, places: Collection[Place] = (), before: Before | None = None
-    ) -> None:
+    def __init__(self, places: Collection[Place], before: Before) -> None:
         super().__init__()
-        self.number, self._places, self._before = number, places, before
+        self._places, self._before = places, before
         self.sizes: dict[Place, float] = {}
         self.has_nan = False
 
@@ -56,10 +54,9 @@ class Sizes(Pass):
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         with torch.DisableTorchFunction():
             place = self.place(function)
-            if self._before is not None:
-                args, kwargs = canonical(function, args, kwargs)
-                with torch.no_grad():
-                    self._before(place, args, kwargs)
+            args, kwargs = canonical(function, args, kwargs)
+            with torch.no_grad():
+                self._before(place, args, kwargs)
         output = function(*args, **kwargs)
         with torch.DisableTorchFunction():
             results = results_of(place, args, output)

@@ -10,7 +10,7 @@ initialization and rate: Tensor Programs IV, arXiv 2011.14522; u-muP, arXiv 2407
 2. A second pass sets each weight when a product first reads it: the rule of the product, divided by
    the RMS of its operand. When a residual add reads a branch, or a product with a tied table its
    operand, what holds the scale of that is multiplied too.
-3. Further passes check the results, and correct what parts of the model share.
+3. Further passes check this, and correct what parts of the model share.
 
 The parameters of the model are changed meanwhile, and restored.
 """
@@ -36,7 +36,7 @@ from ...parameter import Tags, tags_of
 from ...rules.rates import fan_in
 from ..install import Args, Given, Kwargs
 from ..record.calls import Input, Place, Recorder, Slot, tensors_in
-from ..record.kinds import EMBEDDINGS, RECURRENT, TRANSPARENT, is_added
+from ..record.kinds import EMBEDDINGS, RECURRENT, is_added
 from ..record.values import has_scale, is_any, rms_of
 from .classify import Classes
 from .parameters import joined, starts_of
@@ -57,8 +57,8 @@ GRID = 0.25
 """What is measured is rounded to so many octaves, so that parameters share learning rates: an
 optimizer steps those of each rate by themselves."""
 
-ROUNDS = 4
-"""The largest number of passes that correct."""
+PASSES = 6
+"""The largest number of passes that set values."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,9 @@ def decide(model: nn.Module, given: Given, title: str) -> Decision:
         plain[name] = parameter.detach().clone()
     try:
         setter = _Setter(model, plain, given, title)
-        run_pass(model, given, Sizes(before=setter.before))
-        places = setter.measured()
-        for number in range(ROUNDS + 1):
-            seen = run_pass(model, given, Sizes(number, places))
-            if number == ROUNDS or not setter.correct(seen):
+        for number in range(PASSES):
+            seen = setter.run_pass()
+            if number and not setter.multiplied:
                 break
         return setter.finish(seen)
     finally:
@@ -183,8 +181,8 @@ class _Setter:
         flow = self.classes.flow
         self.sources = Sources(self.nodes, flow, self.weights, self.tables)
         self._find_targets(seen.outputs)
-        self._met: set[_Target] = set()
-        self._multiplied: set[Holder] = set()  # in the running pass
+        self.passes = 0
+        self.multiplied: set[Holder] = set()  # in the last pass
 
     def _find_weights(self) -> None:
         """Finds the products that read weights, and which of these read one first."""
@@ -209,39 +207,28 @@ class _Setter:
     def _find_targets(self, outputs: Collection[int]) -> None:
         """Finds the branches of residual streams, and the operands of products with tables."""
         flow = self.classes.flow
-        self.targets = [
+        targets = [
             _Target(each.add, each.end, each.weight, each.stream)
             for each in weighted_branches(flow, self.classes.branches, outputs)
         ]
         for index, weight in self.weights.items():
             factors = [i for i in self._factors(index) if i is not weight]
             if flow.origin(weight) in self.tables and len(factors) == 1:
-                self.targets.append(_Target(index, factors[0].node, self.rules[index]))
-        self.targets_of: dict[int, list[_Target]] = defaultdict(list)
-        for target in self.targets:
-            self.targets_of[target.reader].append(target)
+                targets.append(_Target(index, factors[0].node, self.rules[index]))
+        self.targets: dict[int, list[_Target]] = defaultdict(list)
+        for target in targets:
+            self.targets[target.reader].append(target)
 
-    def _size(self, seen: Sizes, index: int) -> float:
-        """The RMS of the result of a call in a pass; 1 where that does not make the call."""
-        place = self._place(index)
-        if place is None:
-            return 1.0
-        return self._agreed(f"{seen.number} {place}", seen.sizes.get(place, 1.0))
-
-    def _place(self, index: int) -> Place | None:
-        while index not in self.place_of and self.nodes[index].kind in TRANSPARENT:
-            index = self.nodes[index].inputs[0].node  # between processes
-        return self.place_of.get(index)
-
-    def measured(self) -> set[Place]:
-        """The places of the calls whose sizes `correct` and `finish` read."""
-        indices = set(self.weights)
-        for target in self.targets:
-            indices.add(target.end)
-            if target.stream is not None:
-                indices.add(target.stream)
-        places = map(self._place, indices)
-        return {place for place in places if place is not None}
+    def run_pass(self) -> Sizes:
+        """Sets values in a pass, and measures the results of products with weights."""
+        self.multiplied.clear()
+        places = {self.place_of[index] for index in self.weights}
+        seen = run_pass(self.model, self.given, Sizes(places, self.before))
+        # A parameter that the model has written is as it was before the pass.
+        for name in self.parameters:
+            self._write(name)
+        self.passes += 1
+        return seen
 
     def _agreed(self, what: str, value: T) -> T:
         """The value of the first process: each has a batch of its own, and learning rates follow
@@ -319,17 +306,16 @@ class _Setter:
             self._keep_one(name, "carries information: no initialization of torch gives its values")
             self.kept_biases.add(name)
 
-    # the second pass
-
     def before(self, place: Place, args: Args, kwargs: Kwargs) -> None:
-        """Sets the weights of a call before it runs, and what holds the scales of its targets."""
+        """Sets the weights of a call before it runs, the first time, and what holds the scales of
+        its targets."""
         index = self.index_of.get(place)
-        if index is None or not (index in self.first or index in self.targets_of):
+        if index is None or not (index in self.first or index in self.targets):
             return
         tensors = dict((*tensors_in(args), *tensors_in(kwargs)))
-        for target in self.targets_of.get(index, ()):
+        for target in self.targets.get(index, ()):
             self._bring_operand(target, tensors)
-        if index not in self.first:
+        if self.passes or index not in self.first:
             return
         if place.kind in RECURRENT:
             self._set_recurrent(index, place.kind, tensors)
@@ -339,7 +325,7 @@ class _Setter:
     def _bring_operand(self, target: _Target, tensors: Mapping[Slot, Tensor]) -> None:
         """Brings an argument of the call that is about to run to its target."""
         slots = {i.node: i.slot for i in self.nodes[target.reader].inputs}
-        name = f"bring {target.reader} {target.end}"
+        name = f"{self.passes} bring {target.reader} {target.end}"
         end = tensors[slots[target.end]]
         wanted = target.rms
         if target.stream is not None:
@@ -406,25 +392,10 @@ class _Setter:
             if bias in self.parameters:
                 self._multiply(Holder(bias), norm * fan**-0.5)
 
-    # the passes that correct
-
-    def correct(self, seen: Sizes) -> bool:
-        """Brings what a pass has measured to its targets. Returns whether something was off."""
-        self._multiplied.clear()
-        ratios = []
-        for target in self.targets:
-            wanted = target.rms
-            if target.stream is not None:
-                wanted *= self._size(seen, target.stream)
-            ratios.append(self._bring(target, self._size(seen, target.end), wanted))
-        return any(ratio != 1.0 for ratio in ratios)
-
     def _bring(self, target: _Target, size: float, wanted: float) -> float:
         """Brings a result of RMS ``size`` to another one. Returns by what it is multiplied."""
-        is_first = target not in self._met
-        self._met.add(target)
-        if not wanted or not (size or is_first):
-            return 1.0  # zeros have the number of their rule since they were first met
+        if not wanted or not (size or self.passes == 0):
+            return 1.0  # zeros have the number of their rule since the first pass
         ratio = _rounded(wanted / (size or 1.0))
         if ratio == 1.0:
             return 1.0
@@ -435,9 +406,9 @@ class _Setter:
             key = f"{node.path}.{node.name} {kind}"
             self.rows[key] = Row(node.path, node.name, LEFT_ALONE, why)
             return 1.0
-        if not self._multiplied.isdisjoint(holders):
+        if not self.multiplied.isdisjoint(holders):
             return 1.0
-        self._multiplied.update(holders)
+        self.multiplied.update(holders)
         for holder in holders:
             self._multiply(holder, ratio)
         return ratio
@@ -452,7 +423,11 @@ class _Setter:
         for name, number in agreed(f"{self.name}/values", numbers).items():
             self.changes[name].number = number
         origin = self.classes.flow.origin
-        results = {origin(w): self._size(last, i) for i, w in self.weights.items()}
+        results = {}
+        for index, weight in self.weights.items():
+            size = last.sizes.get(self.place_of[index])
+            if size is not None:
+                results[origin(weight)] = self._agreed(f"result {index}", size)
         for name, change in self.changes.items():
             self._finish_one(name, change, results.get(name))
         if last.has_nan:
