@@ -162,11 +162,11 @@ QUESTION = """\
 what `unit_scale` makes of architectures of the transformers library, in small configurations with
 random weights: parameters that are multiplied, and that keep their values or are zero; calls whose
 factor no parameter can hold; log2 of the lowest and highest number that stands beside a parameter
-of RMS 1; forward passes of the first call; by `uu.verify` the shares of operands of products with
-an RMS in [1/4, 4], of gradients in [1/4, 64]: activations, weights, and gradients but for queries
-and keys; casts, trained: the share of the casts under `simulate_fp8` whose SQNR is within 1.5 dB of
-their format's own, in the second step and after 20 steps of `uu.optim.AdamW`; verified where these
-are 0.97 or more"""
+of RMS 1; forward passes of the first call; by `uu.verify` the shares of operands of products and of
+gradients that fit in their formats at the scales of their casts: activations, weights, and
+gradients but for queries and keys; casts, trained: the share of the casts under `simulate_fp8`
+whose SQNR is within 1.5 dB of their format's own, in the second step and after 20 steps of
+`uu.optim.AdamW`; verified where these are 0.97 or more"""
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.autograd import Function
 from fp8.common.copies import deep_copy
 from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
+from fp8.modes.autocast import outside_compiler
 
 from . import functional
-from .transforms.track_scales import Metrics, Track
+from .transforms.track_scales import Metrics, Tap
 
 __all__ = ["ScalePair", "ScaleTracker", "ScaleTrackingInterpreter", "analyse_module"]
 
@@ -113,11 +115,13 @@ def analyse_module(
     """
     check_module("analyse_module", module)
     tracked = deep_copy(unwrapped(module))
-    track = Track(recurse=recurse_modules)
-    track.install(tracked)
-    output = tracked(*inputs) if isinstance(inputs, tuple) else tracked(inputs)
+    tap = Tap(tracked, (inputs if isinstance(inputs, tuple) else (inputs,), {}))
+    for path, part in () if recurse_modules else tracked.named_modules():
+        if path:
+            part.forward = partial(tap.call_part, path, part.forward)
+    output = outside_compiler(lambda: tap.run(tracked, lambda given: tracked(*given[0])))
     output.backward(backward)
-    code = "\n".join(_lines(track.scales_graph()))
+    code = "\n".join(_lines(tap.graph))
     return _highlighted(code) if syntax_highlight else code
 
 

@@ -3,24 +3,19 @@ exponents of its format reach the values."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8.casts.counts import CastRecorder, Observed
-from fp8.formats.format import Format
 from fp8.lab.stats import Stats
+from fp8.products.range_loss import TOLERANCE, sqnr, without_limits
 
-__all__ = ["SQNR", "TOLERANCE", "CastSeen", "Casts"]
+__all__ = ["SQNR", "CastSeen", "Casts"]
 
 SQNR = {"e4m3": 31.5, "e5m2": 25.5}
 """Of a format on normal values in its range, in dB."""
-
-TOLERANCE = 1.5
-"""The dB that range may cost a cast."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class Casts(CastRecorder):
         own = without_limits(x / scale, seen.format) * scale
         rms = float((x / scale).square().mean().sqrt())
         name = f"{operand} of {layer}"
-        self.seen.append(CastSeen(name, str(seen.format), _sqnr(x, y), _sqnr(x, own), rms))
+        self.seen.append(CastSeen(name, str(seen.format), sqnr(x, y), sqnr(x, own), rms))
 
     @property
     def share(self) -> float | None:
@@ -73,15 +68,3 @@ class Casts(CastRecorder):
         """The casts that are not inside, those that lose most first."""
         outside = [cast for cast in self.seen if not cast.inside]
         return [str(cast) for cast in sorted(outside, key=lambda cast: cast.sqnr - cast.own)]
-
-
-def without_limits(x: Tensor, format: Format) -> Tensor:
-    """``x`` rounded to the significands of a format, at any exponent."""
-    significand, exponent = torch.frexp(x)
-    bits = format.mantissa_bits + 1
-    return torch.ldexp((significand * 2**bits).round(), exponent - bits)
-
-
-def _sqnr(x: Tensor, y: Tensor) -> float:
-    noise = float((x - y).square().sum())
-    return 10 * math.log10(float(x.square().sum()) / noise) if noise else math.inf

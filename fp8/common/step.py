@@ -7,7 +7,9 @@ import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from .mixin import own_attributes
-from .threads import Stack
+from .threads import Stack, pushed
 
 Batch = Any
 """A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments."""
@@ -267,16 +269,21 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def running_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Within the block, the names of the modules that are running, outermost first."""
+    """Within the block, the names of the modules that run in this thread, outermost first."""
     names: list[str] = []
+    thread = get_ident()  # another one may run the model too
+
+    def enter(*_: Any, name: str) -> None:
+        if get_ident() == thread:
+            names.append(name)
 
     def leave(*_: Any) -> None:
-        names.pop()
+        if get_ident() == thread:
+            names.pop()
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            enter = module.register_forward_pre_hook(lambda *_, name=name: names.append(name))
-            hooks.enter_context(enter)
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name=name)))
             hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield names
 
@@ -285,15 +292,10 @@ _KEPT = Stack()
 """An item for each open block of `kept` of this thread."""
 
 
-@contextmanager
-def kept() -> Iterator[None]:
+def kept() -> AbstractContextManager[None]:
     """Within the block, parameters are written for good: a `restored` around it restores none of
     it. (`unit_scale` sets the values of a model in its first call, whoever makes it.)"""
-    _KEPT.items.append(None)
-    try:
-        yield
-    finally:
-        _KEPT.items.pop()
+    return pushed(_KEPT.items, None)
 
 
 class restored(TorchFunctionMode):

@@ -7,7 +7,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -33,6 +33,16 @@ class Stack(threading.local):
 
     def __reduce__(self) -> Any:
         return Stack, ()
+
+
+@contextmanager
+def pushed(items: list[Any], item: Any) -> Iterator[None]:
+    """Within the block, an item is the last of a list."""
+    items.append(item)
+    try:
+        yield
+    finally:
+        items.pop()
 
 
 class Setting(ContextDecorator):

@@ -3,6 +3,7 @@ each operand (scaling "delayed"), or its scale (scaling "static")."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,14 @@ class LayerState:
                     return f"{name}_{offset // stack.stride(0)}_{product}_"
         self._products += 1
         return f"{str(self._products).zfill(3)}_{product}_"
+
+    def scales(self, product: str, *operands: Tensor) -> dict[str, Tensor]:
+        """Role -> the static scale that the next product of these operands reads, 0 until it is
+        set; none that is not there yet, or one of each group."""
+        prefix = _SCALE + copy.copy(self).name_of(product, *operands)  # which counts products
+        buffers: dict[str, Tensor] = self._layer._buffers
+        found = {name: scale for name, scale in buffers.items() if name.startswith(prefix)}
+        return {n.removeprefix(prefix): scale for n, scale in found.items() if scale.numel() == 1}
 
     def buffer(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
         """The state of an operand: float32, (length,) for a history, () for a static scale; with a

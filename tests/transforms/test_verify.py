@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 
@@ -16,7 +17,8 @@ from torch.nn import functional as F
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.transforms.models import Checkpointed, Net, batch, gpt, rms
+from benchmarks.strangers.casts import Casts
+from tests.transforms.models import KINDS, Checkpointed, Net, batch, gpt, loss_of, rms
 from unit_scaling.transforms import Verification, compile, simulate_fp8, track_scales, unit_scale
 
 attention = F.scaled_dot_product_attention
@@ -158,7 +160,8 @@ def test_a_transformed_part_of_a_plain_model():
     first, again = uu.verify(model, x), uu.verify(model, x)
     assert [row.path for row in first if row.tensor == "input"] == ["0", "1.0", "1.2"]
     assert first == again
-    assert found(first, "1.0")["input"] == pytest.approx(rms(model[0](x)), rel=1e-6)
+    row = next(row for row in first if row.path == "1.0" and row.tensor == "input")
+    assert row.rms * row.scale == pytest.approx(rms(model[0](x)), rel=1e-6)
 
 
 def test_checkpoints_are_counted_once():
@@ -307,19 +310,112 @@ def test_a_gradient_that_is_not_finite_is_outside(factor: float):
     assert {row.kind for row in result.outside} == {"gradient"}
 
 
-def test_a_gradient_is_judged_at_the_scale_that_it_is_cast_at():
+# Scales
+
+
+class Spread(nn.Module):
+    """Two layers, with factors of some features between them: of one layer's output, or of a
+    product without a layer."""
+
+    def __init__(self, octaves: float, has_layer: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.factors, self.has_layer = torch.ones(64), has_layer
+        self.factors[:2] = 2.0**octaves
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.factors * self.first(x)
+        return self.last(y) if self.has_layer else y @ y.T
+
+
+X64 = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("has_layer", [True, False])
+@pytest.mark.parametrize("octaves", [0, 6, 20, 60])
+def test_an_operand_is_judged_by_its_spread_at_its_scale(octaves: int, has_layer: bool) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
-    x, targets = torch.randn(64, 32), torch.randint(8, (64,))
+    result = uu.verify(unit_scale(Spread(octaves, has_layer), batch=X64), X64)
+    path = "last" if has_layer else ""
+    judged = [row for row in result if row.path == path and row.kind == "activation"]
+    assert len(judged) == 2 - has_layer
+    assert {row.inside for row in judged} == {octaves < 10}
+    assert all((row in result.outside) == (octaves > 10) for row in judged)
+    if octaves > 10:
+        assert f"the input of {path or 'the model'} (" in result.diagnosis[0]
+        assert "97% of its values" in result.diagnosis[0]
+        assert "outside, loses" in str(result)
+
+
+@pytest.mark.parametrize("size", [2.0**-40, 2.0**-12, 2.0**12, 2.0**40])
+def test_the_size_of_an_operand_does_not_matter_at_a_scale(size: float) -> None:
+    """That of a model without scales does."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        y = size * m.a(x)
+        return m.b((y @ y.T) @ x)
+
+    torch.manual_seed(0)
+    model = Net(forward, a=nn.Linear(64, 64), b=nn.Linear(64, 64))
+    result = uu.verify(unit_scale(model, batch=X64), X64)
+    assert result.share("activation") == result.share("gradient") == 1
+    assert result.diagnosis == WELL
+    assert "activation: 6 of 6 inside at their scales" in str(result)
+    with fp8.autocast("unit"):
+        unit = uu.verify(unit_scale(model, batch=X64), X64)
+    assert unit.share("activation") < 1
+    assert uu.verify(model, X64).share("activation") < 1
+
+
+def test_a_tensor_is_judged_at_the_scale_that_it_is_cast_at() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+    x, targets = X64, torch.randint(8, (64,))
 
     def loss(logits: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits, targets)
 
     model = fp8.convert(unit_scale(plain, batch=x), "static")
-    fp8.calibrate(model, x, loss)
-    assert uu.verify(model, x, loss=loss).share("gradient") == 1
+    exponents = fp8.calibrate(model, x, loss)
+    result = uu.verify(model, x, loss=loss)
+    assert result.diagnosis == WELL
+    names = {"input": "input", "weight": "weight", "gradient of output": "grad"}
+    scales = {f"{row.path}.{names[row.tensor]}": math.log2(row.scale) for row in result}
+    assert scales == exponents
     with pytest.warns(fp8.warnings.ScaleWarning, match="times its static scale"):
-        uu.verify(model, x, loss=lambda y: 1e-9 * loss(y))
+        small = uu.verify(model, x, loss=lambda y: 1e-9 * loss(y))
+    assert (small.share("activation"), small.share("gradient")) == (1, 0)
+    simulated = simulate_fp8(unit_scale(plain, batch=x))
+    loss(simulated(x)).backward()
+    assert uu.verify(simulated, x, loss=loss).diagnosis == WELL
+    with pytest.warns(fp8.warnings.ScaleWarning, match="times its static scale"):
+        assert uu.verify(simulated, 1e-6 * x, loss=loss).share("activation") < 1
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", KINDS)
+def test_it_judges_as_the_casts_do(name: str) -> None:
+    """Of models of every kind, as they are, and with values that no scale holds."""
+    kind = KINDS[name]
+    torch.manual_seed(0)
+    x = kind.batch()
+    x = x.float() if x.is_floating_point() else x
+    model = simulate_fp8(unit_scale(kind.make().float()))
+    loss_of(model, x).backward()
+    casts = Casts(model)
+    with casts.sampled:
+        loss_of(model, x).backward()
+    result = uu.verify(model, x, loss=lambda y: loss_of(lambda _: y, x))
+    assert casts.share == 1
+    assert not result.outside
+    layers = [path for path, layer in model.named_modules() if hasattr(layer, "fp8_settings")]
+    for path in layers[:1]:  # values that are far from the scale of their cast
+        scales = model.get_submodule(path)._buffers
+        scales[next(name for name in scales if name.endswith("input"))].mul_(2.0**20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fp8.warnings.ScaleWarning)
+        outside = uu.verify(model, x).outside
+    assert {row.path for row in outside if row.tensor == "input"} >= {*layers[:1]}
 
 
 # Transforms of torch.func, recurrent layers, kernels

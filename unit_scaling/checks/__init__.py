@@ -1,1 +1,1 @@
-"""Checks at the first call of a model and at the first step of an optimizer."""
+"""Checks of a model's first call and of an optimizer's first step, and of measured tensors."""

@@ -12,7 +12,6 @@ from torch.fx import GraphModule
 from fp8.common.copies import deep_copy
 from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
-from fp8.common.threads import Stack
 
 from ..checks.optimizers import remember_copy
 from .install import Scope, find_scope, install, is_in_fsdp
@@ -30,9 +29,9 @@ class Compile(Scope):
     order. inductor: whether `torch.compile` compiles the result."""
 
     order = 2
+    runs = False
 
     def __init__(self, backends: tuple[Backend, ...] = (), inductor: bool = True) -> None:
-        self.path = Stack()
         self.backends = backends
         self.inductor = inductor
 

@@ -9,21 +9,19 @@ names, parameters, hooks and signature. Every entry point runs transformed, also
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from fp8.common.compiler import taken_as_constant
 from fp8.common.dtensor import is_dtensor
 from fp8.common.mixin import Mixin, add_mixin
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 from fp8.modes.autocast import outside_compiler
-from fp8.warnings import PitfallWarning, warn_once
+
+from ..common.graph_breaks import GraphBreaks, warn_of_break
 
 Call = Callable[..., Any]
 """A module's forward: ``call()`` uses the original arguments, ``call((args, kwargs))`` others."""
@@ -35,33 +33,57 @@ Given = tuple[Args, Kwargs]
 """The positional and the keyword arguments of a call."""
 
 
-@contextmanager
-def pushed(items: list[Any], item: Any) -> Iterator[None]:
-    """Within the block, an item is the last of a list."""
-    items.append(item)
-    try:
-        yield
-    finally:
-        items.pop()
-
-
 class Scope:
-    """One transform of one model. order: scopes are entered in ascending order. path: the names of
-    the modules that are running in this thread, outermost first; empty while the transform is not
-    active. each: whether every module runs through the scope, not the outermost one alone. named:
-    whether ``path`` has the names of inner modules too."""
+    """One transform of one model, which runs the whole model under a torch-function mode, in eager
+    code and in graphs alike. order: scopes are entered in ascending order. path: has an item while
+    the mode is active in this thread."""
 
     order: int
-    path: Stack
-    each = False
-    named = True
 
-    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        """Returns ``call()``, the forward of ``module``, with the transform active."""
-        return call()
+    def __init__(self) -> None:
+        self.path = Stack()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the next module runs through it: the outermost one, which may be a part."""
+        return not self.path.items
+
+    def mode(self, module: nn.Module, path: str, given: Given) -> Any:
+        """A new mode for a call of the model."""
+        raise NotImplementedError
+
+    def run(self, call: Call, module: Any, path: str, given: Given, is_eager: bool = False) -> Any:
+        """Returns ``call()``, the forward of ``module``, with the transform active. is_eager:
+        whether this runs outside the compiler already.
+
+        Not a with statement: a graph break inside one is resumed in pieces, each compiled while the
+        mode is active. Inside try, a graph break leaves the whole frame to eager mode.
+        """
+        # Per thread: `is_compiling` is true in all threads while one compiles (torch 2.13). Inline:
+        # a helper function would be compiled itself, to True.
+        traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+        if not (is_eager or traced):  # also after a graph break
+            return outside_compiler(lambda: self._eager(call, module, path, given))
+        mode = self.mode(module, path, given)
+        if traced:
+            module.note_graph(True)
+        self.path.items.append(path)
+        mode.__enter__()
+        try:
+            output = call()
+        finally:
+            mode.__exit__(None, None, None)
+            self.path.items.pop()
+        if traced:
+            module.note_graph(False)
+        return output
+
+    def _eager(self, call: Call, module: Any, path: str, given: Given) -> Any:
+        warn_of_break(module)
+        return self.run(call, module, path, given, is_eager=True)
 
 
-class _Transformed(Mixin, nn.Module):
+class _Transformed(GraphBreaks, Mixin, nn.Module):
     """Base of the generated classes. Each instance holds its scopes and its name in each."""
 
     _attributes = ("_scopes", "mup_tags")
@@ -83,96 +105,16 @@ class _Transformed(Mixin, nn.Module):
         for each, and Python's limit is 1000."""
         if scopes is None:
             scopes = self._scopes
+        while scopes and not scopes[0][0].runs:
+            scopes = scopes[1:]
         if not scopes:
             return forward(*args, **kwargs)
-        scope, path = scopes[0]
-        names = scope.path.items
-        if scope.each or not names:
+        (scope, path), others = scopes[0], scopes[1:]
 
-            def call(given: Given = (args, kwargs)) -> Any:
-                return _Transformed.around(self, forward, *given, scopes[1:])
+        def call(given: Given = (args, kwargs)) -> Any:
+            return _Transformed.around(self, forward, *given, others)
 
-            return scope.run(call, self, path, (args, kwargs))
-        if not scope.named:
-            return _Transformed.around(self, forward, args, kwargs, scopes[1:])
-        names.append(path)
-        try:
-            if len(scopes) == 1:
-                return forward(*args, **kwargs)
-            return _Transformed.around(self, forward, args, kwargs, scopes[1:])
-        finally:
-            names.pop()
-
-    @taken_as_constant
-    def _tracing(self, begins: bool) -> bool:
-        (_BEGUN.add if begins else _BEGUN.discard)(self)
-        return begins
-
-
-def run_in_mode(
-    scope: Any, call: Call, module: Any, path: str, given: Given, eager: bool = False
-) -> Any:
-    """Returns ``call()`` with the path and the torch-function mode ``scope.mode(...)`` active.
-    eager: whether ``scope.eager(...)`` runs this, outside the compiler.
-
-    Not a with statement: a graph break inside one is resumed in pieces, each compiled while the
-    mode is active. Inside try, a graph break leaves the whole frame to eager mode.
-    """
-    # Per thread: `is_compiling` is true in all threads while one compiles (torch 2.13). Inline:
-    # a helper function would be compiled itself, to True.
-    traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-    if not (eager or traced):  # after a graph break
-        return outside_compiler(lambda: scope.eager(call, module, path, given))
-    mode = scope.mode(module, path, given)
-    if traced:
-        module._tracing(True)
-    scope.path.items.append(path)
-    mode.__enter__()
-    try:
-        output = call()
-    finally:
-        mode.__exit__(None, None, None)
-        scope.path.items.pop()
-    if traced:
-        module._tracing(False)
-    return output
-
-
-class ModeScope(Scope):
-    """Runs the whole model under a torch-function mode, in eager code and in graphs alike."""
-
-    named = False  # torch.cond in a graph allows no branch to write into a list
-
-    def mode(self, module: nn.Module, path: str, given: Given) -> Any:
-        """A new mode for a call of the model."""
-        raise NotImplementedError
-
-    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-            return run_in_mode(self, call, module, path, given)
-        return outside_compiler(lambda: self.eager(call, module, path, given))
-
-    def eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        warn_of_break(module)
-        return run_in_mode(self, call, module, path, given, eager=True)
-
-
-_BEGUN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules of which torch.compile has begun a graph, and has not finished it."""
-
-
-def warn_of_break(module: nn.Module) -> None:
-    """Warns if torch.compile has left the forward pass of a module to eager mode."""
-    if module in _BEGUN:
-        _BEGUN.discard(module)
-        warn_once(
-            PitfallWarning,
-            f"torch.compile cannot compile the forward pass of this {type(module).__name__} in one "
-            "piece (a graph break), and its transforms need one: all of it runs in eager mode. "
-            "fullgraph=True shows where it breaks",
-            about=module,
-            key="graph break",
-        )
+        return scope.run(call, self, path, (args, kwargs))
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from fp8.common.compiler import called
 from fp8.common.step import is_in_place
-from fp8.common.threads import Stack
 
-from .install import Args, Given, Kwargs, ModeScope
+from .install import Args, Given, Kwargs, Scope
 from .record.calls import Calls
 from .record.kinds import name_of, names_of
 
@@ -24,15 +23,15 @@ Function = Callable[..., Any]
 Replacements = Mapping[Function, Function]
 
 
-class Replace(ModeScope):
+class Replace(Scope):
     """Runs the model with other functions in place of some."""
 
     order = 0
     title = "replace"
 
     def __init__(self, functions: Replacements) -> None:
+        super().__init__()
         self.rows = [_row(function, other) for function, other in functions.items()]
-        self.path = Stack()
 
     def mode(self, module: nn.Module, path: str, given: Given) -> _Replacing:
         return _Replacing(self.rows)
@@ -74,13 +73,13 @@ class _Replacing(Calls):
         return called(function, args, kwargs)
 
     def _replaced(self, row: _Replaced, args: Args, kwargs: Kwargs) -> Any:
-        given = dict(kwargs)
-        is_inplace, at = bool(given.get("inplace", False)), row.place
-        if 0 <= at < len(args):
-            is_inplace = bool(args[at])
+        given, at = dict(kwargs), row.place
+        is_inplace = bool(given.get("inplace", False))
         if not row.passes:
             given.pop("inplace", None)
-            args = (*args[:at], *args[at + 1 :]) if 0 <= at < len(args) else args
+        if 0 <= at < len(args):
+            is_inplace = bool(args[at])
+            args = args if row.passes else (*args[:at], *args[at + 1 :])
         output = row.other(*args, **given)
         if not (row.writes or is_inplace):
             return output

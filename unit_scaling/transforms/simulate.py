@@ -10,29 +10,28 @@ from torch import nn
 from fp8.casts.counts import forget_checks
 from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
-from fp8.common.threads import Stack
 from fp8.formats.format import Format, get_format
 from fp8.modes.autocast import autocast
 from fp8.recipes.cast import Cast
-from fp8.recipes.recipe import Recipe
+from fp8.recipes.recipe import OPERANDS, Recipe
 from fp8.surgery.convert import convert
 from fp8.warnings import ConvertWarning
 
 from ..formats import FPFormat
 from .compile import M, copied
-from .install import Given, ModeScope, find_scope, install
+from .install import Given, Scope, find_scope, install
 from .values.pending import is_unit_scaled
 
 
-class Simulate(ModeScope):
+class Simulate(Scope):
     """Runs the model under `fp8.autocast`. casts: those that the caller asked for; recipe: with the
     scaling that the model needs."""
 
     order = 1
 
     def __init__(self, casts: Recipe, recipe: Recipe) -> None:
+        super().__init__()
         self.casts, self.recipe = casts, recipe
-        self.path = Stack()
 
     @property
     def title(self) -> str:
@@ -123,10 +122,8 @@ def _install(model: nn.Module, casts: Recipe) -> None:
 
 def _scaled(casts: Recipe, scaling: str) -> Recipe:
     """The casts with scales."""
-    assert casts.input is not None
-    assert casts.grad is not None
-    backward = replace(casts.grad, scaling=scaling)
-    return _recipe(casts.name, replace(casts.input, scaling=scaling), backward)
+    operands = {role: replace(getattr(casts, role), scaling=scaling) for role in OPERANDS}
+    return replace(casts, **operands)
 
 
 def resimulate(model: nn.Module) -> None:

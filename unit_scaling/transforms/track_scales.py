@@ -24,9 +24,11 @@ from fp8.common.validation import check_name
 from fp8.modes.autocast import outside_compiler
 
 from .compile import M, copied
-from .install import Args, Call, Given, Kwargs, Scope, install, is_exported, pushed
+from .install import Args, Call, Given, Kwargs, Scope, install, is_exported
 from .record.calls import mapped, tensors_in
-from .record.probe import Observer, Observing, unseen
+from .record.kinds import name_of
+from .record.probe import Observer, is_observed, unseen
+from .replace import OPERATORS
 
 _FULL_NAMES = {
     "mean_abs": "mean absolute value",
@@ -84,7 +86,7 @@ class Metrics:
         if x.numel() == 0:
             return Metrics.Data(0.0, 0.0, 0.0, 0.0, 0.0, 0)
         sizes = x.abs()
-        std = x.std() if x.numel() > 1 else torch.zeros_like(x).sum()
+        std = x.std(correction=min(1, x.numel() - 1))
         rms = torch.linalg.vector_norm(x) / x.numel() ** 0.5
         numbers = [sizes.mean(), x.mean().abs(), std, sizes.max(), sizes.min(), rms]
         found = torch.stack([number.double() for number in numbers])
@@ -115,10 +117,9 @@ class Metrics:
 # The graph
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "matmul", "pow", "neg")},
-    **{f"{name}_": getattr(operator, f"i{name}") for name in ("add", "sub", "mul")},
-    "div": operator.truediv,
-    "div_": operator.itruediv,
+    **{name_of(method): function for function, method in OPERATORS.items()},
+    "pow": operator.pow,
+    "neg": operator.neg,
     "__getitem__": operator.getitem,
     "__setitem__": operator.setitem,
 }
@@ -130,23 +131,22 @@ _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 class Tap(Observer):
     """Records the graph of one call of a model, with `Metrics` for each floating-point tensor.
-    recurse: whether to record inside submodules, not one node for each."""
+    given: its arguments, with copies of tensors that do not require a gradient."""
 
-    def __init__(self, module: nn.Module, given: Given, recurse: bool) -> None:
+    def __init__(self, module: nn.Module, given: Given) -> None:
         super().__init__()
         self.graph = Graph()
-        self._recurse = recurse
         self._handles: list[Any] = []
         self._nodes: dict[int, Node] = {}
         self._names: dict[int, tuple[str, str]] = {}  # id -> (name of the node, name in the model)
-        self._targets: dict[Callable[..., Any], str] = {}
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
+        self._parts: dict[Callable[..., Any], str] = {}
         for kind in ("parameters", "buffers"):
             for name, tensor in getattr(module, f"named_{kind}")():
                 *path, leaf = name.split(".")
-                parts = [part for each in path for part in ("modules", each)]
-                self._names[id(tensor)] = ("_".join(["self", *parts, kind, leaf]), name)
-        args, kwargs = given
+                owner = "_modules_".join(["self", *path])
+                self._names[id(tensor)] = (f"{owner}_{kind}_{leaf}", name)
+        self.given = args, kwargs = mapped(_differentiable, given)
         arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         for slot, tensor in tensors_in(arguments):
             name = "_".join(map(str, slot))
@@ -155,28 +155,25 @@ class Tap(Observer):
                 self._record(node, tensor)
             node.meta["clean_name"] = name  # fx renames a placeholder called input to input_1
 
-    def finish(self, output: Any) -> None:
-        """Adds the output, and releases the tensors of the call."""
+    def run(self, model: nn.Module, call: Call) -> Any:
+        """Returns ``call(given)``, a call of the model."""
+        with self.of(model):
+            output = call(self.given)
         node = self.graph.output(self._written(as_container(output)))
         node.meta.update(clean_name="output", outputs_float_tensor=False, requires_grad=False)
         self._nodes.clear()
         self._alive.clear()
+        return output
 
     def release(self) -> None:
         """Removes the hooks on tensors that outlive the call: parameters and inputs."""
         for handle in self._handles:
             handle.remove()
 
-    def inside(self, call: Call, path: str, given: Given) -> Any:
-        if self._recurse or not self.path.items:
-            return super().inside(call, path, given)
-
-        def whole(*args: Any, **kwargs: Any) -> Any:
-            return call((args, kwargs))
-
-        self._targets[whole] = path
-        with pushed(self.path.items, path):  # replaces the name that its hooks have
-            return self.see(whole, *given) if self.sees() else call()
+    def call_part(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the forward of a submodule, as one node."""
+        self._parts[forward] = path
+        return self.see(forward, args, kwargs) if self.sees() else forward(*args, **kwargs)
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if function == _REQUIRE_GRAD and args[0].requires_grad:
@@ -184,7 +181,7 @@ class Tap(Observer):
         with unseen():
             written = self._written(args), self._written(kwargs)
         output = function(*args, **kwargs)
-        result = args[0] if _name(function) == "__setitem__" else output
+        result = args[0] if name_of(function) == "__setitem__" else output
         if next(tensors_in(result), None) is not None:
             with unseen():
                 self._record(self._call(function, *written), result)
@@ -204,12 +201,11 @@ class Tap(Observer):
         return mapped(node_of, value)
 
     def _call(self, function: Callable[..., Any], args: Args, kwargs: Any) -> Node:
-        if function in self._targets:
-            return self.graph.call_module(self._targets[function], args, kwargs)
-        name = _name(function)
-        if name == "__get__":  # a tensor property: __self__ is its descriptor
-            owner: Any = function
-            return self.graph.call_function(getattr, (args[0], owner.__self__.__name__))
+        name = name_of(function)
+        if function in self._parts:
+            return self.graph.call_module(self._parts[function], args, kwargs)
+        if getattr(function, "__name__", "") == "__get__":  # a tensor property
+            return self.graph.call_function(getattr, (args[0], name))
         if getattr(Tensor, name, None) != function:
             return self.graph.call_function(function, args, kwargs)
         if name in _OPERATORS and not kwargs:
@@ -223,7 +219,7 @@ class Tap(Observer):
             clean_name=node.name,
             outputs_float_tensor=floating,
             requires_grad=node.op == "placeholder" and isinstance(value, nn.Parameter),
-            path=self.path.items[-1] if self.path.items else "",
+            path=self.path,
         )
         if isinstance(value, Tensor):
             self._nodes[id(value)] = node
@@ -243,10 +239,6 @@ class Tap(Observer):
                     self._handles.append(handle)
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
 _in_eager_mode = untraced(
     lambda call: call(),
     "track_scales measures the model in eager mode: compile it without fullgraph=True",
@@ -257,40 +249,31 @@ class Track(Scope):
     """Measures the calls of the whole model; entered first, so that all transforms run eagerly."""
 
     order = -1
-    each = True
 
-    def __init__(self, recurse: bool = True, observing: Observing | None = None) -> None:
-        self.path = Stack()
-        self.recurse = recurse
-        self.observing = observing or Observing()
+    def __init__(self) -> None:
+        super().__init__()
         self.graph = Graph()
         self._latest = Stack()  # the tap of this thread's latest call
 
     def __reduce__(self) -> Any:
-        return Track, (self.recurse, self.observing)
+        return Track, ()
 
-    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        if path or self.observing.active or is_exported():
+    def run(
+        self, call: Call, module: nn.Module, path: str, given: Given, is_eager: bool = False
+    ) -> Any:
+        if path or is_observed() or is_exported():
             return call()
-        if torch.compiler.is_dynamo_compiling():
-            return _in_eager_mode(lambda: self._measured(call, module, given))
-        return outside_compiler(lambda: self._measured(call, module, given))
+        eagerly = _in_eager_mode if torch.compiler.is_dynamo_compiling() else outside_compiler
+        return eagerly(lambda: self._measured(call, module, given))
 
     def _measured(self, call: Call, module: nn.Module, given: Given) -> Any:
         while self._latest.items:
             self._latest.items.pop().release()
-        given = mapped(_differentiable, given)
-        tap = Tap(module, given, self.recurse)
+        tap = Tap(module, given)
         self._latest.items.append(tap)
-        with self.observing.by(tap):
-            output = call(given)
-        tap.finish(output)
+        output = tap.run(module, call)
         self.graph = tap.graph
         return output
-
-    def install(self, model: nn.Module) -> None:
-        install(model, self)
-        install(model, self.observing)
 
     def scales_graph(self) -> Graph:
         """Returns the graph of the latest call; an empty graph before the first."""
@@ -333,7 +316,7 @@ def track_scales(module: M) -> M:
     result = copied(module, "track_scales")
     inner: Any = unwrapped(result)
     track = Track()
-    track.install(inner)
+    install(inner, track)
     inner.scales_graph = track.scales_graph
     return result
 

@@ -1,19 +1,19 @@
-"""`verify`: measures whether a model is unit-scaled, in one training step. Its transforms stay
-active: the measured values are those the model computes, and passes to products."""
+"""`verify`: measures whether the casts of a model keep its values, in one training step. Its
+transforms stay active: the measured values are those the model computes, and passes to products."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import debug_unwrap
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8.common.copies import deep_copy
@@ -21,15 +21,17 @@ from fp8.common.mixin import check_module
 from fp8.common.report import Rows, as_table
 from fp8.common.step import Batch, Loss, call, copied, seeded, starts, tensors, unwrapped
 from fp8.common.validation import check_name, check_whole
-from fp8.formats.format import get_format
 from fp8.modes.autocast import outside_compiler
 from fp8.modes.dispatch import LEFT
 from fp8.modes.dispatch import PRODUCTS as FP8_PRODUCTS
-from fp8.recipes.scaling import static_rms
+from fp8.products.range_loss import ProductCasts, RangeLoss
+from fp8.recipes.recipe import PLAIN, STATIC
+from fp8.selection.layers import auto_of, candidates
 
-from ..checks.first_call import LOW_GRADIENT, skip_checks
-from ..parameter import tags_of
-from .install import Args, Kwargs, install, is_sharded
+from ..checks.first_call import skip_checks
+from ..checks.ranges import RANGES, Measurement, diagnosis
+from ..common.constant import in_own_thread
+from .install import Args, Kwargs, is_sharded
 from .record.calls import Slot, tensors_in
 from .record.kinds import (
     ATTENTION,
@@ -41,54 +43,9 @@ from .record.kinds import (
     is_added,
     kind_of,
 )
-from .record.probe import Observer, Observing, unseen
+from .record.probe import Observer, unseen
 from .record.values import is_strided, rms_of
 from .values.pending import is_pending, is_unit_scaled
-
-RANGES: dict[str, tuple[float, float]] = {
-    "activation": (1 / 4, 4.0),
-    "weight": (1 / 4, 4.0),
-    "gradient": (1 / 4, 64.0),
-    "query-key gradient": (1 / 64, 64.0),
-}
-"""Kind of tensor -> the range that its RMS should be in.
-
-A factor of 4 is two steps of the exponent and costs little of a format's range. "activation" is an
-operand of a product, "gradient" the gradient of its output, to which a static scale gives RMS 16 in
-e5m2.
-
-"query-key gradient" is the gradient of the outputs of products that compute only queries or keys.
-For queries and keys of RMS 1 and logits q.k/d with head width d, it is about 1/sqrt(d): the
-gradient of a logit is the gradient of its probability times the probability, about 1/n for n keys,
-and a query sums n of these times k/d. 1/64 is a quarter of that for d = 256.
-"""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One tensor of one call.
-
-    Attributes:
-        path: the path of the module.
-        call: the kind of product.
-        number: the number of earlier calls of this kind in the module.
-        tensor: "input", "weight", "other", "query", ..., or "gradient of output".
-        kind: a key of RANGES.
-        rms: the RMS of the tensor.
-        inside: whether rms is in the range of its kind; None if it is 0.
-    """
-
-    path: str
-    call: str
-    number: int
-    tensor: str
-    kind: str
-    rms: float
-    inside: bool | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        low, high = RANGES[self.kind]
-        object.__setattr__(self, "inside", None if self.rms == 0 else low <= self.rms <= high)
 
 
 class Verification(Rows[Measurement]):
@@ -102,17 +59,17 @@ class Verification(Rows[Measurement]):
     def __init__(
         self, rows: Iterable[Measurement], notes: Iterable[str] = (), loss: float | None = None
     ) -> None:
-        """loss: as in `_diagnosis`."""
+        """loss: as in `unit_scaling.checks.ranges.diagnosis`."""
         super().__init__(rows, notes)
-        self.diagnosis = _diagnosis(self, loss)
+        self.diagnosis = diagnosis(self, loss)
 
     @property
     def outside(self) -> list[Measurement]:
-        """The rows whose RMS is outside the range of its kind: too small, too large or NaN."""
+        """The rows that are outside: too small, too large, too far spread, or not finite."""
         return [row for row in self if row.inside is False]
 
     def share(self, kind: str) -> float:
-        """Returns the fraction of the rows of a kind that are inside its range.
+        """Returns the fraction of the rows of a kind that are inside.
 
         NaN if every row of that kind is zero or there is none.
 
@@ -124,36 +81,46 @@ class Verification(Rows[Measurement]):
         return sum(inside) / len(inside) if inside else math.nan
 
     def __str__(self) -> str:
-        cells = [("module", "call", "tensor", "kind", "rms", "")]
+        cells = [("module", "call", "tensor", "kind", "scale", "rms", "")]
         for row in self:
             call = f"{row.call} {row.number}" if row.number else row.call
-            mark = "outside" if row.inside is False else ""
-            path = row.path or "(model)"
-            cells.append((path, call, row.tensor, row.kind, f"{row.rms:.3g}", mark))
+            loses = f", loses {row.loss}" if row.loss else ""
+            mark = f"outside{loses}" if row.inside is False else ""
+            place = (row.path or "(model)", call, row.tensor, row.kind)
+            cells.append((*place, f"{row.scale:.3g}", f"{row.rms:.3g}", mark))
         return "\n".join([as_table(cells), "", *self.notes, *self._summary(), "", *self.diagnosis])
 
     __repr__ = __str__
 
     def _summary(self) -> Iterator[str]:
         for kind, (low, high) in RANGES.items():
-            rows = [row.inside for row in self if row.kind == kind]
-            if rows:
-                zeros, inside = rows.count(None), rows.count(True)
-                also = f", {zeros} of zeros" if zeros else ""
-                yield f"{kind}: {inside} of {len(rows) - zeros} inside [{low:g}, {high:g}]{also}"
+            rows = [row for row in self if row.kind == kind]
+            if not rows:
+                continue
+            zeros, inside = (sum(row.inside is each for row in rows) for each in (None, True))
+            also = f", {zeros} of zeros" if zeros else ""
+            by = "at their scales" if any(row.loss for row in rows) else f"[{low:g}, {high:g}]"
+            yield f"{kind}: {inside} of {len(rows) - zeros} inside {by}{also}"
 
 
 def verify(
     model: nn.Module, batch: Batch, *, loss: Loss | None = None, seed: int = 0
 ) -> Verification:
-    """Runs a training step of ``model`` and measures the RMS of what its products cast.
+    """Runs a training step of ``model``, and judges what its products cast as they cast it.
 
     Each linear map, matrix product, convolution and attention has rows for its operands and for the
-    gradient of its output; an embedding has one for its weight. With `unit_scale` they are measured
-    as recipe "static" casts them: weights and gradients divided by a power of two. Biases, masks,
-    integer and empty tensors, probabilities of attention, products inside a parametrization, and
-    gradients that are not computed have no row; `unit_scaling.transforms.track_scales` measures
-    every tensor. ``notes`` names what is one call, such as a recurrent layer.
+    gradient of its output; an embedding has one for its weight. Biases, masks, integer and empty
+    tensors, probabilities of attention, products inside a parametrization, and gradients that are
+    not computed have no row; `unit_scaling.transforms.track_scales` measures every tensor.
+    ``notes`` names what is one call, such as a recurrent layer.
+
+    A cast without a scale, as of recipe "unit", which `unit_scaling` modules have, keeps values
+    whose RMS is in `RANGES`: so each tensor is judged, unless the model is one of `unit_scale`.
+    Such a model is cast with scales: those of the open recipe and of converted layers, or else
+    those of `fp8.convert`, static ones in layers, and of recipe "tensor" in products without a
+    layer. A static scale that is not set is that of this step. At a scale any RMS is in range, so a
+    tensor is judged by what it loses: values that span more than the format holds, that have moved
+    away from a static scale, or that are not finite.
 
     The step runs eagerly on a copy, in the model's mode (training or evaluation): the model, its
     gradients, buffers and the random state do not change. If the model has not run since
@@ -192,15 +159,11 @@ def verify(
     trial = deep_copy(model)
     trial.zero_grad()
     skip_checks(trial)
-    lists = [(n, m) for n, m in trial.named_modules() if isinstance(m, ParametrizationList)]
-    computing = {path for name, part in lists for path, _ in part.named_modules(prefix=name)}
     is_scaled = is_unit_scaled(trial)
-    watch = Watch({id(p) for p in trial.parameters()}, computing, is_scaled)
-    observing = Observing()
-    install(trial, observing)
+    watch = Watch(trial, is_scaled)
     if is_pending(trial):  # the first call sets its values
         _step(trial, nullcontext(), batch, loss, seed)
-    at_output = _step(trial, observing.by(watch), batch, loss, seed)
+    at_output = _step(trial, watch.of(trial), batch, loss, seed)
     loss_rms = None if is_scaled else max(at_output, default=None)
     return Verification(watch.results(), watch.notes, loss_rms)
 
@@ -230,64 +193,6 @@ def _step(
     return at_output
 
 
-# The diagnosis
-
-_INIT = (
-    "bring a plain model to RMS 1 by unit_scale; weights of uu layers were overwritten after the "
-    "layers had drawn them: leave them out of the init, or call reset_parameters() after it"
-)
-_LOSS = (
-    "a loss outside of the model divides by the size of the batch: use that of "
-    "unit_scaling.functional (U.cross_entropy), or compute it in the model's forward"
-)
-_HIDDEN = (
-    "unit_scaling.transforms.track_scales shows the calls around it, and unit_scaling.report what "
-    "unit_scale did with them; a function of torch may stand for U's"
-)
-_FEW = ", or only some positions have a gradient, as of a class token or of a mean"
-
-
-def _diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
-    """Sentences, causes before their effects. loss: the RMS of the gradient at the model's output;
-    None if the loss is inside the model, or that gradient is cast at RMS 1, as by `unit_scale`."""
-    outside = [row for row in rows if row.inside is False]
-    lines = _weights([row for row in rows if row.kind == "weight"])
-    lines += _change("activations", [row for row in outside if row.kind == "activation"])
-    if loss is not None and 0 < loss < LOW_GRADIENT:  # all gradients are that small
-        size = f"has RMS {loss:.2g} instead of 1"
-        return [*lines, f"the loss's gradient at the model's output {size}: {_LOSS}"]
-    gradients = [row.rms for row in rows if row.kind == "gradient"]
-    if gradients and not any(gradients):
-        lines.append("every gradient is zero: zero weights, or a loss that no product goes into")
-    backward = [row for row in reversed(outside) if row.kind.endswith("gradient")]
-    lines += [f"{line}{_FEW}" for line in _change("gradients", backward, "backward, ")]
-    return lines or ["every tensor is in the range of its kind"]
-
-
-def _weights(weights: list[Measurement]) -> list[str]:
-    outside = [row for row in weights if row.inside is False]
-    if not outside:
-        return []
-    low, high = min(row.rms for row in outside), max(row.rms for row in outside)
-    rms = f"{low:.2g}" if high < 1.1 * low else f"{low:.2g} to {high:.2g}"
-    return [
-        f"{len(outside)} of {len(weights)} weights have RMS {rms} instead of 1, the first in "
-        f"{_place(outside[0])}: {_INIT}"
-    ]
-
-
-def _change(what: str, outside: list[Measurement], direction: str = "") -> list[str]:
-    return [
-        f"{what} {'shrink' if row.rms < 1 else 'grow'} from the {row.tensor} of {_place(row)} on, "
-        f"{direction}RMS {row.rms:.2g}: {_HIDDEN}"
-        for row in outside[:1]
-    ]
-
-
-def _place(row: Measurement) -> str:
-    return f"{row.path or 'the model'} ({row.call})"
-
-
 # The observer
 
 _UNMEASURED = frozenset(["out", "per_sample_weights"])
@@ -296,107 +201,135 @@ _UNMEASURED = frozenset(["out", "per_sample_weights"])
 #: Functions of `unit_scaling` that return their input.
 _SAME = {"scale_bwd", "residual_split"}
 
+_MAPPED = (
+    "runs under a transform of torch.func: measured over all that it maps, without the gradients "
+    "that the transform computes"
+)
+
+Found = tuple[float, RangeLoss | None]
+"""The RMS of a tensor, and what its cast loses."""
+
 
 @dataclass(frozen=True)
 class _Origin:
     """The origin of a tensor. sources: the nearest products above it. parameter: whether it is a
-    parameter, or a view or copy of one. probabilities: whether it is the softmax of scores.
-    exponent: that of the static scale of a weight of `unit_scale`."""
+    parameter, or a view or copy of one. probabilities: whether it is the softmax of scores."""
 
     sources: frozenset[_Product] = frozenset()
     parameter: bool = False
     probabilities: bool = False
-    exponent: int | None = None
 
 
 @dataclass
 class _Operand:
     label: str
-    rms: float
+    found: Found
     origin: _Origin
 
 
 @dataclass(eq=False)
 class _Product:
-    """A call. scores: whether its output feeds the softmax of an attention. gradient: the RMS of
-    that of its output. is_scaled: whether its gradient is cast at a scale."""
+    """A call. casts: at scales; None if it has none. scores: whether its output feeds the softmax
+    of an attention. gradient: that of its output."""
 
     path: str
     call: str
-    operands: dict[Slot, _Operand] = field(default_factory=dict)
+    casts: ProductCasts | None
+    operands: list[_Operand] = field(default_factory=list)
     scores: bool = False
-    gradient: float | None = None
-    is_scaled: bool = False
+    gradient: Found | None = None
 
     @property
     def mixes(self) -> bool:
         """Whether it multiplies activations with activations, as in queries times keys."""
-        weights = (operand.label == "weight" for operand in self.operands.values())
+        weights = (operand.label == "weight" for operand in self.operands)
         return self.call not in ATTENTION and not any(weights)
 
-    def note(self, grad: Tensor | None) -> None:
-        self.gradient = None if grad is None else _rms(grad)
+    def add(self, slot: Slot, tensor: Tensor, origin: _Origin) -> None:
+        """Measures an argument, if it is an operand."""
+        if slot[0] in _UNMEASURED or is_added(self.call, slot) or not _is_measurable(tensor):
+            return
+        state = self.call in RECURRENT and slot not in ((0,), ("input",))
+        if state and not (origin.parameter and tensor.dim() > 1):
+            return
+        known = {operand.label for operand in self.operands}
+        is_second = self.call in EMBEDDINGS | LAYERS and slot[0] in (1, "weight")
+        if self.call in ATTENTION:
+            label = slot[0] if isinstance(slot[0], str) else ("query", "key", "value")[slot[0]]
+        elif origin.parameter or is_second:
+            label = "weight"
+        else:
+            label = "other" if "input" in known else "input"
+        judge = None
+        if self.casts is not None:
+            index, is_weight = len(self.operands), label == "weight"
+            judge = partial(self.casts.operand, index=index, is_weight=is_weight)
+        self.operands.append(_Operand(label, _measured(tensor, judge), origin))
 
-    def gradient_as_cast(self) -> float | None:
-        if not self.is_scaled or not self.gradient or not math.isfinite(self.gradient):
-            return self.gradient
-        # A static scale is the power of two next to the first gradient.
-        scale = 2.0 ** round(math.log2(self.gradient)) / static_rms(get_format("e5m2"))
-        return self.gradient / scale
+    def note(self, grad: Tensor | None) -> None:
+        """Measures the gradient of the output; None where nothing reads that."""
+        if grad is not None:
+            judge = None if self.casts is None else self.casts.gradient
+            self.gradient = _measured(grad, judge)
 
 
 class Watch(Observer):
-    """Measures one call of a model. parameters: ids. computing: the paths of modules that compute a
-    weight, whose products are skipped. scales: whether gradients are cast at scales, as in a model
-    of `unit_scale`. notes: what could not be measured."""
+    """Measures one call of a model. scales: whether it is cast at scales, as one of `unit_scale`.
+    notes: what could not be measured."""
 
-    def __init__(
-        self, parameters: Collection[int], computing: Collection[str], scales: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, scales: bool) -> None:
         super().__init__()
-        self._scales = scales
         self.notes: list[str] = []
-        self._parameters = parameters
-        self._computing = computing
+        self._scales = scales
+        self._recipes = {path: auto_of(layer) for path, layer in candidates(model).items()}
+        self._parameters = {id(p) for p in model.parameters()}
         self._products: list[_Product] = []
         self._origins = WeakTensorKeyDictionary()
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         kind = kind_of(function)
-        multiplies = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS
-        multiplies = multiplies and self.path.items[-1] not in self._computing
-        tensors = [t for _, t in tensors_in((args, kwargs))]
-        place = f"{kind} in {self.path.items[-1] or 'the model itself'}"
-        if kind in RECURRENT or (kind == "einsum" and len(tensors) > 2):
-            self.notes.append(f"{place}: its steps are one call, not measured inside")
-        elif not multiplies and (why := LEFT.get(function)) is not None:
-            self.notes.append(f"{place} is not measured: {why}")
+        arguments = (*tensors_in(args), *tensors_in(kwargs))
+        tensors = [debug_unwrap(t) for _, t in arguments]
         origins = [self._origin(t) for t in tensors]
-        origin = self._joined(kind, origins)
+        multiplies = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS
+        multiplies = multiplies and "parametrizations" not in self.path.split(".")
+        self._note(function, kind, len(tensors), multiplies)
         # Products of constants (the angles of rotary embeddings, for example) are not measured.
-        if multiplies and any(
-            o.parameter or o.sources or debug_unwrap(t).requires_grad
-            for o, t in zip(origins, tensors, strict=True)
-        ):
-            if any(debug_unwrap(t) is not t for t in tensors):
-                self.notes.append(
-                    f"{place} runs under a transform of torch.func: measured over all that it "
-                    "maps, without the gradients that the transform computes"
-                )
-            output = self._product(function, kind, args, kwargs)
-            origin = _Origin(frozenset(self._products[-1:]))
-        else:
+        known = any(origin.parameter or origin.sources for origin in origins)
+        if multiplies and (known or any(t.requires_grad for t in tensors)):
+            if any(inner is not t for inner, (_, t) in zip(tensors, arguments, strict=True)):
+                self.notes.append(f"{self._place(kind)} {_MAPPED}")
+            with unseen():
+                # A lookup is not cast: its table is judged as the weight of a layer.
+                otherwise = self._recipes.get(self.path, STATIC if kind in EMBEDDINGS else PLAIN)
+                casts = ProductCasts(otherwise, kind, *tensors) if self._scales else None
+                product = _Product(self.path, kind, casts)
+                for (slot, tensor), origin in zip(arguments, origins, strict=True):
+                    product.add(slot, tensor, origin)
             output = function(*args, **kwargs)
+            self._products.append(product)
+            origin = _Origin(frozenset([product]))
+            with unseen():
+                output = self._hooked(product, output, tensors)
+        else:
+            output, origin = function(*args, **kwargs), self._joined(kind, origins)
         for _, tensor in tensors_in(output):
             self._origins[debug_unwrap(tensor)] = origin
         return output
 
+    def _place(self, kind: str) -> str:
+        return f"{kind} in {self.path or 'the model itself'}"
+
+    def _note(self, function: Callable[..., Any], kind: str, count: int, multiplies: bool) -> None:
+        """Notes a call that is one of several products, or one that no recipe casts."""
+        if kind in RECURRENT or (kind == "einsum" and count > 2):
+            self.notes.append(f"{self._place(kind)}: its steps are one call, not measured inside")
+        elif not multiplies and function in LEFT:
+            self.notes.append(f"{self._place(kind)} is not measured: {LEFT[function]}")
+
     def _origin(self, tensor: Tensor) -> _Origin:
-        tensor = debug_unwrap(tensor)
         if id(tensor) in self._parameters:
-            tags = tags_of(tensor)
-            is_set = tags.mup_divisor or tags.mup_scale != 1.0
-            return _Origin(parameter=True, exponent=_exponent(tags.mup_scale) if is_set else None)
+            return _Origin(parameter=True)
         return self._origins.get(tensor, _Origin())
 
     def _joined(self, kind: str, origins: list[_Origin]) -> _Origin:
@@ -409,50 +342,20 @@ class Watch(Observer):
                 product.scores = True
             return _Origin(probabilities=bool(scores))
         first = origins[0] if origins and kind in TRANSPARENT | _SAME else _Origin()
-        return _Origin(sources, first.parameter, first.probabilities, first.exponent)
+        return replace(first, sources=sources)
 
-    def _product(self, function: Callable[..., Any], kind: str, args: Args, kwargs: Kwargs) -> Any:
-        product = _Product(self.path.items[-1], kind)
-        with unseen():
-            for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-                self._add_operand(product, slot, tensor)
-        output = function(*args, **kwargs)
-        for operand in product.operands.values():
-            if operand.origin.exponent is not None:
-                operand.rms *= 2.0**-operand.origin.exponent
-        product.is_scaled = self._scales
-        self._products.append(product)
-        with unseen():
-            return self._hooked(product, output, (args, kwargs))
-
-    def _hooked(self, product: _Product, output: Any, arguments: Any) -> Any:
+    def _hooked(self, product: _Product, output: Any, tensors: list[Tensor]) -> Any:
         """The result of a product, or a copy of it that measures its gradient: of a view (a linear
         map of three dimensions), gradients pass by once its base is written in place."""
         if isinstance(output, Tensor) and output.requires_grad:
-            passed = any(output is t for _, t in tensors_in(arguments))
+            passed = any(debug_unwrap(output) is t for t in tensors)
             output = output if passed else output.clone()
-        first = next((t for _, t in tensors_in(output)), None)  # recurrent ones return states
-        if first is not None and _is_measurable(first) and product.call not in EMBEDDINGS:
-            first = debug_unwrap(first)
-            if first.requires_grad:
-                first.register_hook(product.note)
+        # Recurrent ones return states too. Hooks of a wrapper of torch.func are not called.
+        first = next((debug_unwrap(t) for _, t in tensors_in(output)), None)
+        is_measured = first is not None and first.requires_grad and _is_measurable(first)
+        if first is not None and is_measured and product.call not in EMBEDDINGS:
+            first.register_hook(product.note)
         return output
-
-    def _add_operand(self, product: _Product, slot: Slot, tensor: Tensor) -> None:
-        if slot[0] in _UNMEASURED or is_added(product.call, slot) or not _is_measurable(tensor):
-            return
-        origin = self._origin(tensor)
-        state = product.call in RECURRENT and slot not in ((0,), ("input",))
-        if state and not (origin.parameter and tensor.dim() > 1):
-            return
-        if product.call in ATTENTION:
-            label = slot[0] if isinstance(slot[0], str) else ("query", "key", "value")[slot[0]]
-        elif origin.parameter or (product.call in EMBEDDINGS | LAYERS and slot[0] in (1, "weight")):
-            label = "weight"
-        else:
-            known = {operand.label for operand in product.operands.values()}
-            label = "other" if "input" in known else "input"
-        product.operands[slot] = _Operand(label, _rms(debug_unwrap(tensor)), origin)
 
     # Results
 
@@ -463,14 +366,13 @@ class Watch(Observer):
         for product in self._products:
             place = (product.path, product.call, counts[product.path, product.call])
             counts[product.path, product.call] += 1
-            for operand in product.operands.values():
+            for operand in product.operands:
                 if not operand.origin.probabilities:
                     kind = "weight" if operand.label == "weight" else "activation"
-                    yield Measurement(*place, operand.label, kind, operand.rms)
-            gradient = product.gradient_as_cast()
-            if gradient is not None:
+                    yield Measurement(*place, operand.label, kind, *operand.found)
+            if product.gradient is not None:
                 kind = "query-key gradient" if product in small else "gradient"
-                yield Measurement(*place, "gradient of output", kind, gradient)
+                yield Measurement(*place, "gradient of output", kind, *product.gradient)
 
     def _small(self) -> set[_Product]:
         """The products that compute only queries and keys."""
@@ -479,16 +381,10 @@ class Watch(Observer):
         for product in reversed(self._products):
             if product in other:
                 small.discard(product)
-            for operand in product.operands.values():
+            for operand in product.operands:
                 logits = product.scores or operand.label in ("query", "key")
                 (small if logits or product in small else other).update(operand.origin.sources)
         return small
-
-
-def _exponent(size: float) -> int:
-    """That of the power of two next to the size of a weight of `unit_scale`, at which it is cast.
-    Its gradient has a static scale too."""
-    return round(math.log2(size))
 
 
 def _is_measurable(tensor: Tensor) -> bool:
@@ -496,10 +392,18 @@ def _is_measurable(tensor: Tensor) -> bool:
     return known and tensor.is_floating_point() and tensor.numel() > 0
 
 
+Judge = Callable[[Tensor], RangeLoss]
+
+
+def _measured(tensor: Tensor, judge: Judge | None) -> Found:
+    """Measures a tensor, outside of modes and of transforms of torch.func."""
+    return in_own_thread(_measure, debug_unwrap(tensor), judge)
+
+
 @torch.no_grad()
-def _rms(tensor: Tensor) -> float:
-    """That of the values, in double precision, in which squares do not overflow. tensor: of no
-    torch.func transform."""
+def _measure(tensor: Tensor, judge: Judge | None) -> Found:
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    norm: float = debug_unwrap(torch.linalg.vector_norm(values, dtype=torch.float64)).item()
-    return norm / tensor.numel() ** 0.5
+    # In double precision, in which squares do not overflow.
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64).item()
+    loss = None if judge is None else judge(values)
+    return norm / tensor.numel() ** 0.5 / (1.0 if loss is None else loss.scale), loss
