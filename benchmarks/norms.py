@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks.common import Row, compare, fix_allocator, report, write
 from fp8.formats.format import dtype_name
-from fp8.norms.layer_norm2d import layer_norm2d
+from fp8.training.layer_norm2d import layer_norm2d
 
 QUESTION = (
     "LayerNorm2d at ConvNeXt's shapes, relative to its floor: a copy of the input (read x, write y)"

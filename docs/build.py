@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-import fp8.norms.layer_norm2d
+import fp8.training.layer_norm2d
 import unit_scaling.functional  # noqa: F401 - fills OPS
 from docs import demo, figures, papers, parity
 from docs.markdown import as_markdown, table
@@ -28,7 +28,6 @@ from fp8.kernels.kernel import Kernel
 from fp8.kernels.product import kernels_of, why_not_recipe
 from fp8.kernels.table import KERNELS
 from fp8.lab.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
-from fp8.levels.initialize import LEVELS, Level
 from fp8.modes.dispatch import COMPOSED, LEFT, PRODUCTS
 from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, Encoding
 from fp8.recipes.cast import Cast
@@ -36,6 +35,7 @@ from fp8.recipes.policy import ROLES
 from fp8.recipes.recipe import RECIPES, Recipe
 from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS, Scaling
+from fp8.training.levels import LEVELS, Level
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.optim import LR_MULT, LR_RULES, RATES
 from unit_scaling.rules.table import OPS, Op
@@ -63,7 +63,7 @@ NAMESPACES = {
     "torch.special": torch.special,
     "torch.sparse": torch.sparse,
     "operator": operator,
-    "fp8.norms.layer_norm2d": fp8.norms.layer_norm2d,
+    "fp8.training.layer_norm2d": fp8.training.layer_norm2d,
     "torch.ops.higher_order": torch.ops.higher_order,
 }
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import warnings
+from .casts.scaled_tensor import ScaledTensor, scaled
 from .formats.format import FORMATS, Format
 from .formats.quantize import quantize
 from .modes.autocast import autocast, checkpoint_contexts
@@ -15,7 +16,6 @@ from .recipes.cast import Cast
 from .recipes.history import reduce_amax
 from .recipes.recipe import RECIPES, Recipe
 from .recipes.rules import Rule
-from .tensors.scaled_tensor import ScaledTensor, scaled
 from .version import __version__
 from .warnings import PitfallWarning, strict
 
@@ -63,29 +63,29 @@ __all__ = [
 ]
 
 LATE = {
-    "LEVELS": "fp8.levels.initialize",
-    "LayerNorm2d": "fp8.norms.layer_norm2d",
+    "LEVELS": "fp8.training.levels",
+    "LayerNorm2d": "fp8.training.layer_norm2d",
     "Policy": "fp8.recipes.policy",
-    "advance": "fp8.surgery.convert",
-    "apply_low_precision_layernorm": "fp8.norms.low_precision",
+    "advance": "fp8.layers.convert",
+    "apply_low_precision_layernorm": "fp8.training.low_precision_norms",
     "blame": "fp8.lab.blame",
-    "cached_weights": "fp8.surgery.cached_weights",
-    "calibrate": "fp8.surgery.calibrate",
-    "calibration": "fp8.surgery.calibrate",
-    "convert": "fp8.surgery.convert",
-    "eject": "fp8.surgery.eject",
+    "cached_weights": "fp8.layers.cached_weights",
+    "calibrate": "fp8.layers.calibrate",
+    "calibration": "fp8.layers.calibrate",
+    "convert": "fp8.layers.convert",
+    "eject": "fp8.layers.eject",
     "export": "fp8.checkpoints.weights",
     "forecast": "fp8.lab.forecast.forecast",
-    "initialize": "fp8.levels.initialize",
+    "initialize": "fp8.training.levels",
     "load": "fp8.checkpoints.load",
     "optim": "fp8.optim",
-    "override": "fp8.surgery.override",
+    "override": "fp8.layers.override",
     "parity": "fp8.lab.parity.parity",
     "preflight": "fp8.lab.preflight.preflight",
-    "report": "fp8.surgery.report",
-    "revert": "fp8.surgery.convert",
+    "report": "fp8.layers.report",
+    "revert": "fp8.layers.convert",
     "stats": "fp8.lab.stats",
-    "store_frozen": "fp8.levels.weights",
+    "store_frozen": "fp8.training.stored_weights",
     "weights": "fp8.checkpoints.weights",
 }
 """Name -> the module that defines it, imported when the name is first read."""
@@ -99,17 +99,17 @@ if TYPE_CHECKING:
     from .lab.parity.parity import parity
     from .lab.preflight.preflight import preflight
     from .lab.stats import stats
-    from .levels.initialize import LEVELS, initialize
-    from .levels.weights import store_frozen
-    from .norms.layer_norm2d import LayerNorm2d
-    from .norms.low_precision import apply_low_precision_layernorm
+    from .layers.cached_weights import cached_weights
+    from .layers.calibrate import calibrate, calibration
+    from .layers.convert import advance, convert, revert
+    from .layers.eject import eject
+    from .layers.override import override
+    from .layers.report import report
     from .recipes.policy import Policy
-    from .surgery.cached_weights import cached_weights
-    from .surgery.calibrate import calibrate, calibration
-    from .surgery.convert import advance, convert, revert
-    from .surgery.eject import eject
-    from .surgery.override import override
-    from .surgery.report import report
+    from .training.layer_norm2d import LayerNorm2d
+    from .training.levels import LEVELS, initialize
+    from .training.low_precision_norms import apply_low_precision_layernorm
+    from .training.stored_weights import store_frozen
 else:
 
     def __getattr__(name):

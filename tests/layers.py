@@ -6,9 +6,9 @@ A name is a file or a folder of the package or of the folder. `unit_scaling` may
 
 LAYERS = {
     "fp8": """
-        version common warnings formats recipes tensors casts kernels products selection modes
-        surgery
-        norms optim levels distributed checkpoints adapters
+        version frame torch_internals common warnings formats recipes casts kernels
+        products modes layers
+        optim training checkpoints adapters
         lab __main__
     """,
     "fp8.lab": """
@@ -24,7 +24,7 @@ LAYERS = {
     """,
 }
 
-CORE = "surgery"
+CORE = "layers"
 """The last name of the core of `fp8`, which `import fp8` loads; what follows is loaded late."""
 
 HOOKS = {

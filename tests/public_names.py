@@ -52,7 +52,7 @@ TABLED = (
     *("fp8/*recipe*", "fp8/*scal*", "fp8/*format*", "fp8/*round*", "fp8/*encod*", "fp8/*hardware*"),
     *("unit_scaling/__init__.py", "unit_scaling/functional.py", "unit_scaling/modules.py"),
     *("unit_scaling/ops", "unit_scaling/optim.py", "unit_scaling/transforms/__init__.py"),
-    *("docs/reference.py", "docs/build.py"),
+    *("docs/reference.py", "docs/build.py", "fp8/training"),
 )
 EVERY = 20
 

@@ -52,7 +52,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path):
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     assert f"{info}/licenses/LICENSE" in names
-    assert {"fp8/lab/preflight/page.html", "fp8/surgery/eject.txt"} <= set(names)
+    assert {"fp8/lab/preflight/page.html", "fp8/layers/eject.txt"} <= set(names)
     sources = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES

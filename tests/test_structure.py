@@ -34,7 +34,7 @@ PRIVATE = {
     "fp8/modes/control_flow.py": {
         "torch._higher_order_ops": "what a mode sees of torch.compiler.nested_compile_region",
     },
-    "fp8/distributed/fsdp.py": {
+    "fp8/training/fsdp.py": {
         "torch.Tensor._make_wrapper_subclass": "FSDP2's extension asks for a tensor subclass",
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
@@ -61,20 +61,22 @@ PRIVATE = {
     "fp8/lab/trace.py": {
         "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen",
     },
-    "fp8/tensors/scaled_tensor.py": {
+    "fp8/casts/scaled_tensor.py": {
         "torch.Tensor._make_wrapper_subclass": "how a tensor of other tensors is made",
         "torch._C": "_disabled_torch_function_impl: what it computes is no ScaledTensor by itself",
         "torch.utils._python_dispatch": "return_and_correct_aliasing: compiled views share memory",
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
-    "fp8/common/traced.py": {
+    "fp8/torch_internals/inductor.py": {
         "torch._inductor": "compile(): a thread uses it while dynamo, which has a lock, compiles",
+    },
+    "fp8/torch_internals/compiling_flag.py": {
         "torch.compiler._is_compiling_flag": "what is_compiling() reads; set by torch 2.13 alone",
     },
-    "fp8/common/flops.py": {
+    "fp8/torch_internals/flop_counter.py": {
         "torch.utils._python_dispatch": "the FLOP counters that are open",
     },
-    "fp8/common/compiler.py": {
+    "fp8/torch_internals/hidden_functions.py": {
         "torch._dynamo": "has read torch's list of overridable functions, and keeps it",
     },
     "unit_scaling/transforms/values/ranks.py": {
@@ -87,9 +89,12 @@ PRIVATE = {
 COMPILING = {
     "fp8/modes/control_flow.py": "both branches of a condition are in a graph, one in eager code",
     "fp8/common/compiler.py": "the decorators, and what else differs in a graph",
+    "fp8/torch_internals/autograd_functions.py": "what differs for an autograd function",
+    "fp8/torch_internals/decorators.py": "a decorator",
+    "fp8/torch_internals/running_calls.py": "which compiler a graph is for",
     "fp8/casts/operands.py": "a graph saves bytes whoever calls the function",
     "fp8/formats/random_bits.py": "an integer of a graph may be symbolic",
-    "fp8/norms/layer_norm2d.py": "no autograd function in exports; modes that graphs do not call",
+    "fp8/training/layer_norm2d.py": "exports have no autograd function, graphs no modes",
 }
 
 

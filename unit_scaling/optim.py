@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fp8.common.compiler import untraced
 from fp8.common.validation import check_name, check_number
+from fp8.torch_internals.decorators import untraced
 from fp8.warnings import OptimizerWarning, warn_once
 
 from .parameter import ParameterData, Tags, has_parameter_data

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.weak import TensorWeakRef
 
-from fp8.common.mixin import check_module
-from fp8.common.validation import check_name, check_whole
+from fp8.common.validation import check_module, check_name, check_whole
 
 from .checks.first_call import check_weights_at_first_call, skip_weight_check
 from .checks.optimizers import check_optimizers

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fp8.common.compiler import apply, in_graph, same
+from fp8.torch_internals.autograd_functions import apply, same
+from fp8.torch_internals.decorators import in_graph
 
 from .common.watched import watched
 

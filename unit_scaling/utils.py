@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 
 from fp8.common.copies import deep_copy
-from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
-from fp8.modes.autocast import outside_compiler
+from fp8.common.validation import check_module
+from fp8.torch_internals.stance import outside_compiler
 
 from . import functional
 from .transforms.track_scales import Metrics, Tap

@@ -18,7 +18,7 @@ import fp8
 import unit_scaling as uu
 from benchmarks.common import Row
 from fp8.common.step import described, tensors_within
-from fp8.selection.layers import candidates
+from fp8.layers.select import candidates
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import simulate_fp8, unit_scale
 

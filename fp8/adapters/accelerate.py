@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from ..common.libraries import need
 from ..common.validation import check_name
-from ..levels.initialize import initialize
+from ..layers.adapters import adapter
+from ..layers.convert import convert, expand, revert_layers
+from ..layers.select import ADAPTERS, Where, checked_where
 from ..products.active import BACKENDS
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
-from ..selection.layers import ADAPTERS, Where, checked_where
-from ..surgery.adapters import adapter
-from ..surgery.convert import convert, expand, revert_layers
+from ..training.levels import initialize
 from .transformer_engine import delayed_scaling, format_of, te_recipe
 
 __all__ = ["prepare"]
@@ -57,7 +57,7 @@ def prepare(
             Accelerate's, each for its own backend: TERecipeKwargs ("transformer_engine"),
             AORecipeKwargs ("torchao"), MSAMPRecipeKwargs ("msamp").
         backend: as in `fp8.convert`, or "msamp": MS-AMP's levels, by `fp8.initialize`.
-        opt_level: a name in `fp8.levels.initialize.LEVELS`, for one model with one optimizer; None:
+        opt_level: a name in `fp8.training.levels.LEVELS`, for one model with one optimizer; None:
             no level ("O2" for "msamp"). With layers of TransformerEngine, "O1" and "O2" affect
             optimizer states only: weights and gradients stay as these layers store them.
         where: as in `fp8.convert`.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..common.libraries import need
-from ..norms.low_precision import apply_low_precision_layernorm
+from ..training.low_precision_norms import apply_low_precision_layernorm
 
 __all__ = ["LowPrecisionLayerNorm"]
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from ..common.libraries import need
 from ..common.validation import check_name
+from ..layers.convert import advance, convert
+from ..layers.select import ADAPTERS, Where
+from ..layers.settings import keep_apart
 from ..products.active import checked_backend
 from ..recipes.history import add_initial_histories, histories, note_scales
 from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe
-from ..selection.layers import ADAPTERS, Where
-from ..surgery.convert import advance, convert
-from ..surgery.layer import keep_apart
 
 __all__ = ["PRECISIONS", "FP8FabricPrecision", "FP8Precision"]
 

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from ..common.libraries import need, probe
 from ..common.mixin import bare_class
 from ..common.report import LEFT_ALONE, Report, Row, note
-from ..levels import initialize as levels
+from ..layers.adapters import ADAPTED, Adapted
 from ..recipes.recipe import AUTO
-from ..surgery.adapters import ADAPTED, Adapted
+from ..training import levels
 
 __all__ = ["clip_grad_norm_", "initialize"]
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..layers.policies import resolve
 from ..recipes.policy import Policy, composed, name_of, recipe_of
 from ..recipes.recipe import PLAIN, RECIPES, Recipe
-from ..selection.policies import resolve
 from . import torchao, transformer_engine
 
 __all__ = [
@@ -72,7 +72,7 @@ def for_torchao(
         `fp8.adapters.torchao.convert`, or a filter of torchao's own function, takes each pair.
 
     Raises:
-        ValueError: as `fp8.selection.policies.resolve`, and for a recipe that torchao lacks.
+        ValueError: as `fp8.layers.policies.resolve`, and for a recipe that torchao lacks.
         ImportError: without torchao.
     """
     policy, notes = _at_start(policy, "torchao")
@@ -97,7 +97,7 @@ def for_transformer_engine(policy: Policy, model: nn.Module) -> tuple[dict[str, 
         not enabled; notes on what is not translated). "" is the model. `open_contexts` takes them.
 
     Raises:
-        ValueError: as `fp8.selection.policies.resolve`, and for a recipe that TransformerEngine
+        ValueError: as `fp8.layers.policies.resolve`, and for a recipe that TransformerEngine
             lacks, such as one with a single cast in high precision.
         ImportError: without TransformerEngine.
     """

@@ -12,10 +12,10 @@ from ..common.libraries import need
 from ..common.mixin import bare_class
 from ..formats.format import get_format
 from ..kernels.kernel import ALIGNMENT, why_not_device
+from ..layers.select import Where, checked_where
+from ..layers.swap import layers_for, swap, why_not_fit
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
-from ..selection.layers import Where, checked_where
-from ..surgery.swap import layers_for, swap, why_not_fit
 
 __all__ = ["ao_config", "convert", "revert"]
 
@@ -105,7 +105,7 @@ def convert(
     elif config.enable_fsdp_float8_all_gather:
         raise ValueError(
             "enable_fsdp_float8_all_gather must be False: it replaces parameters, which neither "
-            "ties nor optimizers follow; fp8.distributed.fsdp.gather_in_fp8 gathers weights in FP8"
+            "ties nor optimizers follow; fp8.training.fsdp.gather_in_fp8 gathers weights in FP8"
         )
     multiple = 1 if config.emulate else ALIGNMENT
 

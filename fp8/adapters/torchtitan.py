@@ -15,12 +15,12 @@ from typing import Any
 
 from ..common.libraries import need
 from ..common.validation import check_name
+from ..layers.convert import convert
+from ..layers.report import report
+from ..layers.select import Where
 from ..products.active import BACKENDS
 from ..recipes.policy import Policy, as_policy
 from ..recipes.recipe import AUTO, Recipe
-from ..selection.layers import Where
-from ..surgery.convert import convert
-from ..surgery.report import report
 
 __all__ = ["FP8Converter"]
 

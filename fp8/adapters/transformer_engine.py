@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casts.scaled_tensor import DTYPES
 from ..common.libraries import need
 from ..common.mixin import Args, Forward, Mixin, add_mixin, bare_class, remove_mixin
 from ..common.validation import check_name
+from ..layers.select import Where, checked_where
+from ..layers.swap import Make, Padded, layers_for, swap, why_not_fit
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
-from ..selection.layers import Where, checked_where
-from ..surgery.swap import Make, Padded, layers_for, swap, why_not_fit
-from ..tensors.scaled_tensor import DTYPES
 
 __all__ = ["convert", "delayed_scaling", "revert", "te_recipe"]
 

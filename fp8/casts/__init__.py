@@ -1,2 +1,2 @@
-"""Casts of operands, their copies saved for the backward pass, and statistics of casts.
-Imports `fp8.tensors` and below."""
+"""Casts of operands, their copies saved for the backward pass, statistics of casts, and tensors of
+cast values. Imports `fp8.recipes` and below."""

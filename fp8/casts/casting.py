@@ -16,17 +16,7 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 
-from ..common.compiler import (
-    apply,
-    compiled_as,
-    eager_only,
-    in_graph,
-    in_memory,
-    same,
-    taken_as_constant,
-    unaliased,
-    updates_states,
-)
+from ..common.compiler import compiled_as, eager_only, in_memory, updates_states
 from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, reduced, unreduced
 from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import (
@@ -37,14 +27,16 @@ from ..formats.quantize import (
     round_operand,
 )
 from ..formats.rounding import Grid, divided
+from ..frame import FRAMES
 from ..recipes import scaling
 from ..recipes.cast import Cast
 from ..recipes.rules import FORM_OF, LOWERED
 from ..recipes.scaling import scaled_tiles, scales_and_unit
-from ..tensors.scaled_tensor import dequantized
+from ..torch_internals.autograd_functions import apply, same, unaliased
+from ..torch_internals.decorators import in_graph, taken_as_constant
 from .counts import Observed, observe
-from .measuring import measuring
 from .rotation import rotated
+from .scaled_tensor import dequantized
 
 
 class LoweredCast(NamedTuple):
@@ -136,7 +128,7 @@ def cast_forward(
     while `fp8.calibrate` measures, measured. name: of the product, for `fp8.stats`."""
     if cast is None:
         return x
-    if (pass_ := measuring()) is not None:
+    if (pass_ := FRAMES.items[-1].measurement) is not None:
         pass_.operand(history, x, cast)
         return x
     spec = labelled(_lowered(cast.text, False), name, operand)
@@ -147,7 +139,7 @@ def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: st
     """``x``, whose gradient is rounded under ``cast`` along axis -1, or measured."""
     if cast is None:
         return x
-    if (pass_ := measuring()) is not None:
+    if (pass_ := FRAMES.items[-1].measurement) is not None:
         return pass_.gradient(history, x, cast)
     return _round_gradient(x, history, labelled(_lowered(cast.text, False), name, "grad"))
 

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ..common.compiler import eager_only
-from ..common.threads import in_shape_inference, recomputes
 from ..formats.format import Format
+from ..frame import FRAMES
+from ..torch_internals.pipelining import in_shape_inference
+from ..torch_internals.running_calls import recomputes
 from ..warnings import RecipeWarning, ScaleWarning, warn_once
 
 if TYPE_CHECKING:
@@ -32,16 +34,13 @@ COUNTS = ("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", 
 signal and noise: squares of the elements and of their errors."""
 
 
-class _Open(threading.local):
-    """The recorders open in this thread, each with a counter of unnamed products by kind; and the
-    check of the last product that was observed in the open block."""
+class _Latest(threading.local):
+    """The check of the last product of this thread that was observed since a block was opened."""
 
-    def __init__(self) -> None:
-        self.recorders: list[tuple[CastRecorder, Counter[str]]] = []
-        self.check: CastLossCheck | None = None
+    check: CastLossCheck | None = None
 
 
-OPEN = _Open()
+LATEST = _Latest()
 
 _TOKENS = itertools.count()
 _RECORDERS: weakref.WeakValueDictionary[str, CastRecorder | CastLossCheck] = (
@@ -117,6 +116,13 @@ class CastRecorder:
             _check_scale(layer, operand, xs / unit, format, self._model)
         with self.lock:
             self.sums[key] = self.sums[key] + total if key in self.sums else total
+
+
+class Recording(NamedTuple):
+    """A recorder in a pass. unnamed: kind of a product -> the number of those without a weight."""
+
+    recorder: CastRecorder
+    unnamed: Counter[str]
 
 
 def _path_of(weight: Tensor | None, model: nn.Module) -> str | None:
@@ -200,7 +206,7 @@ _FLUSHED = (
     'recipe "tensor" has a scale for each tensor, and fp8.stats counts what is lost of each'
 )
 
-_LATEST: deque[CastLossCheck] = deque(maxlen=64)
+_ALIVE: deque[CastLossCheck] = deque(maxlen=64)
 """Keeps the latest ones alive: the backward pass runs after the block."""
 _CHECK_OF: weakref.WeakKeyDictionary[nn.Module, CastLossCheck | None] = weakref.WeakKeyDictionary()
 """Models whose layers have names -> the check of these."""
@@ -224,10 +230,10 @@ def _check_without(recipe: str) -> CastLossCheck | None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     line = (frame.f_code.co_filename, frame.f_lineno, recipe)
-    if OPEN.check is None and line not in _CHECKED_LINES:
-        OPEN.check = _kept(CastLossCheck(recipe))
+    if LATEST.check is None and line not in _CHECKED_LINES:
+        LATEST.check = _kept(CastLossCheck(recipe))
     _CHECKED_LINES.add(line)
-    return OPEN.check
+    return LATEST.check
 
 
 def _check_of(weight: nn.Parameter, recipe: str) -> tuple[CastLossCheck | None, str]:
@@ -242,20 +248,20 @@ def _check_of(weight: nn.Parameter, recipe: str) -> tuple[CastLossCheck | None, 
             return check, repr(path.rpartition(".")[0] or type(model).__name__)
     if number > 1:
         return None, ""
-    last = OPEN.check
+    last = LATEST.check
     goes_on = last is not None and last.recipe == recipe and not last.warned
     return (last if goes_on else _kept(CastLossCheck(recipe))), ""
 
 
 def _kept(check: CastLossCheck) -> CastLossCheck:
     """``check``, which no model in _CHECK_OF keeps alive."""
-    _LATEST.append(check)
+    _ALIVE.append(check)
     return check
 
 
 def is_sampled(name: str) -> bool:
     """Whether a name belongs to a product in a pass of `fp8.stats`."""
-    return bool(name and OPEN.recorders)
+    return bool(name and FRAMES.items[-1].recording)
 
 
 def _numbered(unnamed: Counter[str], kind: str) -> str:
@@ -265,8 +271,9 @@ def _numbered(unnamed: Counter[str], kind: str) -> str:
 
 def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None = None) -> str:
     """A name for the casts of a product; "" if nothing records them."""
-    if OPEN.recorders:
-        recorder, unnamed = OPEN.recorders[-1]
+    recording: Recording | None = FRAMES.items[-1].recording
+    if recording is not None:
+        recorder, unnamed = recording
         return f"{recorder.token}|{recorder.layer_of(weight) or _numbered(unnamed, kind)}"
     if recipe is None or not recipe.fixed:
         return ""
@@ -279,7 +286,7 @@ def _checked_name(kind: str, weight: Tensor | None, recipe: Recipe) -> str:
         return ""
     if isinstance(weight, nn.Parameter):
         check, layer = _check_of(weight, recipe.name)
-        OPEN.check = check
+        LATEST.check = check
     else:
         check, layer = _check_without(recipe.name), ""
     if check is None or check.warned:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..common.compiler import updates_states
-from ..tensors.scaled_tensor import dequantized
 from .casting import LoweredCast, rounded
+from .scaled_tensor import dequantized
 
 
 def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:

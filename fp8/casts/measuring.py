@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..common.dtensor import is_dtensor, unreduced
-from ..common.threads import Stack
 from ..common.validation import refuse_transformed
 from ..formats.format import get_format
+from ..frame import framed
 from ..recipes.cast import Cast
 from ..recipes.scaling import second_moment, static_rms
-from ..tensors.scaled_tensor import dequantized
+from .scaled_tensor import dequantized
 
 Parts = Callable[[Tensor], Iterable[Tensor]]
 
@@ -74,19 +74,6 @@ class Measurement:
         return y
 
 
-MEASURING = Stack()
-
-
-@contextmanager
-def uncast() -> Iterator[None]:
+def uncast() -> AbstractContextManager[None]:
     """Within the block, products of this thread are not cast, and have no states."""
-    MEASURING.items.append(Measurement(of_states=False))
-    try:
-        yield
-    finally:
-        MEASURING.items.pop()
-
-
-def measuring() -> Measurement | None:
-    """The active `Measurement` of this thread, or None. Meanwhile nothing is cast or compiled."""
-    return MEASURING.items[-1] if MEASURING.items else None
+    return framed(measurement=Measurement(of_states=False))

@@ -13,15 +13,11 @@ from torch.autograd import Function
 from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointError
 
-from ..common.compiler import (
-    apply_eagerly,
-    compiled_as,
-    is_differentiated_again,
-    is_recorded,
-    taken_as_constant,
-)
+from ..common.compiler import compiled_as, is_differentiated_again
 from ..formats.quantize import convertible
 from ..recipes.rules import LOWERED
+from ..torch_internals.autograd_functions import apply_eagerly, is_recorded
+from ..torch_internals.decorators import taken_as_constant
 from .casting import LoweredCast, in_units, labelled, resolved_format, unrotated
 
 

@@ -1,1 +1,1 @@
-"""Models for inference engines. Imports `fp8.surgery` and below."""
+"""Models for inference engines. Imports `fp8.layers` and below."""

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ..casts.casting import lowered
+from ..casts.scaled_tensor import Memory
 from ..formats.format import FORMATS, get_format
 from ..formats.quantize import quantize_operand
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
 from ..recipes.rules import RULES
 from ..recipes.scaling import SCALINGS, Tile, grid_of, scale_of, scaled_tiles, widened
-from ..tensors.scaled_tensor import Memory
 
 __all__ = ["INPUTS", "LAYOUTS", "NAMES", "Entry", "Layout"]
 

@@ -12,17 +12,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..casts.scaled_tensor import DTYPES, ScaledTensor
 from ..common.dtensor import is_dtensor
 from ..common.libraries import need
-from ..common.mixin import bare_class, check_module
+from ..common.mixin import bare_class
 from ..common.step import unwrapped
-from ..levels.weights import copied_parameter, replace, scaled_parameter
+from ..common.validation import check_module
+from ..layers.convert import check_ready
+from ..layers.policies import bare_name
+from ..layers.select import check_values_set
 from ..recipes.history import is_history
 from ..recipes.scaling import Tile
-from ..selection.layers import check_values_set
-from ..selection.policies import bare_name
-from ..surgery.convert import check_ready
-from ..tensors.scaled_tensor import DTYPES, ScaledTensor
+from ..training.stored_weights import copied_parameter, replace, scaled_parameter
 from .layouts import NAMES, memory_of, names_in, targets_in, tile_in
 from .weights import state_of
 

@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 from ..common.dtensor import is_dtensor, whole
 from ..common.libraries import need
-from ..common.mixin import bare_class, check_module
+from ..common.mixin import bare_class
 from ..common.report import LEFT_ALONE, Report, Row
 from ..common.step import unwrapped
+from ..common.validation import check_module
 from ..formats.format import get_format
+from ..layers.adapters import is_replacement
+from ..layers.override import check_not_overridden
+from ..layers.policies import bare_name
+from ..layers.select import check_values_set, is_transposed
 from ..recipes.cast import Cast
 from ..recipes.history import histories, is_history
 from ..recipes.scaling import history_scale
-from ..selection.layers import check_values_set, is_transposed
-from ..selection.policies import bare_name
-from ..surgery.adapters import is_replacement
-from ..surgery.override import check_not_overridden
 from . import layouts
 from .layouts import INPUTS, LAYOUTS, Entry
 

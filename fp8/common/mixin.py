@@ -118,9 +118,11 @@ def _make_subclass(original: type[nn.Module], mixins: tuple[type[Mixin], ...]) -
         "_mixins": mixins,
         "_active": active,
         "_attributes": tuple(name for m in mixins for name in m._attributes),
-        **({"forward": forward} if mixin in active else {}),
-        **({"__deepcopy__": _deepcopy} if hasattr(original, "__deepcopy__") else {}),
     }
+    if mixin in active:
+        names["forward"] = forward
+    if hasattr(original, "__deepcopy__"):
+        names["__deepcopy__"] = _deepcopy
     return type(base.__name__, (*_layout(base), mixin, base), names)
 
 
@@ -135,12 +137,6 @@ def _layout(cls: type) -> tuple[type, ...]:
     first: Any = root.__base__
     first = first[TypeVar("T")] if issubclass(first, Generic) else first
     return (types.new_class(root.__name__, (first,)),)
-
-
-def check_module(what: str, model: object) -> None:
-    """Raises TypeError unless ``model`` is an nn.Module. what: the name of the calling function."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{what} needs an nn.Module, got {type(model).__name__}")
 
 
 def check_not_scripted(path: str, module: nn.Module) -> None:

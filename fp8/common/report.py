@@ -74,7 +74,10 @@ class Report(Rows[R]):
             cells.append((path or "(model)", *others))
         counts = Counter(row.done for row in self).most_common()
         total = ", ".join(f"{count} {done}" for done, count in counts)
-        return "\n".join([as_table(cells), "", *self.notes, *([total] if total else [])])
+        lines = [as_table(cells), "", *self.notes]
+        if total:
+            lines.append(total)
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -101,4 +104,6 @@ def finite(value: Any) -> Any:
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list):
         return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -19,8 +19,8 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from ..frame import FRAMES, framed
 from .mixin import own_attributes
-from .threads import Stack, pushed
 
 Batch = Any
 """A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments."""
@@ -44,7 +44,9 @@ def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments that a batch represents."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    return (batch,), {}
 
 
 def described(error: Exception) -> str:
@@ -74,7 +76,8 @@ def detached(value: Any) -> Any:
         made = tensor.detach().clone()
         if tensor.requires_grad:
             made.requires_grad_()
-            made = made if tensor.is_leaf else made.clone()  # which may be written in place
+            if not tensor.is_leaf:
+                made = made.clone()  # which may be written in place
         copies[id(tensor)] = made
     return copy.deepcopy(value, copies)
 
@@ -94,9 +97,13 @@ def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
+        for part in _items(value):
             if isinstance(part, Tensor | list | tuple | Mapping):
                 yield from tensors(part)
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def tensors_within(value: Any, visited: set[int] | None = None) -> Iterator[Tensor]:
@@ -106,10 +113,12 @@ def tensors_within(value: Any, visited: set[int] | None = None) -> Iterator[Tens
         yield value
     if value is None or isinstance(value, (Tensor, str, int, float, nn.Module, type)):
         return
-    items, visited = as_container(value), set() if visited is None else visited
-    if isinstance(items, dict | list | tuple) and id(value) not in visited:
+    if visited is None:
+        visited = set()
+    container = as_container(value)
+    if isinstance(container, dict | list | tuple) and id(value) not in visited:
         visited.add(id(value))
-        for item in items.values() if isinstance(items, dict) else items:
+        for item in _items(container):
             yield from tensors_within(item, visited)
 
 
@@ -117,15 +126,20 @@ def find_loss(output: Any) -> Tensor | None:
     """The ``loss`` of an output; else its first 0-dim tensor with a gradient, unless an auxiliary
     loss (of a router): one that does not train every parameter of the other results."""
     candidates = scalars(output)
-    if not candidates or _named_loss(output) is not None:
-        return candidates[0] if candidates else None
-    trained = leaves(t for t in tensors(output) if t.requires_grad and t.dim())
-    return candidates[0] if not trained or trained <= leaves(candidates[:1]) else None
+    if not candidates:
+        return None
+    if _named_loss(output) is None:
+        trained = leaves(t for t in tensors(output) if t.requires_grad and t.dim())
+        if not trained <= leaves(candidates[:1]):
+            return None
+    return candidates[0]
 
 
 def _named_loss(output: Any) -> Any:
     results = as_container(output)
-    return results.get("loss") if isinstance(results, dict) else getattr(results, "loss", None)
+    if isinstance(results, dict):
+        return results.get("loss")
+    return getattr(results, "loss", None)
 
 
 def leaves(results: Iterable[Tensor]) -> set[Any]:
@@ -143,8 +157,11 @@ def scalars(output: Any) -> list[Tensor]:
     """The ``loss`` of an output if it requires a gradient, else all 0-dim tensors that do."""
     named = _named_loss(output)
     for parts in (named, as_container(output)):
-        if losses := [t for t in tensors([parts]) if t.dim() == 0 and t.requires_grad]:
-            return losses[:1] if parts is named else losses
+        losses = [t for t in tensors([parts]) if t.dim() == 0 and t.requires_grad]
+        if losses and parts is named:
+            return losses[:1]
+        if losses:
+            return losses
     return []
 
 
@@ -154,8 +171,9 @@ def loss_value(output: Any, loss: Loss | None) -> Tensor | None:
         return find_loss(output)
     value: Any = loss(output)
     if not isinstance(value, Tensor) or value.numel() != 1:
-        shaped = isinstance(value, Tensor)
-        got = f"a tensor of shape {tuple(value.shape)}" if shaped else type(value).__name__
+        got = type(value).__name__
+        if isinstance(value, Tensor):
+            got = f"a tensor of shape {tuple(value.shape)}"
         raise ValueError(f"loss must return a tensor of one element, got {got}")
     return value
 
@@ -207,8 +225,9 @@ def seeded(seed: int | None, cuda: Sequence[int] | None = None) -> Iterator[None
 
 def with_seed(function: Callable[..., Any], seed: int) -> Any:
     """The result of ``function``, which receives ``seed=`` if it takes that."""
-    takes_seed = "seed" in inspect.signature(function).parameters
-    return function(seed=seed) if takes_seed else function()
+    if "seed" in inspect.signature(function).parameters:
+        return function(seed=seed)
+    return function()
 
 
 _PLAIN = (bool, int, float, complex, str, tuple, type(None))
@@ -236,8 +255,10 @@ class _Data:
         vars(self._module).update(self._plain)
         for container, items in self._items:
             container.clear()
-            add = container.extend if isinstance(container, list | deque) else container.update
-            add(items)
+            if isinstance(container, list | deque):
+                container.extend(items)
+            else:
+                container.update(items)
 
 
 @contextmanager
@@ -288,14 +309,10 @@ def running_modules(model: nn.Module) -> Iterator[list[str]]:
         yield names
 
 
-_KEPT = Stack()
-"""An item for each open block of `kept` of this thread."""
-
-
 def kept() -> AbstractContextManager[None]:
     """Within the block, parameters are written for good: a `restored` around it restores none of
     it. (`unit_scale` sets the values of a model in its first call, whoever makes it.)"""
-    return pushed(_KEPT.items, None)
+    return framed(kept=FRAMES.items[-1].kept + 1)
 
 
 class restored(TorchFunctionMode):
@@ -304,7 +321,7 @@ class restored(TorchFunctionMode):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
-        self._depth = len(_KEPT.items)
+        self._kept = FRAMES.items[-1].kept
         self._parameters = list(parameters)
         self._at: dict[int, Tensor] | None = None
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
@@ -319,7 +336,7 @@ class restored(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if len(_KEPT.items) > self._depth:
+        if FRAMES.items[-1].kept > self._kept:
             return function(*args, **kwargs)
         if function == _SET_DATA:
             self._data.append((args[0], args[0].detach()))

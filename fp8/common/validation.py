@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+from torch import nn
 
 from .compiler import eager_only
 
@@ -98,3 +99,9 @@ def refuse_transformed(value: torch.Tensor) -> None:
             "does not exist: set static scales before, by fp8.calibrate(model, scales=...) or by a "
             'step without the transform, or use a recipe without state, such as "tensor"'
         )
+
+
+def check_module(what: str, model: object) -> None:
+    """Raises TypeError unless ``model`` is an nn.Module. what: the name of the calling function."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what} needs an nn.Module, got {type(model).__name__}")

@@ -9,15 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.compiler import (
-    apply,
-    eager_only,
-    is_differentiated_again,
-    reads_values,
-    same,
-    unaliased,
-)
+from ..common.compiler import eager_only, is_differentiated_again, reads_values
 from ..common.validation import check_between, check_name
+from ..torch_internals.autograd_functions import apply, same, unaliased
 from .format import Format, dtype_name, get_format
 from .random_bits import Key, Seed, bits_from_key, drawn_key, fewer_bits, random_key
 from .rounding import LAYOUTS, ROUNDINGS, Grid, divided, makes_finite, round_to_grid, saturated

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..common.compiler import compiled_as, taken_as_constant
+from ..common.compiler import compiled_as
+from ..torch_internals.decorators import taken_as_constant
 
 Word = TypeVar("Word", int, Tensor)
 Seed = int | Tensor | Sequence[int | Tensor]

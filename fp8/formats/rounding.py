@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.compiler import compiled_as, in_graph, is_inductors
+from ..common.compiler import compiled_as
+from ..torch_internals.decorators import in_graph
+from ..torch_internals.running_calls import is_inductors
 
 ROUNDINGS = ("nearest", "stochastic", "toward_zero")
 

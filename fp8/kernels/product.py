@@ -13,18 +13,12 @@ from torch.autograd import Function
 
 from ..casts.casting import LoweredCast, QuantizedOperand, lowered
 from ..casts.operands import Casts, one_copy, saved_tensors
-from ..common.compiler import (
-    apply,
-    compiled_as,
-    is_differentiated_again,
-    is_recorded,
-    taken_as_constant,
-    unaliased,
-    updates_states,
-)
+from ..common.compiler import compiled_as, is_differentiated_again, updates_states
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
+from ..torch_internals.autograd_functions import apply, is_recorded, unaliased
+from ..torch_internals.decorators import taken_as_constant
 from . import selftest
 from .kernel import ALIGNMENT, Kernel, why_not_device
 from .table import KERNELS, kernel_of, multiply, store
@@ -281,7 +275,7 @@ def token_of(casts: tuple[LoweredCast | None, ...]) -> str:
 
 
 def _cached(b: Tensor, casts: Casts) -> Any:
-    """The operands of `fp8.surgery.cached_weights` for these casts of a weight; None without."""
+    """The operands of `fp8.layers.cached_weights` for these casts of a weight; None without."""
     cast: Any = getattr(b, "fp8_cache", None)
     if cast is None or cast.token != token_of((casts.b, casts.b_for_grad_a)):
         return None

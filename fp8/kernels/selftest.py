@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from ..casts.casting import LoweredCast, QuantizedOperand, lowered, rounded
-from ..common.compiler import compiled_as, taken_as_constant
-from ..common.flops import SCALED, count_flops
+from ..common.compiler import compiled_as
 from ..recipes.cast import Cast
+from ..torch_internals.decorators import taken_as_constant
+from ..torch_internals.flop_counter import SCALED, count_flops
 from .table import kernel_of, multiply, store, why_not_kernel
 
 Pair = tuple[LoweredCast | None, LoweredCast | None]
@@ -150,7 +151,7 @@ def _casts(x: Tensor) -> list[Tensor]:
 
 
 def _compiled_failure(device: str) -> str:
-    from ..common.traced import in_each_configuration  # imports the compiler
+    from ..torch_internals.inductor import in_each_configuration  # imports the compiler
 
     generator = torch.Generator().manual_seed(0)
     # Every bfloat16 number six times, which the largest sample needs.

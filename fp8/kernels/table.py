@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..casts.casting import LoweredCast, QuantizedOperand, one_scale, quantized, times
-from ..common.compiler import in_graph, in_memory, taken_as_constant
+from ..common.compiler import in_memory
+from ..torch_internals.decorators import in_graph, taken_as_constant
 from .block import BLOCK
 from .kernel import Kernel, Output, filled
 from .mx import MX

@@ -16,15 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..common.copies import training_copy
-from ..common.mixin import check_module
 from ..common.report import as_table
 from ..common.step import Batch, Loss, seeded
-from ..common.validation import check_number
+from ..common.validation import check_module, check_number
+from ..layers.convert import convert
+from ..layers.override import override
+from ..layers.settings import converted
 from ..recipes.policy import CASTS, LayerRule, Policy, composed
 from ..recipes.recipe import OPERANDS, PRODUCTS, Recipe
-from ..surgery.convert import convert
-from ..surgery.layer import converted
-from ..surgery.override import override
 from .preflight.training import loss_of
 from .trace import quiet
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from ..casts.counts import COUNTS, OPEN, CastRecorder
-from ..common.mixin import check_module
+from ..casts.counts import COUNTS, CastRecorder, Recording
 from ..common.report import as_table
-from ..common.threads import Stack
-from ..common.validation import check_whole
-from ..modes.autocast import STANCE
+from ..common.validation import check_module, check_whole
+from ..frame import Stack, close_frame, open_frame
+from ..torch_internals.stance import STANCE
 
 __all__ = ["Stats", "StatsRow", "stats"]
 
@@ -64,14 +63,13 @@ class Stats:
             self.passes += 1
         if sampled:
             STANCE.hold()
-            OPEN.recorders.append((self._recorder, Counter()))
+            open_frame(self, recording=Recording(self._recorder, Counter()))
         self._open.items.append(sampled)
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self._open.items.pop():
-            mine = [r is self._recorder for r, _ in OPEN.recorders]
-            del OPEN.recorders[len(mine) - 1 - mine[::-1].index(True)]
+            close_frame(self)
             STANCE.release()
 
     def rows(self) -> list[StatsRow]:

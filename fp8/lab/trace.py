@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..common.copies import deep_copy
 from ..common.step import Batch, call, copied, running_modules, tensors, untouched
+from ..layers.convert import convert
+from ..layers.report import report
+from ..layers.select import check_values_set
 from ..products.grouped import MULTIPLY_GROUPS
-from ..selection.layers import check_values_set
-from ..surgery.convert import convert
-from ..surgery.report import report
 from ..warnings import PitfallWarning, strict
 
 __all__ = ["Product", "trace"]

@@ -10,36 +10,27 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ..casts.counts import OPEN
-from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
-from ..common.threads import (
-    Setting,
+from ..casts.counts import LATEST
+from ..frame import FRAMES, Frame, close_frame, open_frame
+from ..products.active import NO_STATE, Block, checked_backend, product_recipe, running_task
+from ..recipes.history import LayerState
+from ..recipes.policy import Policy, source_of
+from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, recipe_unless_auto
+from ..torch_internals.decorators import taken_as_constant
+from ..torch_internals.hidden_functions import HIDDEN, called, reveal
+from ..torch_internals.running_calls import (
     checkpoints,
-    function_around,
     in_recomputation,
     in_reentrant,
     is_from_graph,
 )
-from ..products.active import (
-    ACTIVE,
-    IN_PIECES,
-    NO_STATE,
-    Block,
-    checked_backend,
-    index_of,
-    product_recipe,
-    running_task,
-)
-from ..recipes.history import LayerState
-from ..recipes.policy import Policy, source_of
-from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, recipe_unless_auto
 from ..warnings import RecipeWarning, show
 from .control_flow import CALLERS, run_within, runs_functions, within
 from .dispatch import (
@@ -61,48 +52,6 @@ T = TypeVar("T")
 HIDDEN.extend(SPELLINGS["grouped_mm"])
 
 
-class _Stance(str):
-    """A stance of torch.compile that is "force_eager" in threads that hold `STANCE`, and ``before``
-    in others. The compiler compares it with the names of stances."""
-
-    before = "default"
-    __hash__ = str.__hash__
-
-    def __eq__(self, name: object) -> bool:
-        return name == ("force_eager" if STANCE.is_held else self.before)
-
-    def __ne__(self, name: object) -> bool:
-        return not self == name
-
-
-def _set_stance() -> AbstractContextManager[Any]:
-    stance = _Stance("force_eager")
-    try:  # imports the compiler, as every optimizer does: torch.cond would import it otherwise
-        context: Any = torch.compiler.set_stance(stance)
-    except RuntimeError as error:
-        raise RuntimeError(IN_PIECES) from error
-    stance.before = context.prev.stance
-    return cast("AbstractContextManager[Any]", context)
-
-
-STANCE = Setting(_set_stance)
-"""Holds torch.compile at its stance "force_eager" in the threads that hold it."""
-
-
-def outside_compiler(call: Callable[[], Any]) -> Any:
-    """``call()`` without compilation in all of it, in this thread: a mode that is active in eager
-    code would intercept again what was compiled under a mode."""
-    if torch.compiler.is_dynamo_compiling():  # which traces no cached function
-        return torch.compiler.disable(STANCE(call))()
-    return _uncompiled()(call)
-
-
-@functools.cache
-def _uncompiled() -> Callable[[Callable[[], Any]], Any]:
-    """Made once: the compiler wraps each function that it is disabled for."""
-    return torch.compiler.disable(lambda call: STANCE(call)())
-
-
 class _Mode(TorchFunctionMode):
     """The torch-function mode of an open `autocast` block. Each entry creates a new one, because
     torch.compile does not call ``__enter__`` of a mode created outside of the graph."""
@@ -115,14 +64,15 @@ class _Mode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        recipe = ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
+        block = FRAMES.items[-1].block
+        recipe = None if block is None else block.recipe
         if recipe is not None and (
             function in SPECIAL or function in CALLERS or isinstance(function, OPERATORS)
         ):
             return self._special(recipe, function, args, kwargs)
         if recipe is None and function in PRODUCTS:
             product_recipe()  # raises if the block belongs to another task
-            if torch.compiler.is_dynamo_compiling() and any(map(_is_around, ACTIVE.blocks)):
+            if torch.compiler.is_dynamo_compiling() and any(map(_is_around, FRAMES.items)):
                 return outside_of_modes(PLACES[function], args, kwargs)
         return called(function, args, kwargs)
 
@@ -134,7 +84,7 @@ class _Mode(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         if function in EXPANDED and (expanded := expansion(function, args, kwargs)) is not None:
-            return within((self, *FIRST_LOOK.items), expanded)()
+            return within((self, *FRAMES.items[-1].early_modes), expanded)()
         if (handler := handler_of(function)) is not None:
             if kwargs.get("out") is not None:
                 if is_from_graph():
@@ -145,7 +95,9 @@ class _Mode(TorchFunctionMode):
             if isinstance(result, str):
                 _warn_left(function.__name__, result)
             elif result is not NotImplemented:
-                return result if torch.is_grad_enabled() else warned(result, args)
+                if not torch.is_grad_enabled():
+                    warn_of_function(args)
+                return result
         elif runs_functions(function):
             if function is checkpoint:
                 _check_recomputes(recipe)
@@ -157,9 +109,11 @@ class _Mode(TorchFunctionMode):
         return called(function, args, kwargs)
 
 
-def _is_around(block: Block) -> bool:
-    """Whether eager code opened the block: its mode sees each call of a graph that runs in it."""
-    return block.opened is not None and block.recipe is not None
+def _is_around(frame: Frame) -> bool:
+    """Whether eager code opened the block of a frame: its mode sees each call of a graph that runs
+    in it."""
+    block = frame.block
+    return block is not None and not block.is_traced and block.recipe is not None
 
 
 class autocast:
@@ -221,10 +175,13 @@ class autocast:
         base = explicit or PLAIN
         if enabled and base.keeps_history and self.state is None:
             raise ValueError(NO_STATE.format(base.name))
-        self.recipe = base if enabled else None
+        self.recipe: Recipe | None = None
         #: The recipe of products of unit-scaled functions.
-        self.unit_recipe = (explicit or UNIT) if enabled else None
-        self.backend = checked_backend(backend, base) if enabled else "simulate"
+        self.unit_recipe: Recipe | None = None
+        self.backend = "simulate"
+        if enabled:
+            self.recipe, self.unit_recipe = base, explicit or UNIT
+            self.backend = checked_backend(backend, base)
         #: Whether a recomputation in the backward pass opens the block again by itself.
         self.reenters = False
 
@@ -234,33 +191,31 @@ class autocast:
             _check_recomputes(self.recipe)
         reveal()
         if eager and not self.reenters:
-            OPEN.check = None
-        modes = (_Mode(), *FIRST_LOOK.items)
+            LATEST.check = None
+        modes = (_Mode(), *FRAMES.items[-1].early_modes)
         again = self.reenters or in_reentrant()  # opened inside of a recomputed segment
-        ACTIVE.blocks.append(
-            Block(
-                recipe=self.recipe,
-                unit_recipe=self.unit_recipe,
-                modes=modes,
-                state=self.state,
-                backend=self.backend,
-                reenters=again,
-                opened=self if eager else None,
-                off=self.off,
-                checkpoints=checkpoints() if self.off else 0,
-                task=running_task() if eager else None,
-            )
+        block = Block(
+            recipe=self.recipe,
+            unit_recipe=self.unit_recipe,
+            modes=modes,
+            state=self.state,
+            backend=self.backend,
+            reenters=again,
+            is_traced=not eager,
+            off=self.off,
+            checkpoints=checkpoints() if self.off else 0,
+            task=running_task() if eager else None,
         )
+        open_frame(self, block=block)
         for mode in modes:
             TorchFunctionMode.__enter__(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        index = -1 if torch.compiler.is_dynamo_compiling() else index_of(self)
-        block = ACTIVE.blocks.pop(index)
-        for mode in reversed(block.modes):
+        closed, inside = close_frame(self)
+        for mode in reversed(closed.block.modes):
             TorchFunctionMode.__exit__(mode, *error)
-        if 0 <= index < len(ACTIVE.blocks):
+        if any("block" in frame.changes for frame in inside):
             raise RuntimeError(
                 "fp8.autocast: a block inside is open; blocks are closed innermost first: close "
                 "those of a generator or a coroutine before it yields or awaits"
@@ -293,7 +248,10 @@ class LayerBlock(autocast):
 def high_precision(off: bool | None = None) -> autocast:
     """A block without casts. off: whether converted layers are off; None: as outside of it."""
     block = autocast(enabled=False)
-    block.off = bool(ACTIVE.blocks) and ACTIVE.blocks[-1].off if off is None else off
+    if off is None:
+        around: Block | None = FRAMES.items[-1].block
+        off = around is not None and around.off
+    block.off = off
     return block
 
 
@@ -333,15 +291,16 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
         NotImplementedError: inside of a converted layer that keeps scales between passes, whose
             products the recomputation would number anew.
     """
-    if not ACTIVE.blocks:
+    block: Block | None = FRAMES.items[-1].block
+    if block is None:
         return nullcontext(), nullcontext()
-    block = ACTIVE.blocks[-1]
     if block.state is not None:
         raise NotImplementedError(
             "a part of a converted layer that keeps scales between passes cannot be checkpointed: "
             "checkpoint the whole layer"
         )
-    return _again(block) if block.off else nullcontext(), _again(block)
+    forward = _again(block) if block.off else nullcontext()
+    return forward, _again(block)
 
 
 def _again(block: Any) -> autocast:
@@ -370,12 +329,14 @@ def warn_of_operator(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         _warn_left(name, "an operator of another library, whose products, if any, are not cast")
 
 
-def warned(result: Any, args: tuple[Any, ...]) -> Any:
-    """``result``, of a product of ``args`` without gradients. Warns if the forward pass of an
-    autograd function computes it, but for a reentrant checkpoint, which runs its layers again."""
+def warn_of_function(args: tuple[Any, ...]) -> None:
+    """Warns if the forward pass of an autograd function computes a product of ``args`` without
+    gradients, but for a reentrant checkpoint, which runs its layers again."""
     if torch.compiler.is_dynamo_compiling() or in_reentrant():
-        return result
+        return
     if any(isinstance(t, Tensor) and t.grad_fn is not None for t in args):
+        from ..torch_internals.calling_function import function_around  # late: for a warning
+
         name = function_around()
         if name:
             show(
@@ -383,4 +344,3 @@ def warned(result: Any, args: tuple[Any, ...]) -> Any:
                 f"{name} computes its gradients itself: products of its backward pass are cast if "
                 "it runs layers again there, and not otherwise",
             )
-    return result

@@ -53,8 +53,9 @@ _IN_PYTHON: dict[Function, Function] = {
 def in_python(function: Function, args: tuple[Any, ...]) -> Function | None:
     """For a call of control flow in eager code that Python can make: what makes it. Keywords of
     such a call tell the compiler which tensors its functions write."""
-    eager = None if torch.compiler.is_compiling() else _IN_PYTHON.get(function)
-    return None if eager is None else partial(eager, *args)
+    if torch.compiler.is_compiling() or function not in _IN_PYTHON:
+        return None
+    return partial(_IN_PYTHON[function], *args)
 
 
 def runs_functions(function: Function) -> bool:
@@ -69,8 +70,11 @@ def run_within(mode: TorchFunctionMode, function: Function, args: Any, kwargs: A
     within((mode,), tuple)()
     if function is REGION:
         return within((mode,), args[0])(*args[1:], **kwargs)
+    inside = list(args)
+    # Not RUNS.get: tracing, torch 2.11 does not look up a checkpoint in a dict.
     places = (0,) if function is checkpoint else RUNS[function]
-    inside = [within((mode,), a) if place in places else a for place, a in enumerate(args)]
+    for place in places:
+        inside[place] = within((mode,), args[place])
     return function(*inside, **kwargs)
 
 

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.compiler import in_graph
 from ..formats.quantize import refuse_nested
+from ..frame import FRAMES
 from ..products import matmul
-from ..products.active import ACTIVE
 from ..products.attention import attention, flex_attention, multi_head_attention_forward
 from ..products.convolution import conv, conv_transpose
 from ..products.einsum import as_equation, as_matmul, in_pairs, sums_products
 from ..products.grouped import grouped_mm
 from ..recipes.recipe import Recipe
+from ..torch_internals.decorators import in_graph
 from ..warnings import RecipeWarning, warn_once
 from .control_flow import RUNS, in_python
 
@@ -31,7 +31,11 @@ T = TypeVar("T")
 
 SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {
     "matmul": (
-        *(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, operator.matmul),
+        torch.matmul,
+        torch.linalg.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        operator.matmul,
     ),
     "rmatmul": (Tensor.__rmatmul__,),
     "mm": (torch.mm, Tensor.mm),
@@ -79,7 +83,7 @@ def _floating(*values: object) -> bool:
 def _linear(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not _floating(input, weight):
         return NotImplemented
-    return matmul.linear(input, weight, bias, recipe=recipe, backend=ACTIVE.blocks[-1].backend)
+    return matmul.linear(input, weight, bias, recipe=recipe, backend=FRAMES.items[-1].block.backend)
 
 
 def _layer(function: Callable[..., Any]) -> Handler:
@@ -120,7 +124,7 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
         right: Any = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
         if not _is_product(input, right, ranks):
             return NotImplemented
-        return matmul.matmul(input, right, recipe=recipe, backend=ACTIVE.blocks[-1].backend)
+        return matmul.matmul(input, right, recipe=recipe, backend=FRAMES.items[-1].block.backend)
 
     return handler
 
@@ -131,9 +135,12 @@ def _added(first: str, second: str, rank: int) -> Handler:
     def handler(
         recipe: Recipe, input: Tensor, *args: Any, beta: float = 1, alpha: float = 1, **named: Any
     ) -> Any:
-        left, right, *more = (*args, *(named.pop(n, None) for n in (first, second)[len(args) :]))
-        if more or not isinstance(input, Tensor):
+        factors = list(args)
+        for name in (first, second)[len(args) :]:
+            factors.append(named.pop(name, None))
+        if len(factors) > 2 or not isinstance(input, Tensor):
             raise TypeError("beta and alpha are keywords under fp8.autocast")
+        left, right = factors
         if named or not _floating(input) or not _is_product(left, right, (rank, rank)):
             return NotImplemented
         product = matmul.matmul(left, right, scales=(alpha, alpha, alpha))
@@ -143,7 +150,9 @@ def _added(first: str, second: str, rank: int) -> Handler:
         if input.dtype != product.dtype:
             raise TypeError(f"input is {input.dtype}, the product {product.dtype}; make them equal")
         input = input.expand(product.shape)  # raises if the sum would be larger than the product
-        return product + (input if beta == 1 else input * beta)
+        if beta != 1:
+            input = input * beta
+        return product + input
 
     return handler
 
@@ -235,11 +244,14 @@ def _linear_cross_entropy(
     shape = linear_weight.shape[:-1]
     if len(shape) > 1:  # of one loss for each position
         linear_weight = linear_weight.flatten(0, -2)
-        linear_bias = None if linear_bias is None else linear_bias.flatten()
+        if linear_bias is not None:
+            linear_bias = linear_bias.flatten()
     logits = F.linear(input, linear_weight, linear_bias)
-    logits = logits.unflatten(-1, shape) if len(shape) > 1 else logits
-    ignored = -100 if ignore_index is None else ignore_index
-    return F.cross_entropy(logits, target, ignore_index=ignored, **kwargs)
+    if len(shape) > 1:
+        logits = logits.unflatten(-1, shape)
+    if ignore_index is not None:
+        kwargs["ignore_index"] = ignore_index
+    return F.cross_entropy(logits, target, **kwargs)
 
 
 COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -257,8 +269,9 @@ def expansion(
     if function is torch.einsum:
         equation, operands = as_equation(args)
         commas = equation.partition("->")[0].count(",")
-        whole = commas > 1 and commas + 1 == len(operands)
-        return partial(in_pairs, equation, operands) if whole else None
+        if commas > 1 and commas + 1 == len(operands):
+            return partial(in_pairs, equation, operands)
+        return None
     composed = COMPOSED.get(function)
     if composed is None:
         return in_python(function, args)
@@ -269,35 +282,69 @@ _RARE = [function for name in ("dot", "vdot", "addmv", "addbmm") for function in
 
 _WHY_LEFT: dict[str, tuple[Callable[..., Any], ...]] = {
     "one kernel computes all its products; write it out step by step": (
-        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
-        *(torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell),
+        torch.lstm,
+        torch.gru,
+        torch.rnn_tanh,
+        torch.rnn_relu,
+        torch.lstm_cell,
+        torch.gru_cell,
+        torch.rnn_tanh_cell,
+        torch.rnn_relu_cell,
     ),
     "it chooses the order of its products itself; write them with @": (
-        *(torch.chain_matmul, torch.linalg.multi_dot),
+        torch.chain_matmul,
+        torch.linalg.multi_dot,
     ),
     "call conv1d": (torch.conv_tbc,),
     "sparse operands have no cast": (
-        *(torch.sparse.mm, torch.sparse.addmm, torch.smm, torch.hspmm, torch.sspaddmm),
+        torch.sparse.mm,
+        torch.sparse.addmm,
+        torch.smm,
+        torch.hspmm,
+        torch.sspaddmm,
     ),
     "write it with @, F.linear or torch.einsum to have it cast": (
-        *(torch.tensordot, torch.inner, Tensor.inner, torch.linalg.vecdot, F.bilinear, *_RARE),
-        *(Tensor.addmm_, torch.addmv_, Tensor.addmv_, Tensor.addbmm_, Tensor.baddbmm_),
+        torch.tensordot,
+        torch.inner,
+        Tensor.inner,
+        torch.linalg.vecdot,
+        F.bilinear,
+        *_RARE,
+        Tensor.addmm_,
+        torch.addmv_,
+        Tensor.addmv_,
+        Tensor.addbmm_,
+        Tensor.baddbmm_,
     ),
     "the distance is a difference of its products, in which errors of casts grow": (torch.cdist,),
     "it computes coordinates, which a cast would move": (
-        *(F.affine_grid, torch.affine_grid_generator),
+        F.affine_grid,
+        torch.affine_grid_generator,
     ),
     "covariances of rounded values are not those of the values": (
-        *(torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef),
+        torch.cov,
+        Tensor.cov,
+        torch.corrcoef,
+        Tensor.corrcoef,
     ),
     "a cast in each of its products would add up errors; write them with @": (
-        *(torch.matrix_power, Tensor.matrix_power, torch.linalg.matrix_power),
+        torch.matrix_power,
+        Tensor.matrix_power,
+        torch.linalg.matrix_power,
     ),
     "the gradient of the matrix is a product, in which errors of casts grow with its condition": (
-        *(torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.solve_triangular),
-        *(torch.linalg.lu_solve, torch.linalg.lstsq, torch.linalg.tensorsolve),
-        *(torch.triangular_solve, Tensor.triangular_solve, torch.lu_solve, Tensor.lu_solve),
-        *(torch.cholesky_solve, Tensor.cholesky_solve),
+        torch.linalg.solve,
+        torch.linalg.solve_ex,
+        torch.linalg.solve_triangular,
+        torch.linalg.lu_solve,
+        torch.linalg.lstsq,
+        torch.linalg.tensorsolve,
+        torch.triangular_solve,
+        Tensor.triangular_solve,
+        torch.lu_solve,
+        Tensor.lu_solve,
+        torch.cholesky_solve,
+        Tensor.cholesky_solve,
     ),
     "a mode does not see what its distance_function calls": (F.triplet_margin_with_distance_loss,),
 }

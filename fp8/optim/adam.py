@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from ..casts.scaled_tensor import DTYPES
 from ..common.dtensor import is_dtensor, part_of
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.format import dtype_name
-from ..tensors.scaled_tensor import DTYPES
 from ..warnings import OptimizerWarning, warn_once
 from . import state as states
 from .encodings import ENCODINGS, MASTERS, MOMENTS, WIDE

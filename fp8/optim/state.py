@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ..casts.scaled_tensor import ScaledTensor, dequantized, store
 from ..common.dtensor import as_shard, is_dtensor, part_of
 from ..formats.format import FORMATS, Format
 from ..formats.quantize import quantize
 from ..formats.random_bits import Seed
 from ..recipes.scaling import scale_of, scale_of_number
-from ..tensors.scaled_tensor import ScaledTensor, dequantized, store
 from .encodings import ENCODINGS, WEIGHTS, WIDE, Encoded, Encoding, decode, write, zeros
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"

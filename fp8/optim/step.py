@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from ..casts.scaled_tensor import store
 from ..common.dtensor import part_of
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
 from ..recipes.scaling import scale_of_number
-from ..tensors.scaled_tensor import store
 from . import encodings
 from . import state as states
 from .encodings import BLOCK, WEIGHTS, Encoded, Encoding, decode

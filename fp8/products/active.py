@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..casts.measuring import measuring
-from ..common.threads import checkpoints, in_reentrant, in_shape_inference
 from ..common.validation import check_name
+from ..frame import FRAMES, IN_PIECES
 from ..recipes.history import LayerState, role_of
 from ..recipes.recipe import Recipe
+from ..torch_internals.pipelining import in_shape_inference
+from ..torch_internals.running_calls import checkpoints, in_reentrant
 from ..warnings import RecipeWarning, warn_once
 
 Scales = tuple[float, float, float]
@@ -41,14 +41,14 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
 
 
 class Block(NamedTuple):
-    """The settings of an open `fp8.autocast` block.
+    """The settings of an open `fp8.autocast` block: the field ``block`` of its frame.
 
     recipe: None if not enabled. unit_recipe: of products of unit-scaled functions; differs under
     "auto". modes: its own and those it put on top. state: of the converted layer whose block it is.
-    reenters: whether a recomputation in the backward pass opens it again by itself. opened: the
-    `fp8.autocast` object; None if torch.compile traced it. off: whether converted layers run in
-    high precision too. checkpoints: those running when such a block was opened. task: the asyncio
-    task that opened it, if any.
+    reenters: whether a recomputation in the backward pass opens it again by itself. is_traced:
+    whether torch.compile traced its opening. off: whether converted layers run in high precision
+    too. checkpoints: those running when such a block was opened. task: the asyncio task that opened
+    it, if any.
     """
 
     recipe: Recipe | None
@@ -57,20 +57,10 @@ class Block(NamedTuple):
     state: LayerState | None
     backend: str
     reenters: bool
-    opened: Any
+    is_traced: bool
     off: bool
     checkpoints: int
     task: asyncio.Task[Any] | None
-
-
-class _Active(threading.local):
-    """The `fp8.autocast` blocks that are open in this thread, innermost last: a `Stack`."""
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-
-
-ACTIVE = _Active()
 
 
 def running_task() -> asyncio.Task[Any] | None:
@@ -81,20 +71,12 @@ def running_task() -> asyncio.Task[Any] | None:
         return None
 
 
-def index_of(block: Any) -> int:
-    """The index of the last block that ``block`` opened in this thread; RuntimeError without."""
-    for index in reversed(range(len(ACTIVE.blocks))):
-        if ACTIVE.blocks[index].opened in (None, block):
-            return index
-    raise RuntimeError("fp8.autocast: a block is closed in the thread that has opened it")
-
-
 def product_recipe(unit: bool = False) -> Recipe | None:
     """The recipe of a product by the innermost block of this thread, if enabled. unit: whether its
     tensors are unit-scaled. Raises RuntimeError where it could be computed without casts."""
-    if not ACTIVE.blocks:
+    block: Block | None = FRAMES.items[-1].block
+    if block is None:
         return None
-    block = ACTIVE.blocks[-1]
     if not torch.compiler.is_dynamo_compiling():
         _check_entered(block)
     if block.recipe is None:
@@ -111,8 +93,9 @@ def product_recipe(unit: bool = False) -> Recipe | None:
 def is_off() -> bool:
     """Whether the innermost block, of which there is one, turns converted layers off. Raises
     RuntimeError inside of a checkpoint whose other pass would run outside of the block."""
-    block = ACTIVE.blocks[-1]
-    if not block.off or measuring() is not None:
+    frame = FRAMES.items[-1]
+    block: Block = frame.block
+    if not block.off or frame.measurement is not None:
         return False
     if not torch.compiler.is_dynamo_compiling():
         _check_entered(block)
@@ -127,17 +110,11 @@ def is_off() -> bool:
 
 
 def _check_entered(block: Block) -> None:
-    if block.opened is None and block.recipe is not None:
+    if block.is_traced and block.recipe is not None:
         raise RuntimeError(IN_PIECES)
     if (task := block.task) is not None and not task.done() and running_task() is not task:
         where = f"{task.get_name()}, another task of this thread"
         raise RuntimeError(f"fp8.autocast is open in {where}: close it before await")
-
-
-IN_PIECES = (
-    "the function that contains fp8.autocast could not be compiled in one piece (a graph break): "
-    "compile it with fullgraph=True to see where"
-)
 
 
 def histories(
@@ -149,22 +126,23 @@ def histories(
     states: list[Any] = [None] * (len(operands) + 1)
     if recipe is None or not recipe.keeps_history or in_shape_inference():
         return states
-    pass_, device = measuring(), operands[0].device
+    frame, device = FRAMES.items[-1], operands[0].device
+    pass_ = frame.measurement
     if pass_ is not None and not pass_.of_states:
         return states
-    state = ACTIVE.blocks[-1].state if ACTIVE.blocks else None
+    state = None if frame.block is None else frame.block.state
     if state is None:
         raise ValueError(NO_STATE.format(recipe.name))
     name = state.name_of(product, *operands)
     casts = [recipe.input] * len(operands) + [recipe.grad]
-    casts[1] = recipe.weight if layer else recipe.input
+    if layer:
+        casts[1] = recipe.weight
     roles = [*map(role_of, range(len(operands))), "grad"]
-    return [
-        state.buffer(name + role, cast.history or 0, device, groups)
-        if cast and cast.keeps_history and (pass_ is None or not cast.history)
-        else None
-        for role, cast in zip(roles, casts, strict=True)
-    ]
+    for place, (role, cast) in enumerate(zip(roles, casts, strict=True)):
+        # A measurement has no use for the history of largest magnitudes, which it would change.
+        if cast and cast.keeps_history and (pass_ is None or not cast.history):
+            states[place] = state.buffer(name + role, cast.history or 0, device, groups)
+    return states
 
 
 NO_STATE = (

@@ -18,7 +18,6 @@ from torch.autograd import Function
 
 from ..casts.counts import product_name
 from ..casts.groups import aligned, cast_groups, pieces, product_shape
-from ..casts.measuring import measuring
 from ..casts.operands import (
     UNCAST,
     Casts,
@@ -31,9 +30,11 @@ from ..casts.operands import (
     saved_operands,
 )
 from ..casts.rotation import rotation_signs, without_autocast
-from ..common.compiler import apply, in_graph, is_differentiated_again
-from ..common.flops import GROUPED, count_flops
+from ..common.compiler import is_differentiated_again
+from ..frame import FRAMES
 from ..recipes.recipe import Recipe
+from ..torch_internals.autograd_functions import apply
+from ..torch_internals.decorators import in_graph
 from .active import Scales, histories, product_recipe, warn_unsummed
 from .matmul import ONES, Operands, Settings, gemm, measured
 
@@ -138,7 +139,7 @@ def _product(
     states = histories(recipe, "grouped_mm", a, b, layer=layer, groups=groups)
     if recipe is None:
         return _simulated(a, b, offs, split, scales, UNCAST, states)
-    if (pass_ := measuring()) is not None:
+    if (pass_ := FRAMES.items[-1].measurement) is not None:
         y = _simulated(a, b, offs, split, scales, UNCAST, [None] * 3)
         return measured(pass_, recipe, states, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
@@ -158,6 +159,8 @@ def _simulated(
     casts: Casts,
     states: list[Any],
 ) -> Tensor:
+    from ..torch_internals.flop_counter import GROUPED, count_flops  # late: by a first product
+
     count_flops(GROUPED)
     of_a, of_b, of_grad = states
     signs = rotation_signs(casts.a, a)

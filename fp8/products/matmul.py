@@ -22,7 +22,6 @@ from torch.autograd import Function
 
 from ..casts.casting import LoweredCast, as_read, cast_values, rounded, times
 from ..casts.counts import is_sampled, product_name
-from ..casts.measuring import Measurement, measuring
 from ..casts.operands import (
     Casts,
     Copies,
@@ -35,11 +34,14 @@ from ..casts.operands import (
     saved_operands,
 )
 from ..casts.rotation import rotation_signs
-from ..common.compiler import apply, apply_eagerly, compiled_as, in_graph, is_differentiated_again
+from ..common.compiler import compiled_as, is_differentiated_again
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
+from ..frame import FRAMES
 from ..recipes.recipe import Recipe
-from .active import ACTIVE, Scales, histories, product_recipe
+from ..torch_internals.autograd_functions import apply, apply_eagerly
+from ..torch_internals.decorators import in_graph
+from .active import Scales, histories, product_recipe
 
 aten = torch.ops.aten
 
@@ -324,7 +326,7 @@ def multiply(
         return _as_it_is(a, b, bias, scales, bias_scale)
     layer = kind != "matmul"
     states = histories(recipe, kind, a, b, layer=layer)
-    if (pass_ := measuring()) is not None:
+    if (pass_ := FRAMES.items[-1].measurement) is not None:
         return measured(pass_, recipe, states, a, b, _as_it_is(a, b, bias, scales, bias_scale))
     name = product_name(kind, b if kind == "linear" else None, recipe)
     unnamed = casts_of(recipe.text, layer)
@@ -376,7 +378,7 @@ def simulated(
 
 
 def measured(
-    pass_: Measurement,
+    pass_: Any,
     recipe: Recipe,
     states: list[Any],
     a: Tensor,
@@ -385,7 +387,7 @@ def measured(
     parts: Any = None,
 ) -> Tensor:
     """``y``, the uncast product of a and b; measures its operands and its gradient. parts: as in
-    `Measurement.operand`."""
+    `fp8.casts.measuring.Measurement.operand`."""
     for state, x, cast in zip(states[:2], (a, b), recipe.forward, strict=True):
         pass_.operand(state, x, cast, parts)
     return pass_.gradient(states[2], y, recipe.grad, parts)
@@ -428,8 +430,8 @@ def linear(
     decides the recipe under "auto". bias_scale: a factor of the bias in the output, but not of its
     gradient. Raises ValueError for shapes that do not fit.
     """
-    if recipe is None and ACTIVE.blocks:
-        recipe, backend = product_recipe(unit), ACTIVE.blocks[-1].backend
+    if recipe is None and (block := FRAMES.items[-1].block) is not None:
+        recipe, backend = product_recipe(unit), block.backend
     if recipe is not None and input.is_nested:
         refuse_nested(input)
     if one := weight.ndim == 1:
@@ -460,8 +462,8 @@ def matmul(
     Both operands are cast as the recipe's input; in the gradient of the right one, the casts are
     those of grad_weight. cast: False for none, whatever the block. Otherwise as `linear`.
     """
-    if recipe is None and cast and ACTIVE.blocks:
-        recipe, backend = product_recipe(unit), ACTIVE.blocks[-1].backend
+    if recipe is None and cast and (block := FRAMES.items[-1].block) is not None:
+        recipe, backend = product_recipe(unit), block.backend
     if 0 in (left.ndim, right.ndim) or left.shape[-1] != right.shape[-2 if right.ndim > 1 else 0]:
         raise ValueError(
             f"matmul needs matching inner sizes, got shapes {tuple(left.shape)} and "

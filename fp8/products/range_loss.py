@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..casts.casting import cast_values, lowered, unrotated
 from ..formats.format import Format, get_format
+from ..frame import FRAMES
 from ..recipes.cast import Cast
 from ..recipes.history import role_of
 from ..recipes.recipe import Recipe
-from .active import ACTIVE
 
 __all__ = [
     "TOLERANCE",
@@ -70,7 +70,7 @@ class ProductCasts:
     """
 
     def __init__(self, otherwise: Recipe, product: str, *operands: Tensor) -> None:
-        block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
+        block = FRAMES.items[-1].block
         self._recipe, state = otherwise, None
         if block is not None and block.recipe is not None:
             self._recipe, state = block.recipe, block.state

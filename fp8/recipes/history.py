@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.compiler import taken_as_constant
 from ..common.dtensor import part_of
-from ..common.mixin import check_module
+from ..common.validation import check_module
+from ..torch_internals.decorators import taken_as_constant
 from ..warnings import PitfallWarning, show
 
 _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"

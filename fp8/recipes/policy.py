@@ -28,7 +28,7 @@ ROLES: dict[str, str] = {
     "the weights of experts",
     "router": "layers with one output per expert of the list or stack of experts beside them",
 }
-"""What `Policy.keep` may name -> the rule by which `fp8.selection.roles` finds it."""
+"""What `Policy.keep` may name -> the rule by which `fp8.layers.roles` finds it."""
 
 Source = Recipe | str | None
 """What a cast is taken from: a `Recipe`, "auto", or None for high precision."""
@@ -116,7 +116,7 @@ class Policy:
 
     A layer takes ``recipe``; then each rule that matches its name, in order, so that later rules
     override earlier ones; and ``others`` if ``first``, ``last`` or ``keep`` include it, which
-    override all rules. `fp8.selection.policies.resolve` applies a policy to a model; `hidden` and
+    override all rules. `fp8.layers.policies.resolve` applies a policy to a model; `hidden` and
     `umup` are published ones.
 
     Attributes:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from ..common.libraries import who_takes
 from ..common.validation import check_between, check_choice, check_keys, check_name
 from ..formats.format import get_format
 from .cast import Cast
@@ -320,6 +319,8 @@ def recipe_unless_auto(recipe: str | Recipe) -> Recipe | None:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
+        from ..common.libraries import who_takes  # late, as few programs need it
+
         kind = type(recipe).__name__
         raise TypeError(f"a recipe must be a name or a Recipe, not {kind}{who_takes(recipe)}")
     note = f"; for one of your own, call fp8.Recipe(name={recipe!r}, ...).register() before"

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import fp8
 from fp8 import Recipe
 from fp8.common.mixin import add_mixin
+from fp8.layers.settings import Converted, LayerSettings
 from fp8.modes.autocast import LayerBlock
 from fp8.recipes.history import LayerState, add_buffers
 from fp8.recipes.recipe import get_recipe
-from fp8.surgery.layer import Converted, LayerSettings
 
 
 def keeper(recipe: str | Recipe) -> Any:

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 import fp8
 from fp8 import RECIPES, Cast
 from fp8.casts.casting import cast_forward
-from fp8.distributed.fsdp import gather_in_fp8
 from fp8.lab.trace import trace
 from fp8.recipes.scaling import scaled_tiles
+from fp8.training.fsdp import gather_in_fp8
 from tests import reference
 from tests.fp8.blocks import block
 from tests.fp8.products.test_matmul import randn

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8.modes.autocast import outside_compiler
+from fp8.torch_internals.stance import outside_compiler
 from tests.threads import TIMEOUT, Meet, meeting, switching, together
 from tests.transforms.models import Net
 from unit_scaling.transforms import simulate_fp8, track_scales, unit_scale

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import unit_scaling as uu
 import unit_scaling.functional as U
-from fp8.common.compiler import FIRST_LOOK
+from fp8.frame import FRAMES
 from tests.transforms.models import Checkpointed, Net, batch, gpt, same, step, tiny
 from unit_scaling.transforms import (
     Metrics,
@@ -285,7 +285,7 @@ def test_the_first_call_of_a_part_is_tracked_once() -> None:
             graphs.append([node.name for node in tracked.scales_graph().nodes])
         assert graphs[0] == graphs[1]
         assert len(graphs[0]) > 10
-    assert not FIRST_LOOK.items
+    assert not FRAMES.items[-1].early_modes
 
 
 # Pruned graphs

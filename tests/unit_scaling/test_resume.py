@@ -27,7 +27,7 @@ from torch.optim import lr_scheduler
 
 import fp8
 import unit_scaling as uu
-from fp8.levels.initialize import LEVELS
+from fp8.training.levels import LEVELS
 from tests.fp8.adapters import hub_models
 from tests.unit_scaling.test_groups import ROOT, by_rate, momentum, train
 from tests.unit_scaling.test_optim import each_optimizer, lrs, parameters

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8.common.compiler import eager_only
-from fp8.common.threads import frames, in_shape_inference
+from fp8.torch_internals.pipelining import in_shape_inference
+from fp8.torch_internals.running_calls import python_frames
 from fp8.warnings import ScaleWarning, warn_once
 
 from ..common.constant import in_own_thread
@@ -81,7 +82,8 @@ def _at_first_call(module: nn.Module, args: Any) -> None:
 
 def _outermost() -> nn.Module | None:
     """The outermost module that is being called."""
-    called = [f.f_locals.get("self") for f in frames() if f.f_code is nn.Module.__call__.__code__]
+    code = nn.Module.__call__.__code__
+    called = [frame.f_locals.get("self") for frame in python_frames() if frame.f_code is code]
     return called[-1] if called else None
 
 

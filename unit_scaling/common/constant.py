@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from fp8.common.compiler import taken_as_constant
+from fp8.torch_internals.decorators import taken_as_constant
 
 T = TypeVar("T")
 

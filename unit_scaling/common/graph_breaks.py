@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from fp8.common.compiler import taken_as_constant
+from fp8.torch_internals.decorators import taken_as_constant
 from fp8.warnings import PitfallWarning, warn_once
 
 _BEGUN: weakref.WeakSet[Any] = weakref.WeakSet()

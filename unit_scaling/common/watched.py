@@ -7,7 +7,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from reprlib import repr as short
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -22,6 +23,16 @@ Watcher = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dic
 #: calls by them. All threads share this list, which compiled ops guard on: in other threads a
 #: watcher makes the call unchanged.
 WATCHERS: list[Watcher] = []
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Within the block, ``watcher`` is the last of `WATCHERS`."""
+    WATCHERS.append(watcher)
+    try:
+        yield
+    finally:
+        WATCHERS.pop()
 
 
 def watched(body: Fn) -> Fn:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fp8.common.threads import Stack
 from fp8.common.validation import check_whole
+from fp8.frame import FRAMES, framed
 
 
 @dataclass(eq=False)  # two equal blocks are not the same
@@ -20,8 +20,6 @@ class _Block:
     averaged_over: int
 
 
-_OWN = Stack()
-"""The open blocks of this thread, innermost last."""
 _OPEN: list[_Block] = []
 """The open blocks of the process, for threads without a block of their own: the threads of
 autograd, which recompute checkpointed layers, and threads that a model starts."""
@@ -50,13 +48,12 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
     check_whole("batch_multiplier: n", n)
     check_whole("batch_multiplier: averaged_over", averaged_over)
     block = _Block(n, averaged_over)
-    for blocks in (_OWN.items, _OPEN):
-        blocks.append(block)
+    _OPEN.append(block)
     try:
-        yield
+        with framed(batch=block):
+            yield
     finally:
-        for blocks in (_OWN.items, _OPEN):
-            blocks.remove(block)
+        _OPEN.remove(block)
 
 
 def row_scale(rows: float, power: float = 0.5) -> float:
@@ -66,7 +63,7 @@ def row_scale(rows: float, power: float = 0.5) -> float:
     seen = 1 if rows == 0 else rows
     n, averaged_over = 1, 1
     if _OPEN:  # without a block a graph guards nothing else
-        block = (_OWN.items or _OPEN)[-1]
+        block = FRAMES.items[-1].batch or _OPEN[-1]
         n, averaged_over = block.n, block.averaged_over
     scale: float = averaged_over * (seen * n) ** -power
     return scale

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fp8.common.copies import deep_copy
-from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
+from fp8.common.validation import check_module
 
 from ..checks.optimizers import remember_copy
 from .install import Scope, find_scope, install, is_in_fsdp

@@ -18,8 +18,8 @@ from torch import nn
 from fp8.common.dtensor import is_dtensor
 from fp8.common.mixin import Mixin, add_mixin
 from fp8.common.step import unwrapped
-from fp8.common.threads import Stack
-from fp8.modes.autocast import outside_compiler
+from fp8.frame import Stack
+from fp8.torch_internals.stance import outside_compiler
 
 from ..common.graph_breaks import GraphBreaks, warn_of_break
 

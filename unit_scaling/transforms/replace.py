@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fp8.common.compiler import called
 from fp8.common.step import is_in_place
+from fp8.torch_internals.hidden_functions import called
 
 from .install import Args, Given, Kwargs, Scope
 from .record.calls import Calls

@@ -8,13 +8,13 @@ from dataclasses import replace
 from torch import nn
 
 from fp8.casts.counts import forget_checks
-from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
+from fp8.common.validation import check_module
 from fp8.formats.format import Format, get_format
+from fp8.layers.convert import convert
 from fp8.modes.autocast import autocast
 from fp8.recipes.cast import Cast
 from fp8.recipes.recipe import OPERANDS, Recipe
-from fp8.surgery.convert import convert
 from fp8.warnings import ConvertWarning
 
 from ..formats import FPFormat

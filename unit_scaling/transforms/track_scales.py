@@ -16,12 +16,11 @@ from torch.func import debug_unwrap
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fp8.common.compiler import untraced
-from fp8.common.mixin import check_module
 from fp8.common.step import as_container, unwrapped
-from fp8.common.threads import Stack
-from fp8.common.validation import check_name
-from fp8.modes.autocast import outside_compiler
+from fp8.common.validation import check_module, check_name
+from fp8.frame import Stack
+from fp8.torch_internals.decorators import untraced
+from fp8.torch_internals.stance import outside_compiler
 
 from .compile import M, copied
 from .install import Args, Call, Given, Kwargs, Scope, install, is_exported

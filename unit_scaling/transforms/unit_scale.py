@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fp8.common.mixin import check_module
 from fp8.common.report import Report
 from fp8.common.step import Batch, arguments, unwrapped
-from fp8.surgery.convert import choose_recipes
+from fp8.common.validation import check_module
+from fp8.layers.convert import choose_recipes
 
 from ..checks.trained import warn_if_trained
 from ..parameter import tags_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from fp8.common.mixin import check_module
+from fp8.common.validation import check_module
 
 from .compile import Backend, Compile, M, with_scope
 from .install import find_scope

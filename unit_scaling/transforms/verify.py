@@ -17,16 +17,15 @@ from torch.func import debug_unwrap
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8.common.copies import deep_copy
-from fp8.common.mixin import check_module
 from fp8.common.report import Rows, as_table
 from fp8.common.step import Batch, Loss, call, copied, seeded, starts, tensors, unwrapped
-from fp8.common.validation import check_name, check_whole
-from fp8.modes.autocast import outside_compiler
+from fp8.common.validation import check_module, check_name, check_whole
+from fp8.layers.select import auto_of, candidates
 from fp8.modes.dispatch import LEFT
 from fp8.modes.dispatch import PRODUCTS as FP8_PRODUCTS
 from fp8.products.range_loss import ProductCasts, RangeLoss
 from fp8.recipes.recipe import PLAIN, STATIC
-from fp8.selection.layers import auto_of, candidates
+from fp8.torch_internals.stance import outside_compiler
 
 from ..checks.first_call import skip_checks
 from ..checks.ranges import RANGES, Measurement, diagnosis

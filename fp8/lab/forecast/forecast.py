@@ -16,16 +16,16 @@ from torch.utils import _pytree as pytree
 
 from ...common.copies import deep_copy
 from ...common.libraries import need
-from ...common.mixin import check_module
 from ...common.step import Batch, Loss, call, loss_value, unwrapped
+from ...common.validation import check_module
 from ...kernels import selftest
 from ...kernels.product import why_not_recipe
+from ...layers.convert import convert
+from ...layers.policies import resolve
+from ...layers.select import check_values_set
 from ...recipes.history import has_scales, histories
 from ...recipes.policy import Policy, as_policy, name_of, recipe_of
 from ...recipes.recipe import Recipe
-from ...selection.layers import check_values_set
-from ...selection.policies import resolve
-from ...surgery.convert import convert
 from ..hardware import BF16, Hardware, get_hardware
 from ..trace import Product, trace
 from .card import CARDS, compiling_for, why_not

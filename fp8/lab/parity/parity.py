@@ -16,16 +16,15 @@ from torch import Tensor, nn
 
 from ...adapters.transformers import is_pretrained, rounding_cache
 from ...common.copies import sharing_copy
-from ...common.mixin import check_module
 from ...common.report import as_table, finite
 from ...common.step import evaluating, seeded, unwrapped
-from ...common.validation import check_flag, check_name, check_number
+from ...common.validation import check_flag, check_module, check_name, check_number
+from ...layers.calibrate import calibrate
+from ...layers.convert import convert, revert_layers
+from ...layers.settings import Converted, converted
 from ...recipes.cast import Cast
 from ...recipes.policy import Policy, as_policy, name_of
 from ...recipes.recipe import AUTO, RECIPES, Recipe
-from ...surgery.calibrate import calibrate
-from ...surgery.convert import convert, revert_layers
-from ...surgery.layer import Converted, converted
 
 __all__ = ["ENGINES", "LayerEffect", "Parity", "parity"]
 

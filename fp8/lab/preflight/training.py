@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...casts.scaled_tensor import ScaledTensor
 from ...common.copies import training_copy
-from ...common.mixin import check_module
 from ...common.step import (
     Batch,
     Loss,
@@ -32,13 +32,13 @@ from ...common.step import (
     unwrapped,
     with_seed,
 )
+from ...common.validation import check_module
+from ...layers.convert import convert, revert_layers
+from ...layers.report import report
 from ...optim.encodings import decode
 from ...optim.state import SECOND, has, read
 from ...recipes.policy import Policy
 from ...recipes.recipe import AUTO
-from ...surgery.convert import convert, revert_layers
-from ...surgery.report import report
-from ...tensors.scaled_tensor import ScaledTensor
 from .findings import Run
 
 __all__ = ["Setup"]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ...common.copies import training_copy
 from ...common.step import call, copied, loss_value, scalars, untouched
+from ...layers.convert import convert, revert_layers
 from ...recipes.policy import Policy
 from ...recipes.recipe import Recipe
-from ...surgery.convert import convert, revert_layers
 from ..stats import stats
 from ..trace import quiet
 from .training import Problem, Snapshot, loss_of

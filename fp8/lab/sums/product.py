@@ -19,12 +19,13 @@ from torch.autograd import Function
 from ...casts.casting import LoweredCast, QuantizedOperand, format_of, quantized
 from ...casts.operands import Casts, one_copy, saved_tensors
 from ...casts.rotation import rotation_signs
-from ...common.compiler import in_graph, is_differentiated_again, updates_states
-from ...common.flops import SUMMED, count_flops
+from ...casts.scaled_tensor import dequantized
+from ...common.compiler import is_differentiated_again, updates_states
 from ...formats.quantize import check_dtype
 from ...recipes.scaling import widened
 from ...recipes.tensor_cores import TENSOR_CORES
-from ...tensors.scaled_tensor import dequantized
+from ...torch_internals.decorators import in_graph
+from ...torch_internals.flop_counter import SUMMED, count_flops
 from .dot import dot
 
 

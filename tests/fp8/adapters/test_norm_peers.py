@@ -150,7 +150,7 @@ def timm_norms(wheels: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("low", [False, True])
 def test_layer_norm_2d_as_timms(timm_norms: Any, low: bool):
     """Also in low precision, as timm's after its ``set_fast_norm()``. The strides are not timm's:
-    see `tests.fp8.norms.test_layer_norm2d`."""
+    see `tests.fp8.training.test_layer_norm2d`."""
     torch.manual_seed(0)
     sys.modules["timm.layers.fast_norm"].set_fast_norm(low)
     theirs, mine = timm_norms.LayerNorm2d(6), fp8.LayerNorm2d(6)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fp8
-from fp8.tensors.scaled_tensor import ScaledTensor
+from fp8.casts.scaled_tensor import ScaledTensor
 from tests.fp8.adapters import hub_models
 from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
 

@@ -26,7 +26,7 @@ from fp8.adapters.policies import (
 )
 from fp8.recipes.policy import LayerRule
 from tests.fp8.adapters.te_library import recipe_in_force
-from tests.fp8.selection.test_policies import net
+from tests.fp8.layers.test_policies import net
 from tests.wheels import unpacked
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
@@ -51,7 +51,7 @@ def test_torchao_converts_the_layers_of_each_recipe():
         chosen = lambda module, name, names=names: name in names  # noqa: E731
         library.convert_to_float8_training(twin, config=config, module_filter_fn=chosen)
     granularity = {"row": "axiswise", "tensor": "tensorwise"}
-    for name, decision in fp8.selection.policies.resolve(policy, net()).items():
+    for name, decision in fp8.layers.policies.resolve(policy, net()).items():
         recipe = getattr(decision.recipe, "name", None)
         for layer in (model.get_submodule(name), twin.get_submodule(name)):
             assert isinstance(layer, library.float8_linear.Float8Linear) == bool(recipe)

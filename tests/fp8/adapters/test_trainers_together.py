@@ -17,7 +17,7 @@ import fp8
 import unit_scaling as uu
 from fp8.adapters import accelerate
 from fp8.adapters.lightning import FP8Precision
-from fp8.tensors.scaled_tensor import dequantized
+from fp8.casts.scaled_tensor import dequantized
 from tests.fp8.adapters import hub_models
 from tests.fp8.adapters.hub_models import transformers
 from tests.fp8.adapters.loops import accelerated, plain_loop

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fp8
-from fp8.distributed.fsdp import gather_in_fp8
+from fp8.training.fsdp import gather_in_fp8
 from tests.fp8.checkpoints.reading import exact, loaded, same
 from tests.launch import run_ranks
 

@@ -16,10 +16,10 @@ import fp8
 from fp8 import FORMATS, RECIPES, Cast, Recipe
 from fp8.casts import casting
 from fp8.casts.operands import casts_of
-from fp8.common.traced import run_compiled
 from fp8.kernels import kernel, table
 from fp8.kernels import product as native
 from fp8.products.matmul import linear
+from fp8.torch_internals.inductor import run_compiled
 from tests.fp8.blocks import block, keeper
 from tests.fp8.kernels.scaled_mm import emulated, forget
 from tests.fp8.oracles import all_patterns, assert_same, random_patterns

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 import fp8
 from fp8 import RECIPES
-from fp8.common import traced
 from fp8.kernels import product as native
 from fp8.kernels import selftest
 from fp8.lab import doctor
+from fp8.torch_internals import inductor
 from tests.fp8.kernels.scaled_mm import emulated, forget, scaled_mm
 from tests.fp8.products.test_matmul import randn
 
@@ -211,8 +211,8 @@ def test_compiled_casts_are_tested_while_a_graph_is_made(monkeypatch):
     """Once, and only for a graph with native products."""
     torch.compiler.reset()
     calls = []
-    real = traced.run_compiled
-    monkeypatch.setattr(traced, "run_compiled", lambda *a: calls.append(a) or real(*a))
+    real = inductor.run_compiled
+    monkeypatch.setattr(inductor, "run_compiled", lambda *a: calls.append(a) or real(*a))
     layer, x = fp8.convert(nn.Linear(48, 64), "unit", backend="native"), randn(16, 48).detach()
     want = layer(x)
     for other in (nn.Linear(48, 64), fp8.convert(nn.Linear(48, 64), "unit", backend="simulate")):
@@ -258,7 +258,7 @@ FAULTS = {
 def test_what_is_compiled_wrongly_is_simulated_in_graphs_alone(fault, monkeypatch):
     torch.compiler.reset()
     run, why = FAULTS[fault]
-    monkeypatch.setattr(traced, "run_compiled", run)
+    monkeypatch.setattr(inductor, "run_compiled", run)
     layer, x = fp8.convert(nn.Linear(48, 64), "row", backend="native"), randn(16, 48).detach()
     with pytest.warns(RuntimeWarning, match=f"of compiled code are simulated on cpu: {why}"):
         y = torch.compile(layer, fullgraph=True, backend="eager")(x)
@@ -300,8 +300,8 @@ def test_every_configuration_of_every_kernel_runs(monkeypatch):
         thread.join()
         return [name for kernel in kernels for name in kernel.launchers]
 
-    monkeypatch.setattr(traced, "compiled", lambda function, x: run)
-    results = list(traced.in_each_configuration(run, torch.empty(4, device="meta")))
+    monkeypatch.setattr(inductor, "compiled", lambda function, x: run)
+    results = list(inductor.in_each_configuration(run, torch.empty(4, device="meta")))
     assert results == [["a", "d", "f"], ["b", "e", "f"], ["c", "d", "f"]]
     assert [one.launchers for one in tuned] == [["g", "h"]] * len(results)
     kernels[0].launchers = ["a", "b"]
@@ -314,7 +314,7 @@ def test_every_configuration_of_every_kernel_runs(monkeypatch):
 def test_each_configuration_of_a_gpu_is_compared():
     """The results are those of eager casts in all of them; a graph for each of four sizes."""
     x = randn(256, 1024).detach().bfloat16().cuda()
-    runs = list(traced.in_each_configuration(selftest._casts, x))
+    runs = list(inductor.in_each_configuration(selftest._casts, x))
     assert len(runs) >= 4
     for stored in runs:
         assert not selftest._difference(stored, x)

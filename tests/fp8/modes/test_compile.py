@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8
-from fp8.common import traced
-from fp8.modes.autocast import outside_compiler
+from fp8.torch_internals.compiling_flag import call_by_name
+from fp8.torch_internals.stance import outside_compiler
 from tests.fp8.calls import COARSE
 from tests.fp8.modes.test_autocast import Counting
 from tests.fp8.products.test_matmul import randn
@@ -105,7 +105,7 @@ def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
 
     with pytest.raises(RuntimeError, match="could not be compiled in one piece"):
         torch.compile(block, backend="eager")(x)
-    assert not fp8.products.active.ACTIVE.blocks
+    assert fp8.frame.FRAMES.items[-1].block is None
 
 
 @pytest.mark.parametrize("block", [lambda run: fp8.autocast("tensor")(run)(), outside_compiler])
@@ -149,7 +149,7 @@ def test_a_product_with_casts_is_one_call_of_the_graph():
 
     products(randn(16, 16), randn(16, 16))
     (graph,) = graphs
-    called = [node.args[0] for node in graph.graph.nodes if node.target is traced.apply]
+    called = [node.args[0] for node in graph.graph.nodes if node.target is call_by_name]
     assert called == ["fp8.products.matmul.simulated"] * 2
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import fp8
 from fp8 import FORMATS, Cast, Policy, Recipe, Rule
 from fp8.casts.casting import cast_forward
-from fp8.distributed.fsdp import gather_in_fp8
 from fp8.recipes.recipe import RECIPES
 from fp8.recipes.rules import LOWERED, RULES, exact
 from fp8.recipes.scaling import SCALINGS
+from fp8.training.fsdp import gather_in_fp8
 from tests import reference
 from tests.fp8.oracles import randn
 

@@ -15,11 +15,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.func import debug_unwrap
 
-from fp8.common.compiler import FirstLook, called
 from fp8.common.step import restored, tensors_within
-from fp8.common.threads import frames, function_of
 from fp8.modes.control_flow import run_within, runs_functions
 from fp8.modes.dispatch import OPERATORS, expansion
+from fp8.modes.early import EarlyMode
+from fp8.torch_internals.calling_function import function_of
+from fp8.torch_internals.hidden_functions import called
+from fp8.torch_internals.running_calls import python_frames
 
 from ..install import Args, Given, Kwargs
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, kind_of, name_of, writes
@@ -102,7 +104,7 @@ def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
     return items if isinstance(value, list) else getattr(type(value), "_make", tuple)(items)
 
 
-class Calls(FirstLook):
+class Calls(EarlyMode):
     """A torch-function mode that observes each call of a model, and not what that calls in turn. A
     call with an `expansion` is observed as the calls that it is composed of, and an einsum of three
     or more operands as products of two."""
@@ -392,7 +394,7 @@ _PASSES = str(Path(__file__).parents[1] / "values" / "passes.py")
 def running_function() -> str:
     """The outermost autograd function of the model that is running; "" for none."""
     inside = ""
-    for frame in frames():
+    for frame in python_frames():
         file = frame.f_code.co_filename
         if file == _PASSES and frame.f_code.co_name == "run_pass":
             break  # the recorded model begins here

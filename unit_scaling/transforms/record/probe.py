@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fp8.common.step import running_modules
-from fp8.common.threads import Stack, pushed
+from fp8.frame import FRAMES, framed
 
-from ...common.watched import WATCHERS
+from ...common.watched import watched_by
 from ..install import Args, Kwargs
 from .calls import Calls
 
@@ -20,24 +20,20 @@ unseen = torch.DisableTorchFunction
 """Disables function modes within the block, so that plans do not count its calls."""
 
 
-_OBSERVERS = Stack()
-"""The observers of this thread, innermost last, which alone sees calls; None for none."""
-
-
 def unobserved() -> AbstractContextManager[None]:
     """Within the block, no observer of this thread sees a call."""
-    return pushed(_OBSERVERS.items, None)
+    return framed(observer=False)
 
 
 def is_observed() -> bool:
     """Whether a call of this thread is one of an observed model, or of the first call of one."""
-    return bool(_OBSERVERS.items)
+    return FRAMES.items[-1].observer is not None
 
 
 def _watch(function: Any, body: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """As in `WATCHERS`: passes a call to the innermost observer of the calling thread."""
-    observer = _OBSERVERS.items[-1] if _OBSERVERS.items else None
-    if observer is None or not observer.sees():
+    observer = FRAMES.items[-1].observer
+    if not observer or not observer.sees():
         return body(*args, **kwargs)
     return observer.see(function, args, kwargs)
 
@@ -57,15 +53,15 @@ class Observer(Calls):
 
     def sees(self) -> bool:
         """Whether the call is the model's, not this package's or a recording's."""
-        return not self._busy and _OBSERVERS.items[-1:] == [self]
+        return not self._busy and FRAMES.items[-1].observer is self
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
         """Within the block, it sees the calls of ``model`` in this thread."""
         with (
             running_modules(model) as self.paths,
-            pushed(_OBSERVERS.items, self),
-            pushed(WATCHERS, _watch),
+            framed(observer=self),
+            watched_by(_watch),
             self,
         ):
             yield

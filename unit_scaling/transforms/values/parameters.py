@@ -15,7 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from fp8.common.dtensor import whole
 from fp8.common.mixin import bare_class
 from fp8.common.report import LEFT_ALONE
-from fp8.selection.layers import holds_experts, why_quantized
+from fp8.layers.select import holds_experts, why_quantized
 
 from ...parameter import Tags
 from ...rules.rates import fan_in

@@ -20,8 +20,8 @@ from fp8.common.step import (
     tensors_within,
     untouched,
 )
-from fp8.common.threads import apart
-from fp8.modes.autocast import outside_compiler
+from fp8.torch_internals.running_calls import apart
+from fp8.torch_internals.stance import outside_compiler
 
 from ..install import Args, Given, Kwargs, is_in_fsdp
 from ..record.calls import Pass, Place, results_of

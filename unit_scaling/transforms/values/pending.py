@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8.common.compiler import untraced
 from fp8.common.report import Report
 from fp8.common.step import kept, unwrapped
-from fp8.common.threads import in_shape_inference
+from fp8.torch_internals.decorators import untraced
+from fp8.torch_internals.pipelining import in_shape_inference
 from fp8.warnings import ScaleWarning, warn_once
 
 from ...parameter import has_parameter_data, remember_tags, retag, tags_of

@@ -494,7 +494,7 @@ _CELLS = {
 
 
 def _storage(tensor: Tensor) -> int:
-    """The address of its memory; 0 for a wrapper, as of `fp8.distributed.fsdp`."""
+    """The address of its memory; 0 for a wrapper, as of `fp8.training.fsdp`."""
     with suppress(RuntimeError):
         return part_of(tensor).untyped_storage().data_ptr()
     return 0

@@ -1,0 +1,209 @@
+"""A converted layer: what it was told, and the mixin that computes its products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.compiler import eager_only
+from ..common.mixin import Args, Forward, Mixin, add_mixin, bare_class
+from ..frame import FRAMES
+from ..kernels.product import why_not_recipe
+from ..modes.autocast import LayerBlock, high_precision
+from ..products.active import is_off
+from ..products.matmul import linear
+from ..recipes import history
+from ..recipes.policy import Policy, Source, composed
+from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe
+from ..torch_internals.decorators import taken_as_constant
+from .policies import Decision
+from .select import auto_of, has_one_product, is_transposed
+
+HIGH_PRECISION = Recipe(name="high precision")
+"""The recipe of a converted layer whose casts a switch or a block turned off."""
+
+OVERRIDDEN = "fp8_overridden"
+"""The attribute of layers in a block of `fp8.override`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """What a converted layer was told: its attribute ``fp8_settings``. Every change sets another
+    record. The state of its scales is in buffers.
+
+    Attributes:
+        sources: what its casts are taken from, in the order of `CASTS`; "auto" is not resolved.
+        asked: the backend that the user asked for.
+        why: the rules of the policy that decided; "" if it was the policy's recipe.
+        switches: whether a switch of the policy concerns it.
+        is_linear: whether its forward pass is F.linear alone, with the weight or its transpose.
+        is_transposed: whether its weight is (in, out).
+        by_call: whether it computes several products. Its first pass creates the buffers of each.
+        saves_scales: whether the state of its scales is in the state_dict.
+        recipe: the recipe in force, of its sources, of a switch or of the open blocks.
+        backend: the backend in force: as asked, and "simulate" if the recipe has no kernels.
+        since: what changed the recipe after the conversion, for reports.
+    """
+
+    sources: tuple[Source, ...]
+    asked: str = "simulate"
+    why: str = ""
+    switches: bool = True
+    is_linear: bool = False
+    is_transposed: bool = False
+    by_call: bool = False
+    saves_scales: bool = True
+    recipe: Recipe = HIGH_PRECISION
+    backend: str = "simulate"
+    since: str = ""
+
+
+class Converted(Mixin):
+    """A layer whose products run under its recipe."""
+
+    _attributes = ("fp8_settings", "fp8_measured", "_buffers")
+
+    fp8_settings: LayerSettings
+    fp8_measured: history.MeasuredScales
+
+    @property
+    def fp8_recipe(self) -> Recipe:
+        return self.fp8_settings.recipe
+
+    def around(self: Any, forward: Forward, args: Args, kwargs: Any) -> Any:
+        frame = FRAMES.items[-1]
+        if frame.block is not None and is_off():
+            return forward(*args, **kwargs)
+        if "parametrizations" in self._modules:  # which may be newer than the conversion
+            leave_parametrizations(self)
+        settings = self.fp8_settings
+        recipe, backend = settings.recipe, settings.backend
+        state = history.LayerState(self) if recipe.keeps_history else None
+        # A linear layer runs without a mode unless another mode must see its call. That is faster,
+        # and it can be compiled inside of a checkpoint.
+        alone = state is None and settings.is_linear and not frame.early_modes
+        if alone and self._active == (Converted,) and len(args) == 1 and not kwargs:
+            x = args[0]
+            if isinstance(x, Tensor) and x.layout == torch.strided:
+                weight = self.weight.mT if settings.is_transposed else self.weight
+                return linear(x, weight, self.bias, recipe=recipe, backend=backend)
+        with LayerBlock(recipe, backend, state):
+            return forward(*args, **kwargs)
+
+    def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
+        """Leaves the state of scales out of the state_dict after `keep_apart`."""
+        saved = self.fp8_settings.saves_scales or not history.is_history(name)
+        super().register_buffer(name, tensor, persistent and saved)  # type: ignore[misc]
+
+    @taken_as_constant
+    def fp8_note(self: Any, buffer: str) -> bool:
+        """`note_scale` for a buffer, in eager mode and while a graph that reads it is traced."""
+        history.note_scale(self, buffer)
+        return True
+
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
+        if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
+            choose_static(self)
+        if self.fp8_settings.saves_scales:
+            history.add_initial_histories(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        history.note_scales(self)
+
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Leaves the state of scales in float32; zero where the meta device had no values, as
+        `to_empty` would leave what the memory holds."""
+        states = {n: b for n, b in self.named_buffers(recurse=False) if history.is_history(n)}
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for name, state in states.items():
+            moved = self._buffers[name]
+            if state.is_meta and not moved.is_meta:
+                moved.zero_()
+            elif moved.dtype != state.dtype:
+                self._buffers[name] = state.to(moved.device)
+        return result
+
+    def extra_repr(self) -> str:
+        settings = super().extra_repr()  # type: ignore[misc]
+        return ", ".join(filter(None, [settings, f"fp8={self.fp8_recipe.name}"]))
+
+
+def converted(model: nn.Module) -> dict[str, Any]:
+    """Name -> layer, of the converted layers of a model."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, Converted)}
+
+
+def policy_of(model: nn.Module) -> Policy:
+    """The policy that a model or a part was converted with; the default one without."""
+    return vars(model).get("fp8_policy", Policy())
+
+
+class OfParameters(Mixin):
+    """The computation of a parametrized weight: its products are not those of the layer."""
+
+    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
+        if FRAMES.items[-1].block is None:
+            return forward(*args, **kwargs)
+        with high_precision():
+            return forward(*args, **kwargs)
+
+
+@eager_only()
+def leave_parametrizations(layer: nn.Module) -> None:
+    """Leaves the products that compute the weights of a layer in high precision."""
+    computed: Any = layer._modules.get("parametrizations") or {}
+    for part in computed.values():
+        add_mixin(part, OfParameters)
+
+
+def convert_layer(layer: nn.Module, decision: Decision, backend: str) -> None:
+    """Converts one layer, as a policy has decided."""
+    transposed = is_transposed(layer)
+    settings = LayerSettings(
+        sources=decision.sources,
+        asked=backend,
+        why=decision.why,
+        switches=not decision.kept,
+        is_linear=transposed or bare_class(layer) is nn.Linear,
+        is_transposed=transposed,
+        by_call=not has_one_product(layer),
+    )
+    vars(layer)["fp8_settings"] = settings
+    add_mixin(layer, Converted)
+    leave_parametrizations(layer)
+    set_recipe(layer, decision.sources)
+
+
+def change_settings(layer: Any, **fields: Any) -> None:
+    """Sets a record of a converted layer with other ``fields``."""
+    vars(layer)["fp8_settings"] = replace(layer.fp8_settings, **fields)
+
+
+def set_recipe(layer: Any, sources: tuple[Source, ...], since: str = "") -> None:
+    """Sets the recipe of a converted layer, its backend, and the buffers that it needs."""
+    recipe = composed(sources, auto_of(layer)) or HIGH_PRECISION
+    backend = layer.fp8_settings.asked
+    # "auto" may become another recipe after the conversion: "tensor" stands for it here.
+    if why_not_recipe(composed(sources, PLAIN) or HIGH_PRECISION):
+        backend = "simulate"
+    change_settings(layer, recipe=recipe, backend=backend, since=since)
+    history.add_buffers(layer)
+
+
+def choose_static(layer: Any) -> None:
+    """Selects "static" for a layer under "auto" that is not unit-scaled, for calibration."""
+    settings = layer.fp8_settings
+    if set(settings.sources) == {AUTO} and settings.recipe == PLAIN:
+        change_settings(layer, recipe=STATIC)
+        history.add_buffers(layer)
+
+
+def keep_apart(model: nn.Module) -> None:
+    """Leaves the state of scales out of the state_dict, which then is that of the plain model."""
+    for layer in converted(model).values():
+        change_settings(layer, saves_scales=False)
+        for name, buffer in list(layer.named_buffers(recurse=False)):
+            if history.is_history(name):
+                layer.register_buffer(name, buffer)

@@ -1,2 +1,0 @@
-"""Norms in low precision.
-Imports `fp8.casts` and below."""

@@ -1,2 +1,0 @@
-"""Tensors stored as FP8 values with a scale.
-Imports `fp8.recipes` and below."""

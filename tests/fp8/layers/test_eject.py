@@ -1,0 +1,269 @@
+"""`fp8.eject`: the file trains the same products without this package."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import fp8
+from fp8.layers.eject import MAX_LINES
+from unit_scaling.transforms import unit_scale
+
+from . import eject_models
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
+
+MIXED = fp8.Policy(
+    "tensor",
+    rules=[("blocks.1.*", "grad_weight", None), ("blocks.2.0", None, "row"), ("head", None, None)],
+)
+
+
+class Case(NamedTuple):
+    recipe: Any
+    dtype: torch.dtype = torch.float32
+    autocast: bool = False
+
+
+RECIPES = ("unit", "static", "tensor", "row", "row_gw_hp", MIXED)
+CASES = [
+    *(Case(recipe) for recipe in RECIPES),
+    *(Case(recipe, torch.bfloat16) for recipe in ("static", "row")),
+    Case("tensor", autocast=True),
+    Case("row_gw_hp", autocast=True),
+]
+
+
+def converted(recipe: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model under a recipe, calibrated if that has static scales."""
+    torch.manual_seed(0)
+    model = fp8.convert(eject_models.Model().to(dtype), recipe)
+    if recipe == "static":
+        x, ids = eject_models.batch(dtype)
+        fp8.calibrate(model, (x, ids), lambda y: y.float().square().mean())
+    return model
+
+
+def plain(model: nn.Module) -> Any:
+    """A copy that is not converted."""
+    return fp8.revert(copy.deepcopy(model))
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of each case, and what this package computes."""
+    folder = tmp_path_factory.mktemp("eject")
+    for i, case in enumerate(CASES):
+        model = converted(case.recipe, case.dtype)
+        fp8.eject(model, folder / f"case_{i}.py")
+        wanted = eject_models.step(model, case.dtype, case.autocast)
+        assert all(tensor.isfinite().all() for tensor in wanted)
+        weights = {key: value.detach() for key, value in plain(model).state_dict().items()}
+        told = {"dtype": case.dtype, "autocast": case.autocast}
+        torch.save({**told, "weights": weights, "wanted": wanted}, folder / f"case_{i}.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def different(folder: Path) -> dict[str, list[int]]:
+    """Case -> the tensors that differ in a fresh process."""
+    arguments = [folder, HERE / "eject_models.py", torch.get_num_threads()]
+    command = [sys.executable, "-I", str(HERE / "eject_worker.py"), *map(str, arguments)]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.proves("the field", "layers as a file without the library", how="own")
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_the_file_computes_the_same_bits(different: dict[str, list[int]], case: int):
+    assert different[f"case_{case}"] == []
+
+
+def test_compiled_is_eager(tmp_path: Path):
+    module = load(fp8.eject(fp8.convert(nn.Linear(32, 48), "row_gw_hp"), tmp_path / "one.py"))
+    layer = module.convert(nn.Linear(32, 48).bfloat16())
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def step(run: Any) -> list[torch.Tensor]:
+        inputs = x.clone().requires_grad_()
+        y = run(inputs)
+        leaves = [inputs, *layer.parameters()]
+        return [y, *torch.autograd.grad(y.float().square().mean(), leaves)]
+
+    pairs = zip(step(layer), step(torch.compile(layer, fullgraph=True)), strict=True)
+    assert all(torch.equal(eager, compiled) for eager, compiled in pairs)
+
+
+def test_the_file_is_short_and_clean(folder: Path):
+    pytest.importorskip("ruff", reason="the extra lint is not installed")
+    config = str(ROOT / "pyproject.toml")
+    for what in (["check", "--extend-ignore=D"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *what, "--config", config, "--no-cache", "."]
+        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout
+    for path in folder.glob("case_*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES == 150
+
+
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def many(blocks: int) -> nn.Module:
+    """Blocks of seven layers, calibrated so that no two neighbours have the same scales."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(
+        nn.ModuleDict({name: nn.Linear(2, 2) for name in LAYERS}) for _ in range(blocks)
+    )
+    fp8.convert(model, "static")
+    names = fp8.calibration(model)
+    fp8.calibrate(model, scales={name: -(i % 19) + 1 for i, name in enumerate(names)})
+    return model
+
+
+def test_the_table_of_layers(tmp_path: Path):
+    """32 blocks of seven layers with different static scales fit, and the file has these scales."""
+    model = many(32)
+    scales = fp8.calibration(model)
+    path = fp8.eject(model, tmp_path / "many.py")
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    for name, layer in load(path).convert(plain(model)).named_modules():
+        if isinstance(layer, nn.Linear):
+            roles = (f"{name}.{role}" for role in ("input", "weight", "grad"))
+            fixed = (layer.fixed_x, layer.fixed_w, layer.fixed_g)
+            assert [bits.view(torch.float32) for bits in fixed] == [2.0 ** scales[r] for r in roles]
+    with pytest.raises(ValueError, match="1400 layers do not fit"):
+        fp8.eject(many(200), tmp_path / "more.py")
+
+
+def test_a_model_that_is_one_layer(tmp_path: Path):
+    module = load(fp8.eject(fp8.convert(nn.Linear(4, 4), "row"), tmp_path / "one.py"))
+    layer = module.convert(nn.Linear(4, 4))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    wanted = x @ layer.weight.t() + layer.bias
+    assert not torch.allclose(layer(x), wanted)
+    assert layer(x[0]).shape == (4,)
+    assert layer(x[:0]).shape == (0, 4)
+    module.Float8Linear.enabled = False
+    assert torch.allclose(layer(x), wanted)
+    with pytest.raises(TypeError, match="a Float8Linear is not"):
+        module.convert(layer)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row"])
+def test_overflow_shows(tmp_path: Path, recipe: str):
+    """Inf in an operand, of which the file makes NaN, leaves no gradient finite that has it."""
+    module = load(fp8.eject(fp8.convert(nn.Linear(4, 4), recipe), tmp_path / "one.py"))
+    layer, x = module.convert(nn.Linear(4, 4)), torch.ones(3, 4, requires_grad=True)
+    layer(x).backward(torch.full((3, 4), torch.inf))
+    assert not layer.weight.grad.isfinite().any()
+    assert not x.grad.isfinite().any()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)[0].sum().backward()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "row_gw_hp"])
+def test_kernels(tmp_path: Path, recipe: str):
+    """torch's FP8 product, of a CPU, computes what the simulation does, up to two roundings of a
+    result to bfloat16: 2**-8 of it each, and it is at most the sum of its terms' magnitudes."""
+    model = fp8.convert(nn.Linear(64, 32), recipe)
+    module = load(fp8.eject(model, tmp_path / "one.py"))
+    layer = module.convert(plain(model).bfloat16())
+    generator = torch.Generator().manual_seed(0)
+    x, g = torch.randn(48, 64, generator=generator), torch.randn(48, 32, generator=generator)
+    found = []
+    for module.DEVICES in ((), ("cpu",)):
+        inputs = x.bfloat16().requires_grad_()
+        y = layer(inputs)
+        gradients = torch.autograd.grad(y, (inputs, layer.weight), g.bfloat16())
+        found.append([y, *gradients])
+    w = layer.weight.float()
+    sums = [x.abs() @ w.abs().t(), g.abs() @ w.abs(), g.abs().t() @ x.abs()]
+    for simulated, native, size in zip(*found, sums, strict=True):
+        assert ((simulated.float() - native.float()).abs() <= 2**-7 * size + 2**-7).all()
+
+
+def delayed() -> nn.Module:
+    return fp8.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "delayed")
+
+
+def switched() -> nn.Module:
+    return fp8.convert(nn.Linear(4, 4), fp8.Policy("tensor", switch=[(0.9, "row")]))
+
+
+def low_norm() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()
+    return fp8.convert(fp8.apply_low_precision_layernorm(model, "amp_bf16"), "tensor")
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+OPERANDS = ("input", "weight", "grad")
+E5M2 = fp8.Recipe(name="e5m2", **dict.fromkeys(OPERANDS, fp8.Cast(format="e5m2")))
+HALF = fp8.Recipe(
+    name="half",
+    **dict.fromkeys(OPERANDS, fp8.Cast(format="e4m3", scaling="static")),
+    grad_weight_input=fp8.Cast(format="e4m3"),
+)
+
+REFUSED = {
+    "convolution": (lambda: fp8.convert(nn.Conv1d(4, 4, 3), "tensor"), r"\(model\): a Conv1d"),
+    "history": (delayed, "0, 1: recipe 'delayed' casts to e4m3, delayed, history 16"),
+    "blocks": (lambda: fp8.convert(nn.Linear(4, 4), "block"), "casts to e4m3, block"),
+    "format": (lambda: fp8.convert(nn.Linear(4, 4), "bf16"), "casts to bf16, unit"),
+    "sums": (lambda: fp8.convert(nn.Linear(4, 4), "deepseek_v3"), "accumulate='hopper'"),
+    "no kernel": (lambda: fp8.convert(nn.Linear(4, 4), E5M2), "e5m2 by e5m2"),
+    "half static": (lambda: fp8.convert(nn.Linear(4, 4), HALF), "none for grad_weight_input"),
+    "not calibrated": (lambda: fp8.convert(nn.Linear(4, 4), "static"), "call fp8.calibrate"),
+    "switch": (switched, r"\(model\): its policy has a switch"),
+    "dtype": (lambda: fp8.convert(nn.Linear(4, 4).double(), "tensor"), "torch.float64"),
+    "norm": (low_norm, "1: "),
+    "not run": (
+        lambda: fp8.convert(unit_scale(nn.Sequential(nn.Linear(4, 4)))),
+        "call fp8.calibrate, or train a step",
+    ),
+    "parametrized": (
+        lambda: parametrizations.orthogonal(fp8.convert(nn.Linear(4, 4), "tensor")),
+        "computed by a parametrization",
+    ),
+    "subclass": (lambda: fp8.convert(Doubled(4, 4), "tensor"), "a Doubled, whose forward"),
+    "nothing": (lambda: nn.Linear(4, 4), "no layer of the model is converted"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(tmp_path: Path, name: str):
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        fp8.eject(make(), tmp_path / "no.py")
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_arguments(tmp_path: Path):
+    model = fp8.convert(nn.Linear(4, 4), "tensor")
+    for name in ("my-fp8.py", "fp8.txt", "fp8"):
+        with pytest.raises(ValueError, match="eject writes a module"):
+            fp8.eject(model, tmp_path / name)
+    with pytest.raises(TypeError, match="eject"):
+        fp8.eject(model.weight, tmp_path / "my.py")

@@ -1,0 +1,345 @@
+"""Recipes of layers, products and operands that are switched at run time, and back."""
+
+import contextlib
+import copy
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8
+from fp8.recipes.policy import CONCERNS
+from tests.fp8.compare import outcome
+
+
+def model_and_input(recipe="tensor"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    return fp8.convert(model, recipe), torch.randn(8, 16)
+
+
+def step(model, x):
+    return outcome(lambda: model(x), model.parameters())
+
+
+def equal(a, b):
+    return [torch.equal(p, q) for p, q in zip(a, b, strict=True)]
+
+
+@pytest.mark.proves("the field", "single products in high precision, at run time", how="own")
+@pytest.mark.parametrize("concern", [None, *CONCERNS])
+def test_is_the_policy_with_these_rules_and_back(concern):
+    """Every product, operand and cast: in the block as converted under that policy."""
+    model, x = model_and_input("mxfp8")
+    before = step(model, x)
+    rule = ("2", concern, None)
+    other = fp8.convert(copy.deepcopy(model), fp8.Policy("mxfp8", rules=[rule]))
+    expected = step(other, x)
+    with fp8.override(model, rule):
+        assert all(equal(step(model, x), expected))
+        assert "override" in str(fp8.report(model))
+        y = model(x)
+    late = torch.autograd.grad(y.square().sum(), model.parameters())
+    assert all(equal((y, *late), expected))
+    assert not all(equal(before, expected))
+    assert all(equal(step(model, x), before))
+    assert "override" not in str(fp8.report(model))
+
+
+def test_blocks_nest_and_rules_apply_in_order():
+    model, _ = model_and_input()
+    outer = fp8.override(model, ("*", None, None), ("2", "forward", "mxfp8"))
+    with outer:
+        assert model[0].fp8_recipe.name == "high precision"
+        assert model[2].fp8_recipe.input == fp8.RECIPES["mxfp8"].input
+        with fp8.override(model, ("0", None, "row")), outer:
+            assert model[0].fp8_recipe.name == "high precision"
+        assert model[0].fp8_recipe.name == "high precision"
+    assert [model[i].fp8_recipe.name for i in (0, 2)] == ["tensor"] * 2
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "static"])
+def test_histories_stay(recipe):
+    model, x = model_and_input(recipe)
+    step(model, x)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    for other in (None, "tensor"):
+        with fp8.override(model, ("*", None, other)):
+            step(model, 100 * x)
+    with fp8.override(model, ("0", None, "delayed")):
+        pass
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], t) for name, t in before.items())
+
+
+def test_compiled():
+    torch.compiler.reset()
+    model, x = model_and_input("unit")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    before = compiled(x)
+    with fp8.override(model, ("*", None, None)):
+        assert torch.equal(compiled(x), model(x))
+        assert not torch.equal(compiled(x), before)
+    assert torch.equal(compiled(x), before)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_a_compiled_model_sees_each_block_close(order):
+    torch.compiler.reset()
+    model, x = model_and_input("tensor")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    before = step(compiled, x)
+    blocks = [fp8.override(model, rule) for rule in (("0", None, "mxfp8"), ("*", "input", None))]
+    for block in blocks:
+        block.__enter__()
+        assert all(equal(step(compiled, x), step(model, x)))
+    for index in order:
+        blocks[index].__exit__(None, None, None)
+        assert all(equal(step(compiled, x), step(model, x)))
+        assert all(equal(step(compiled, x), before)) == (index == order[1])
+    torch.compiler.reset()
+
+
+def test_bad_input():
+    model, _ = model_and_input()
+    with pytest.raises(ValueError, match=r"'3' matches no converted layer; there are '0', '2'"):
+        fp8.override(model, ("3", None, None))
+    with pytest.raises(ValueError, match="needs a rule"):
+        fp8.override(model)
+    with pytest.raises(ValueError, match="unknown product"):
+        fp8.override(model, ("*", "dgrad", None))
+    with pytest.raises(TypeError, match="a rule is"):
+        fp8.override(model, "*")
+    with pytest.raises(TypeError, match=r"needs an nn\.Module"):
+        fp8.override("model", ("*", None, None))
+
+
+@pytest.mark.parametrize(
+    "rule", [("0", None, "mxfp8"), ("0", "grad_weight", None), ("*", None, None)]
+)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_is_on_one_side_of_the_block(rule, reentrant):
+    """What is recomputed on the other side is not what the forward pass computed. A reentrant
+    checkpoint is refused inside of the block."""
+    torch.manual_seed(0)
+    model = fp8.convert(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), "tensor")
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def run() -> Tensor:
+        return checkpoint(model, x, use_reentrant=reentrant).square().sum()
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    refused = pytest.raises(RuntimeError, match=r"fp8\.override")
+    with fp8.override(model, rule):
+        expected = gradients(model(x).square().sum())
+        if reentrant:
+            with refused:
+                run()
+        else:
+            assert all(map(torch.equal, gradients(run()), expected))
+            with torch.no_grad():
+                run()
+            inside = run()
+    if not reentrant:
+        with refused:
+            inside.backward()
+    outside = run()
+    with fp8.override(model, rule), refused:
+        outside.backward()
+    plain = gradients(model(x).square().sum())
+    assert all(map(torch.equal, gradients(run()), plain))
+
+
+NESTED = {
+    "layers": [("0", None, None), ("2", None, "row"), ("*", "weight", "mxfp8")],
+    "one layer": [("0", None, "row"), ("0", "grad_weight", None), ("0", "forward.input", None)],
+    "static": [("0", None, "static"), ("0", "grad_weight", None), ("*", "weight", None)],
+}
+
+
+def in_force(model):
+    layers = [m for m in model.modules() if hasattr(m, "fp8_recipe")]
+    return [(m.fp8_settings, {**m._buffers}) for m in layers]
+
+
+def casts_in_force(model):
+    return [settings.recipe.casts for settings, _ in in_force(model)]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("recipe", ["tensor", "static", "delayed"])
+def test_blocks_are_closed_in_any_order(recipe, name, order):
+    """What stays is what those that are still open do alone; after the last, what was before."""
+    if (recipe != "tensor" and name == "one layer") or (recipe, name) == ("delayed", "static"):
+        pytest.skip("a second cast with a history has no recipe")
+    model, x = model_and_input(recipe)
+    step(model, x)
+    before, numbers = in_force(model), step(copy.deepcopy(model), x)
+    blocks = [fp8.override(model, rule) for rule in NESTED[name]]
+    for block in blocks:
+        block.__enter__()
+    still = list(range(3))
+    for index in order:
+        blocks[index].__exit__(None, None, None)
+        still.remove(index)
+        other = fp8.convert(model_and_input(recipe)[0], recipe)
+        with contextlib.ExitStack() as alone:
+            for i in still:
+                alone.enter_context(fp8.override(other, NESTED[name][i]))
+            assert casts_in_force(model) == casts_in_force(other)
+    assert in_force(model) == before
+    assert all(equal(step(model, x), numbers))
+    assert not any("fp8_overridden" in vars(m) or m._forward_pre_hooks for m in model.modules())
+
+
+def test_threads_close_their_own_blocks():
+    model, x = model_and_input()
+    before, numbers = in_force(model), step(model, x)
+
+    def work(layer: str) -> None:
+        for recipe in ["row", None, "mxfp8"] * 20:
+            with fp8.override(model, (layer, None, recipe)):
+                assert model[int(layer)].fp8_settings.since == "override"
+
+    errors = []
+
+    def run(layer: str) -> None:
+        try:
+            work(layer)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(layer,)) for layer in "0022"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert in_force(model) == before
+    assert all(equal(step(model, x), numbers))
+
+
+def test_scales_that_are_measured_inside_stay_while_a_block_has_their_casts():
+    model, x = model_and_input("tensor")
+    outer, inner = (
+        fp8.override(model, ("0", None, "static")),
+        fp8.override(model, ("0", None, "row")),
+    )
+    with outer:
+        fp8.calibrate(model, x)
+        scales = fp8.layers.calibrate.calibration(model)
+        assert None not in scales.values()
+        with fp8.override(model, ("0", "grad_weight", None)):
+            assert fp8.layers.calibrate.calibration(model) == scales
+        inner.__enter__()
+    assert model[0].fp8_recipe.name == "row"
+    inner.__exit__(None, None, None)
+    assert fp8.layers.calibrate.calibration(model) == {}
+
+
+@pytest.mark.parametrize("change", [lambda m: fp8.convert(m, "row"), fp8.revert])
+def test_a_conversion_inside_is_not_undone(change):
+    model, x = model_and_input("mxfp8")
+    expected = step(change(copy.deepcopy(model)), x)
+    with fp8.override(model, ("*", None, None)):
+        change(model)
+        assert all(equal(step(model, x), expected))
+        if change is not fp8.revert:
+            with fp8.override(model, ("*", None, None)):
+                assert not all(equal(step(model, x), expected))
+    assert all(equal(step(model, x), expected))
+    assert not any("fp8_overridden" in vars(m) or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_block_without_a_recipe_after_another_is_closed_is_named():
+    """Both operands of a product are rotated, or none."""
+    model, _ = model_and_input("tensor")
+    first = fp8.override(model, ("0", "grad_weight", "nvfp4"))
+    second = fp8.override(model, ("*", "weight", None))
+    first.__enter__()
+    third = fp8.override(model, ("0", "grad_weight.grad", "nvfp4_nvidia"))
+    for block in (second, third):
+        block.__enter__()
+    with pytest.warns(fp8.warnings.RecipeWarning, match="needs a block that was closed"):
+        first.__exit__(None, None, None)
+    assert [cast is None for cast in model[0].fp8_recipe.casts] == [0, 1, 0, 1, 0, 0]
+    second.__exit__(None, None, None)
+    third.__exit__(None, None, None)
+    assert model[0].fp8_recipe == fp8.RECIPES["tensor"]
+
+
+def test_rules_are_checked_together():
+    """Of two rotated operands, each rule alone has no recipe."""
+    for name in ("nvfp4", "quartet2", "tetrajet2"):
+        model, x = model_and_input(name)
+        rules = [("0", "grad_weight.grad", None), ("0", "grad_weight.input", None)]
+        with pytest.raises(ValueError, match="both operands rotated alike"):
+            fp8.override(model, rules[0])
+        with fp8.override(model, *rules):
+            step(model, x)
+            assert model[0].fp8_recipe.grad_weight == (None, None)
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_files_and_switches_are_refused_inside(tmp_path, part):
+    """Also of a model of which a part is in the block."""
+    switching, _ = model_and_input(fp8.Policy("tensor", switch=[(0.5, "bf16")]))
+    model, _ = model_and_input("tensor")
+    rule = ("(model)" if part else "0", "weight", None)
+    with (
+        fp8.override(switching, ("0", None, None)),
+        fp8.override(model[0] if part else model, rule),
+    ):
+        with pytest.raises(ValueError, match=r"eject inside of fp8\.override .* for '0'"):
+            fp8.eject(model, tmp_path / "layers.py")
+        with pytest.raises(ValueError, match=r"export inside of fp8\.override .* for '0'"):
+            fp8.export(model, tmp_path)
+        with pytest.raises(ValueError, match=r"export inside of fp8\.override"):
+            fp8.weights(model)
+        with pytest.raises(RuntimeError, match=r"outside of fp8\.override"):
+            fp8.advance(switching, 0.6)
+    fp8.eject(model, tmp_path / "layers.py")
+    assert fp8.weights(model).manifest
+    assert fp8.advance(switching, 0.6)
+
+
+class Named(nn.Module):
+    """Names that are patterns to `fnmatch`, beside those that they would match."""
+
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching"),
+    [
+        ("a[0]", ["a[0]"]),
+        ("a0", ["a0"]),
+        ("a[*", ["a[0]", "a[01]"]),
+        ("a[?]", ["a[0]"]),
+        ("a?", ["a0", "a1"]),
+        ("[!a]*", ["[!a]b"]),
+        ("a[01]", ["a[01]"]),
+        ("*", ["a0", "a1", "a[0]", "a[01]", "[!a]b", "b"]),
+    ],
+)
+def test_names_are_literal_but_for_two_wildcards(pattern, matching):
+    """In overrides, and in policies from JSON alike."""
+    names = ["a0", "a1", "a[0]", "a[01]", "[!a]b", "b"]
+    model = fp8.convert(Named(names), "tensor")
+    with fp8.override(model, (pattern, None, "row")):
+        assert [n for n in names if model._modules[n].fp8_recipe.name == "row"] == matching
+    policy = fp8.Policy("tensor", rules=[(pattern, None, "row")])
+    other = fp8.convert(Named(names), fp8.Policy.from_json(policy.to_json()))
+    assert [n for n in names if other._modules[n].fp8_recipe.name == "row"] == matching

@@ -1,0 +1,240 @@
+"""Published policies, and functions that choose layers."""
+
+from __future__ import annotations
+
+import copy
+from fnmatch import fnmatch
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8 import Policy
+from fp8.adapters import torchao
+from fp8.training.fsdp import gather_in_fp8
+from notebooks.nanogpt.model import GPT, GPTConfig
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+TOKENS = {"bos_token_id": None, "eos_token_id": None}
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, **TOKENS)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
+
+
+def nanogpt() -> nn.Module:
+    return GPT(GPTConfig(vocab=32, width=32, layers=2, context=16))
+
+
+class Flat(nn.Module):
+    """Attention and MLP written into the block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 32), nn.Sequential(Flat(), Flat()), nn.Linear(32, 9))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 5))
+
+
+def experts() -> nn.Module:
+    """A list of blocks in each block."""
+    expert = nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
+    block = nn.ModuleDict(
+        {"router": nn.Linear(32, 2), "experts": nn.ModuleList([expert, copy.deepcopy(expert)])}
+    )
+    return nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": nn.Linear(32, 9)})
+
+
+# Model -> what is outside of the blocks, what joins the residual stream.
+PATTERNS = {
+    gpt2: (["lm_head"], ["*.c_proj"]),
+    llama: (["lm_head"], ["*.o_proj", "*.down_proj"]),
+    encoder: ([], ["*.self_attn", "*.linear2"]),
+    nanogpt: (["head"], ["*.out", "*.down"]),
+    flat: (["2"], ["*.o", "*.down"]),
+    mlp: (["3"], []),
+    experts: (["head"], ["*.down"]),
+}
+
+
+def any_of(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+@pytest.mark.parametrize("policy", [Policy.hidden, Policy.umup])
+@pytest.mark.parametrize("make", PATTERNS, ids=lambda make: make.__name__)
+def test_published_policies(make, policy):
+    outside, joining = PATTERNS[make]
+    if policy is Policy.umup:
+        outside = outside + joining
+    if policy is Policy.umup and make is mlp:
+        with pytest.raises(ValueError, match=r"role 'residual' is not found in this Sequential"):
+            fp8.convert(make(), policy("unit"))
+        return
+    model = fp8.convert(make(), policy("unit", others="bf16"))
+    rows = [row for row in fp8.report(model) if not row.left_alone]
+    assert rows
+    for row in rows:
+        assert row.why.startswith("bf16" if any_of(row.path, outside) else "unit"), row
+    left = fp8.report(fp8.convert(model, policy("unit"))).left_alone
+    assert {row.path for row in left} >= {r.path for r in rows if any_of(r.path, outside)}
+
+
+def test_the_report_of_what_is_left_alone():
+    model = fp8.convert(nanogpt(), Policy.umup("unit"))
+    left = {row.path: row.why for row in fp8.report(model).left_alone}
+    assert left["head"] == "keep readout: outside of the blocks, reads the residual stream"
+    assert left["blocks.1.mlp.down"] == "keep residual: attention output or down projection"
+    assert "blocks.1.mlp.up" not in left
+    other = copy.deepcopy(model)
+    assert fp8.report(other) == fp8.report(model)
+    fp8.convert(model, Policy.hidden("unit"))
+    assert [r.path for r in fp8.report(model).left_alone] == ["tokens", "positions", "head"]
+    whys = {row.why for row in fp8.report(fp8.revert(other))}
+    assert whys == {"not chosen", "a lookup, not a product"}
+    assert not any("fp8" in key for module in other.modules() for key in vars(module))
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_a_layer_of_gpt2_is_a_linear_layer(recipe):
+    """Its weight is stored as (in, out), and cast as the weight (out, in) that it is."""
+    torch.manual_seed(0)
+    layer = gpt2().transformer.h[0].mlp.c_fc
+    plain = nn.Linear(32, 128)
+    plain.weight, plain.bias = nn.Parameter(layer.weight.detach().T), layer.bias
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    results = []
+    for module in (fp8.convert(layer, recipe), fp8.convert(plain, recipe)):
+        y = module(x)
+        grads = torch.autograd.grad(y.square().sum(), [x, module.weight, module.bias])
+        results.append([y, grads[0], grads[1].T if module is plain else grads[1], grads[2]])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+    assert "Conv1D" in repr(fp8.revert(layer))
+
+
+@pytest.mark.native
+def test_others_are_simulated_where_their_recipe_has_no_kernels():
+    policy = Policy.hidden("unit", others="bf16")
+    model = fp8.convert(nanogpt(), policy, backend="native")
+    rows = {row.path: row.why for row in fp8.report(model)}
+    assert rows["blocks.0.mlp.up"] == "unit, native"
+    assert rows["head"].endswith(
+        "simulated: no kernel multiplies bf16 by bf16 with scales by tensor"
+    )
+
+
+# --- Functions
+
+
+class Filter:
+    def __call__(self, name, module):
+        return name == "0"
+
+
+FUNCTIONS = {
+    "lambda": lambda name, layer: name == "0",
+    "other names": lambda n, _: n == "0",
+    "object": Filter(),
+    "partial": partial(lambda known, name, module: name == known, "0"),
+    "any number": lambda *given: given[0] == "0",
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_chooses(name):
+    model = fp8.convert(mlp(), "tensor", where=FUNCTIONS[name])
+    assert [row.path for row in fp8.report(model) if row.done == "converted"] == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("all", r"where is a str; give \(name, module\) -> bool"),
+        (3, "where is a int"),
+        (lambda name: True, r"takes 1 positional argument but 2 were given"),
+        (lambda name, layer: 1, "where must return a bool, got 1 for layer '0'"),
+        (lambda name, layer: None, "where must return a bool, got None"),
+    ],
+)
+def test_other_choices_are_refused_and_change_nothing(where, message):
+    model = fp8.convert(mlp(), "row")
+    for call in (fp8.convert, fp8.store_frozen, gather_in_fp8, torchao.convert):
+        with pytest.raises(TypeError, match=message):
+            call(model.requires_grad_(False), where=where)
+    assert {module.fp8_recipe.name for module in model if hasattr(module, "fp8_recipe")} == {"row"}
+
+
+def never(name: str, layer: nn.Module) -> bool:
+    return False
+
+
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)).requires_grad_(False)
+
+
+CHOOSE = {
+    "convert": lambda model: fp8.convert(model, "tensor", where=never),
+    "a policy": lambda model: fp8.convert(model, Policy("tensor", first=0), where=never),
+    "torchao": lambda model: torchao.convert(model, "tensor", where=never),
+    "store_frozen": lambda model: fp8.store_frozen(model, where=never),
+    "norms": lambda model: fp8.apply_low_precision_layernorm(model, "amp_bf16", where=never),
+    "gather_in_fp8": lambda model: gather_in_fp8(model, where=never),
+}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("name", CHOOSE)
+def test_a_choice_of_nothing_warns_each_time(name, before):
+    """Also of a model that was converted before: its layers are reverted."""
+    model = with_norm()
+    if before and name != "gather_in_fp8":
+        fp8.convert(model, "tensor")
+    for _ in range(2):
+        with pytest.warns(fp8.warnings.ConvertWarning, match="no") as seen:
+            CHOOSE[name](model)
+        assert [warning.filename for warning in seen] == [__file__]
+
+
+NOTHING = {
+    "no layer of the Sequential .*not chosen": lambda: fp8.convert(
+        mlp(), "tensor", where=lambda name, layer: name == "up"
+    ),
+    "bf16": lambda: fp8.convert(
+        nn.Sequential(nn.Linear(4, 4)), Policy.hidden("tensor", others="bf16")
+    ),
+    "none has a weight": lambda: fp8.convert(nn.Sequential(nn.GELU())),
+    r"a lookup, not a product \(1\)": lambda: fp8.initialize(
+        nn.Sequential(nn.Embedding(4, 4)), None, "O1"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", NOTHING)
+def test_a_conversion_that_changes_nothing_warns(message):
+    with pytest.warns(fp8.warnings.ConvertWarning, match=message) as seen:
+        NOTHING[message]()
+    assert [warning.filename for warning in seen] == [__file__]
+    with fp8.strict(), pytest.raises(fp8.warnings.ConvertWarning):
+        NOTHING[message]()

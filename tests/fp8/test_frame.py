@@ -1,0 +1,202 @@
+"""What is in force in a thread, in several threads, generators and tasks: each computes what it
+computes alone."""
+
+import asyncio
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+from fp8.frame import FRAMES, Frame, close_frame, framed, open_frame
+from tests.threads import Meet, meeting, together
+
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+W = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+RECIPES = ("unit", "tensor", "row")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(32, 32), Meet(), nn.GELU(), Meet(), nn.Linear(32, 8))
+
+
+def step(model: nn.Module, x: Tensor = X) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+
+def assert_same(got: list, expected: list) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def within(block: AbstractContextManager, call, *args):
+    with block:
+        return call(*args)
+
+
+def nothing_is_cast() -> bool:
+    return torch.equal(F.linear(X, W), torch.ops.aten.linear(X, W))
+
+
+def test_a_recipe_for_each_thread():
+    plain, net = model(), model()
+    alone = [within(fp8.autocast(recipe), step, net) for recipe in RECIPES]
+    calls = [lambda r=recipe: within(fp8.autocast(r), step, net) for recipe in RECIPES]
+    with meeting(4):
+        *got, outside = together(*calls, lambda: step(plain))
+    assert_same(got, alone)
+    assert_same([outside], [step(plain)])
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_one_block_or_one_converted_model_in_several_threads(recipe: str | None):
+    block, net = fp8.autocast("unit") if recipe is None else nullcontext(), model()
+    net = net if recipe is None else fp8.convert(net, recipe)
+    calls = [lambda i=i: within(block, step, net, X * i) for i in (1, 2, 3)]
+    alone = [call() for call in calls]
+    with meeting(3):
+        assert_same(together(*calls), alone)
+
+
+def test_backward_in_another_thread():
+    net = model()
+    expected = within(fp8.autocast("unit"), step, net)[2:]
+    with fp8.autocast("unit"):
+        y = net(X.clone().requires_grad_()).square().sum()
+    (got,) = together(lambda: torch.autograd.grad(y, list(net.parameters())))
+    assert_same(list(got), expected)
+
+
+# The stack
+
+
+def test_a_frame_is_the_one_around_it_with_some_fields_changed():
+    with framed(kept=1, batch="a"), framed(batch="b"):
+        assert (FRAMES.items[-1].kept, FRAMES.items[-1].batch) == (1, "b")
+        assert together(lambda: FRAMES.items) == [[Frame()]]
+    assert FRAMES.items == [Frame()]
+
+
+def test_a_frame_that_closes_before_those_inside_takes_its_own_changes():
+    open_frame("outer", kept=1, batch="a")
+    open_frame("inner", batch="b")
+    closed, inside = close_frame("outer")
+    assert (closed.kept, closed.batch) == (1, "a")
+    assert [frame.opener for frame in inside] == ["inner"]
+    assert (FRAMES.items[-1].kept, FRAMES.items[-1].batch) == (0, "b")
+    close_frame("inner")
+    assert FRAMES.items == [Frame()]
+    with pytest.raises(RuntimeError, match="a block is closed in the thread that has opened it"):
+        close_frame("outer")
+
+
+def test_passes_that_overlap_count_for_the_last_that_is_open():
+    net = fp8.convert(nn.Linear(32, 32), "row")
+    first, second = fp8.stats(net, every=1), fp8.stats(net, every=1)
+    first.__enter__()
+    second.__enter__()
+    net(X)
+    first.__exit__(None, None, None)
+    with fp8.autocast("unit"):
+        net(X)
+        second.__exit__(None, None, None)
+        net(X)
+    assert not first.rows()
+    assert {row.elements for row in second.rows()} == {2 * X.numel(), 2 * net.weight.numel()}
+
+
+# What holds a block open
+
+
+def held(recipe: str):
+    with fp8.autocast(recipe):
+        yield F.linear(X, W)
+        yield F.linear(X, W)
+
+
+def test_generators_close_blocks_innermost_first():
+    expected = within(fp8.autocast("unit"), F.linear, X, W)
+    first, second = held("unit"), held("tensor")
+    next(first)
+    list(held("tensor"))  # nested
+    assert torch.equal(next(first), expected)
+    next(second)
+    with pytest.raises(RuntimeError, match="closed innermost first: close those of a generator"):
+        first.close()
+    second.close()
+    assert nothing_is_cast()
+
+
+def test_a_block_is_closed_in_its_thread():
+    block = fp8.autocast("unit")
+    block.__enter__()
+    with pytest.raises(RuntimeError, match="closed in the thread that has opened it"):
+        together(lambda: block.__exit__(None, None, None))
+    block.__exit__(None, None, None)
+    assert nothing_is_cast()
+
+
+def test_a_block_in_each_task():
+    expected = [within(fp8.autocast(r), F.linear, X, W) for r in RECIPES]
+
+    async def calls(recipe: str) -> list[Tensor]:
+        outputs = []
+        for _ in range(3):
+            await asyncio.sleep(0)
+            outputs.append(within(fp8.autocast(recipe), F.linear, X, W))
+            await asyncio.sleep(0)
+            assert nothing_is_cast()
+        return outputs
+
+    async def main() -> list[list[Tensor]]:
+        return await asyncio.gather(*map(calls, RECIPES))
+
+    assert_same(asyncio.run(main()), [[y] * 3 for y in expected])
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["nothing", "enabled=False"])
+def test_a_block_of_another_task_is_refused(enabled: bool):
+    """Whichever of the two is innermost, neither computes under the recipe of the other."""
+
+    async def main() -> None:
+        opened, close = asyncio.Event(), asyncio.Event()
+
+        async def hold() -> None:
+            with fp8.autocast("unit", enabled=enabled):
+                opened.set()
+                await close.wait()
+
+        task = asyncio.create_task(hold(), name="holder")
+        await opened.wait()
+        with pytest.raises(RuntimeError, match=r"open in holder, another task.*before await"):
+            F.linear(X, W)
+        assert torch.equal(within(fp8.autocast("tensor"), F.linear, X, W), expected)
+        close.set()
+        await task
+        assert nothing_is_cast()
+
+    expected = within(fp8.autocast("tensor"), F.linear, X, W)
+    asyncio.run(main())
+
+
+# The compiler
+
+
+def counted(function, **options):
+    """``function`` compiled, and a list with an entry for each graph."""
+    torch._dynamo.reset()
+    graphs: list[int] = []
+    backend = lambda graph, _: graphs.append(1) or graph  # noqa: E731
+    return torch.compile(function, backend=backend, **options), graphs
+
+
+def test_blocks_that_are_compiled():
+    """One graph for all threads, with blocks open in others or not."""
+    fn, graphs = counted(lambda: within(fp8.autocast("unit"), F.linear, X, W), fullgraph=True)
+    got = [fn(), *together(*[fn] * 3)]
+    torch.testing.assert_close(got, [within(fp8.autocast("unit"), F.linear, X, W)] * 4)
+    assert graphs == [1]

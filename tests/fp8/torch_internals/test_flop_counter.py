@@ -1,0 +1,108 @@
+"""FLOPs that torch's counter finds in a converted layer: those of the plain one."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import fp8
+from fp8 import RECIPES
+from fp8.kernels.product import why_not_recipe
+from fp8.torch_internals.flop_counter import _flops
+
+UNROTATED = [
+    name
+    for name, recipe in RECIPES.items()
+    if not any(cast is not None and cast.hadamard for cast in recipe.casts)
+]
+NATIVE = ["unit", "tensor", "delayed", "static", "row", "row_gw_hp"]
+LAYERS = {
+    "linear": (nn.Linear(64, 48), (32, 64)),
+    "without bias": (nn.Linear(48, 64, bias=False), (2, 16, 48)),
+    "conv": (nn.Conv1d(8, 16, 3), (4, 8, 20)),
+}
+
+
+def flops(layer: nn.Module, x: Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        layer(x.detach().requires_grad_()).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("recipe", UNROTATED)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
+def test_a_simulated_layer_has_those_of_the_plain_one(kind, recipe):
+    layer, shape = LAYERS[kind]
+    if kind == "conv" and RECIPES[recipe].accumulate:
+        pytest.skip("a convolution has the sums of torch, with a warning")
+    x = torch.randn(shape)
+    simulated = fp8.convert(copy.deepcopy(layer), recipe, backend="simulate")
+    assert 0 < flops(simulated, x) == flops(layer, x)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("recipe", NATIVE)
+@pytest.mark.parametrize("kind", ["linear", "without bias"])
+@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
+def test_a_native_layer_has_those_of_the_plain_one(kind, recipe):
+    layer, shape = LAYERS[kind]
+    x = torch.randn(shape)
+    native = fp8.convert(copy.deepcopy(layer), recipe, backend="native")
+    assert not why_not_recipe(RECIPES[recipe])
+    assert 0 < flops(native, x) == flops(layer, x)
+
+
+def test_grouped_products():
+    """Those of a loop over the experts, whatever is split."""
+    offs = torch.tensor([16, 16, 48], dtype=torch.int32)
+    x, experts = torch.randn(48, 32, requires_grad=True), torch.randn(3, 32, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter, fp8.autocast("tensor"):
+        F.grouped_mm(x, experts, offs=offs).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 48 * 32 * 16
+    shapes = [((6, 4), (4, 8), (6, 8)), ((3, 6, 4), (3, 4, 8), (3, 6, 8))]
+    shapes += [((6, 4), (3, 4, 8), (6, 8)), ((6, 4), (4, 8), (3, 6, 8))]
+    wanted = [384, 3 * 384, 384, 384]
+    shapes.append(((3, 6, 4), (4, 8), (6, 8)))
+    wanted.append(384)
+    for (a, b, out), want in zip(shapes, wanted, strict=True):
+        assert _flops(torch.empty(a), torch.empty(b), out_val=torch.empty(out)) == want
+    packed = torch.empty(6, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert _flops(packed, packed, out_val=torch.empty(6, 8)) == 384
+
+
+LATE = """
+import sys, torch, fp8
+from torch import nn
+assert "torch.utils.flop_counter" not in sys.modules
+layer, x = fp8.convert(nn.Linear(64, 48), "row", backend="native"), torch.randn(32, 64)
+{before}
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    layer(x).sum().backward()
+assert counter.get_total_flops() == 4 * 32 * 64 * 48, counter.get_total_flops()
+"""
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("before", ["", "layer(x)"], ids=["open before", "made after"])
+def test_a_counter_that_is_open_before_the_first_product(before):
+    """It has copied torch's table; importing fp8 does not import it."""
+    code = LATE.format(before=before)
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+
+
+def test_formulas_of_torch_stay():
+    assert flop_registry[torch.ops.aten._scaled_mm].__name__ == "_scaled_mm_flop"
+    mine = {str(packet) for packet, formula in flop_registry.items() if formula is _flops}
+    assert mine <= {"aten._scaled_mm_v2", "aten._grouped_mm", "fp8.multiply_groups", "fp8.summed"}

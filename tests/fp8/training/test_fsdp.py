@@ -1,0 +1,445 @@
+"""Weights gathered in FP8 by FSDP2, and checkpoints between one process and two."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8
+from fp8.training.fsdp import gather_in_fp8, update_scales
+from tests.launch import run_ranks
+from tests.unit_scaling import distributed_worker as unit_scaled
+from unit_scaling.parameter import restore_tags
+from unit_scaling.transforms import simulate_fp8, unit_scale
+
+
+def make(seed: int) -> nn.Module:
+    """Large enough for scales by block; 130 rows, which two processes share evenly."""
+    torch.manual_seed(seed)
+    return fp8.convert(nn.Sequential(nn.Linear(20, 130), nn.GELU(), nn.Linear(130, 4)), "unit")
+
+
+def optimizer(model: nn.Module) -> fp8.optim.AdamW:
+    return fp8.optim.AdamW(model.parameters(), 1e-2, min_size=0)
+
+
+def step(model: nn.Module, opt: torch.optim.Optimizer) -> float:
+    """One on a fixed batch; the loss before it."""
+    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(6))
+    loss = (model(x) - x[:, :4]).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    return loss.item()
+
+
+def started(seed: int, sharded: bool = False) -> tuple[nn.Module, fp8.optim.AdamW]:
+    """A model and its optimizer after one step, sharded with weights gathered in FP8."""
+    model = make(seed)
+    if sharded:
+        gather_in_fp8(model, "unit")
+        fully_shard(model)
+    opt = optimizer(model)
+    step(model, opt)
+    return model, opt
+
+
+def load(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    """A checkpoint of any number of processes."""
+    state = {"model": model.state_dict(), "opt": wide(opt)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    opt.load_state_dict(state["opt"])
+
+
+def wide(opt: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its state with moments in float32, which loads on another number of processes."""
+    parameters = [p for group in opt.param_groups for p in group["params"]]
+    other = fp8.optim.AdamW(parameters, first_moment="float32", second_moment="float32")
+    other.load_state_dict(opt.state_dict())
+    return other.state_dict()
+
+
+def numbers(opt: torch.optim.Optimizer) -> list[Tensor]:
+    """The moments, whole, in the order of the parameters."""
+    state = wide(opt)["state"]
+    moments = [own[name] for _, own in sorted(state.items()) for name in ("exp_avg", "exp_avg_sq")]
+    return [m.full_tensor() if isinstance(m, DTensor) else m for m in moments]
+
+
+class Gathered(TorchDispatchMode):
+    """Counts the bytes that this process sends in all-gathers, and the all-reduces."""
+
+    sent = reduced = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "allgather" in function.name():
+            self.sent += args[1].numel() * args[1].element_size()
+        self.reduced += "allreduce" in function.name()
+        return function(*args, **(kwargs or {}))
+
+
+def net(recipe: str) -> nn.Module:
+    """33 rows, so that the last process has fewer."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(20, 33), nn.GELU(), nn.Linear(33, 5, bias=False)]
+    return fp8.convert(nn.Sequential(*layers), recipe)
+
+
+@torch.no_grad()
+def rounded(plain: nn.Module, model: nn.Module, recipe: str) -> None:
+    """Gives `plain` the parameters of `model`; in 16 bits, rounded once, from 32."""
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        p = p.full_tensor() if isinstance(p, DTensor) else p
+        if q.dtype == torch.bfloat16 and q.dim() == 2:
+            scale = 2 ** (p.abs().max() / 448).log2().ceil() if recipe == "tensor" else None
+            p = fp8.quantize(p, "e4m3", scale=scale)
+        q.copy_(p)
+
+
+def check_equal(recipe: str, policy: MixedPrecisionPolicy, dtype: torch.dtype | None) -> None:
+    """Outputs and gradients are those of one process to the bit, over steps and accumulation."""
+    model = net(recipe)
+    plain = copy.deepcopy(model).to(dtype)
+    rounded(plain, model, recipe)
+    gather_in_fp8(model, recipe)
+    for part in (model[0], model):
+        fully_shard(part, mp_policy=policy)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        x = torch.randn(8, 20)
+        for _ in range(2):
+            y, expected = model(x), plain(x.to(dtype))
+            assert torch.equal(y, expected)
+            y.square().mean().backward()
+            expected.square().mean().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad.float(), rtol=1e-6, atol=1e-7)
+        opt.step()
+        opt.zero_grad()
+        plain.zero_grad()
+        rounded(plain, model, recipe)
+        update_scales(model)
+
+
+def check_static() -> None:
+    """A scale that is set sends no more than the bytes; one that is not is that of the whole."""
+    weight = torch.randn(33, 20, generator=torch.Generator().manual_seed(1))
+    weight[17:] *= 48  # the part of one process
+    for is_set in (False, True):
+        model = fp8.convert(nn.Sequential(nn.Linear(20, 33)), "static")
+        model[0].weight.data.copy_(weight)
+        plain = copy.deepcopy(model)
+        if is_set:
+            fp8.calibrate(model, torch.randn(8, 20))
+        gather_in_fp8(model)
+        fully_shard(model)
+        for reduces in (not is_set, False):
+            with Gathered() as gathered:
+                model(torch.ones(8, 20)).sum().backward()
+            assert gathered.reduced == reduces
+        plain(torch.ones(8, 20)).sum().backward()
+        assert fp8.calibration(model)["0.weight"] == fp8.calibration(plain)["0.weight"] == 5
+
+
+def check_values_set_later() -> None:
+    """`unit_scale` of a sharded model sets what is sent."""
+    model, x = net("tensor"), torch.randn(16, 20, generator=torch.Generator().manual_seed(1))
+    whole = unit_scale(copy.deepcopy(model), batch=x)
+    gather_in_fp8(model)
+    fully_shard(model)
+    unit_scale(model, batch=x)
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+    torch.testing.assert_close(model(x), whole(x))
+
+
+def check_bytes() -> None:
+    """Weights in a quarter of the bytes; one all-reduce for all scales, or one for each."""
+    counted = {}
+    for kind in ("plain", "tensor"):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        if kind != "plain":
+            gather_in_fp8(model, kind)
+        fully_shard(model, reshard_after_forward=True)
+        with Gathered() as gathered:
+            model(torch.randn(2, 64))
+        counted[kind] = gathered.sent
+        assert gathered.reduced == 2 * (kind == "tensor")
+        with Gathered() as gathered:
+            update_scales(model)
+            model(torch.randn(2, 64))
+        assert gathered.reduced == (kind == "tensor")
+        with torch.no_grad():
+            model[0].weight.mul_(2)  # its scale is another
+        with Gathered() as gathered:
+            model(torch.randn(2, 64))
+        assert gathered.reduced == (kind == "tensor")
+    assert counted["plain"] == 2 * 64 * 64 * 4 / 2
+    assert counted["tensor"] == counted["plain"] / 4
+
+
+def check_unit_scaled() -> None:
+    """Tags, learning rates and training: of the library's modules, and of a model that it scaled;
+    cut by rows and by columns."""
+    torch.manual_seed(0)
+    model = fp8.convert(unit_scaled.Model().double(), "unit")
+
+    def by_columns(m: nn.Module) -> nn.Module:
+        gather_in_fp8(m, "unit")
+        return unit_scaled.sharded(m, list(m.blocks))
+
+    unit_scaled.check(copy.deepcopy(model), by_columns, 1)
+    vocab, width = unit_scaled.VOCAB, unit_scaled.WIDTH
+    layers = [nn.Embedding(vocab, width), nn.LayerNorm(width), nn.Linear(width, vocab)]
+    tokens = torch.randint(vocab, (unit_scaled.BATCH, 5))
+    scaled = fp8.convert(unit_scale(nn.Sequential(*layers).double(), batch=tokens[:, :-1]))
+    unit_scaled.train(scaled, [tokens], steps=1, loss=F.cross_entropy)
+
+    def by_rows(m: nn.Module) -> nn.Module:
+        report = gather_in_fp8(m)
+        assert [row.done for row in report] == ["left alone", "sent as e4m3, static"]
+        restore_tags(fully_shard(m))
+        return m
+
+    unit_scaled.check(scaled, by_rows, 1, F.cross_entropy)
+
+
+def check_fp8_states(folder: Path) -> None:
+    """Of moments in FP8, each shard has scales of its own: loaded from one process, for one."""
+    model, opt = started(seed=1, sharded=True)
+    load(folder / "fp8_of_one", model, opt)
+    assert "exp_avg_values" in opt.state[model[0].weight]
+    _, its_opt = started(seed=0)
+    for mine, expected in zip(numbers(opt), numbers(its_opt), strict=True):
+        assert (mine - expected).norm() <= 2**-4 * expected.norm()  # rounded once more
+    step(model, opt)
+    state = {"model": model.state_dict(), "opt": wide(opt)}
+    dcp.save(state, checkpoint_id=folder / "fp8_of_two")
+    sharded = {n: p for n, p in model.state_dict().items() if isinstance(p, DTensor)}
+    assert {type(p.full_tensor()) for p in sharded.values()} == {Tensor}
+    shards = {n: p.to_local() for n, p in model.named_parameters()}  # with FSDP2's own view
+    torch.save(shards, folder / f"{dist.get_rank()}")
+    for name, tensor in torch.load(folder / f"{dist.get_rank()}", weights_only=True).items():
+        assert type(tensor) in (Tensor, nn.Parameter)
+        assert torch.equal(tensor, sharded[name].to_local())
+    check_resumed(folder, model, opt)
+
+
+def check_resumed(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    """As any trainer saves a sharded optimizer: each process has the numbers of its own shard."""
+    other = make(seed=5)
+    gather_in_fp8(other, "unit")
+    its_opt = optimizer(fully_shard(other))
+    states = [
+        dict(zip(("model", "opt"), get_state_dict(m, o), strict=True))
+        for m, o in ((model, opt), (other, its_opt))
+    ]
+    dcp.save(states[0], checkpoint_id=folder / "resumed")
+    dcp.load(states[1], checkpoint_id=folder / "resumed")
+    loaded = {"model_state_dict": states[1]["model"], "optim_state_dict": states[1]["opt"]}
+    set_state_dict(other, its_opt, **loaded)
+    for mine, expected in zip(numbers(its_opt), numbers(opt), strict=True):
+        assert torch.equal(mine, expected)
+    assert "exp_avg_values" in its_opt.state[other[0].weight]
+
+
+def check_skipped_steps() -> None:
+    """NaN in one shard skips the step on both; of a weight of one row, one shard is empty."""
+    for formats in ({}, {"first_moment": "e4m3_block", "second_moment": "e5m3_block"}):
+        model = nn.Sequential(nn.Linear(20, 65), nn.Linear(65, 1))
+        fully_shard(model)
+        opt = fp8.optim.AdamW(model.parameters(), 1e-2, min_size=0, **formats)
+        for i in range(3):
+            model(torch.randn(4, 20)).square().mean().backward()
+            if i == 1 and dist.get_rank() == 0:
+                model[1].bias.grad.to_local().fill_(torch.nan)
+            opt.step()
+            opt.zero_grad()
+        assert opt.skipped_steps == 1
+        for i, state in opt.state_dict()["state"].items():
+            assert state["step"] == 2
+            assert state["exp_avg"].full_tensor().shape == list(model.parameters())[i].shape
+
+
+def check_masters() -> None:
+    """A step of a shard is that of the whole weight, also after the weight was written."""
+    models = [nn.Linear(20, 65).bfloat16() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    fully_shard(models[0])
+    options = {"first_moment": "float32", "second_moment": "float32", "master_weights": "float32"}
+    optimizers = [fp8.optim.AdamW(m.parameters(), 0.1, **options) for m in models]
+    for i in range(3):
+        x = torch.randn(4, 20, dtype=torch.bfloat16)
+        for model, opt in zip(models, optimizers, strict=True):
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            if i == 1:
+                with torch.no_grad():
+                    model.weight.mul_(0.5)
+                opt.step()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+
+
+def check_ranks(rank: int, store: Path) -> None:
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    check_equal("unit", MixedPrecisionPolicy(), None)
+    check_equal("static", MixedPrecisionPolicy(), None)
+    check_equal("tensor", bf16, torch.bfloat16)
+    check_static()
+    check_values_set_later()
+    check_bytes()
+    check_unit_scaled()
+    check_fp8_states(store.parent)
+    check_skipped_steps()
+    check_masters()
+    model = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="weight is sharded: call gather_in_fp8"):
+        gather_in_fp8(model)
+    with pytest.raises(ValueError, match="simulate_fp8 copies the model, which FSDP has sharded"):
+        simulate_fp8(model)
+    with pytest.raises(ValueError, match="store_frozen takes whole weights"):
+        fp8.store_frozen(model.requires_grad_(False))
+
+
+@pytest.mark.proves("the field", "FSDP2, weights gathered in FP8", how="own")
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+# torch's own: there is no process group in this process, and none is needed
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.usefixtures("one_thread")
+def test_two_processes(tmp_path: Path):
+    """And a checkpoint of one process is loaded by two, and theirs by one."""
+    model, opt = started(seed=0)
+    dcp.save({"model": model.state_dict(), "opt": wide(opt)}, checkpoint_id=tmp_path / "fp8_of_one")
+    run_ranks(check_ranks, 2, tmp_path / "store")
+    step(model, opt)
+    check_fp8(tmp_path / "fp8_of_two", model, opt)
+
+
+def check_fp8(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    """Two steps, the second on two processes, whose moments were rounded twice more."""
+    restored, its_opt = started(seed=3)
+    load(folder, restored, its_opt)
+    for mine, expected in zip(numbers(its_opt), numbers(opt), strict=True):
+        assert (mine - expected).norm() <= 2**-3 * expected.norm()
+    for p, q in zip(model.parameters(), restored.parameters(), strict=True):
+        assert (p - q).norm() <= 2**-4 * 1e-2 * p.numel() ** 0.5  # of a step of lr 1e-2
+
+
+def test_state_dicts_are_plain(tmp_path: Path):
+    """Through safetensors and a checkpoint file: the same names, and training goes on as before."""
+    model = make(seed=0)
+    names = list(model.state_dict())
+    gather_in_fp8(model, "unit")
+    opt = optimizer(model)
+    assert list(model.state_dict()) == names
+    step(model, opt)
+    save_file(model.state_dict(), tmp_path / "weights")
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, tmp_path / "all")
+    loaded = torch.load(tmp_path / "all", weights_only=True)
+    assert {type(t) for t in loaded["model"].values()} == {torch.Tensor}
+    expected = [step(model, opt) for _ in range(3)]
+    for weights in (loaded["model"], load_file(tmp_path / "weights")):
+        restored = make(seed=1)
+        its_opt = optimizer(restored)
+        restored.load_state_dict(weights)
+        its_opt.load_state_dict(copy.deepcopy(loaded["opt"]))
+        assert [step(restored, its_opt) for _ in range(3)] == expected
+
+
+def test_report_names_what_is_left_alone():
+    model = nn.ModuleDict(
+        {
+            "tied": nn.Embedding(8, 4),
+            "head": nn.Linear(4, 8),
+            "conv": nn.Conv1d(2, 2, 3),
+            "norm": nn.LayerNorm(4),
+            "first": nn.Linear(4, 4),
+            "second": nn.Linear(4, 4),
+        }
+    )
+    model["head"].weight = model["tied"].weight
+    model["second"].weight = model["first"].weight
+    model["first"].weight.requires_grad_(False).mup_type = "weight"
+    report = gather_in_fp8(model, where=lambda name, layer: name != "conv")
+    assert [(row.path, row.done, row.why) for row in report] == [
+        ("tied", "left alone", "its weight is no operand of a product"),
+        ("head", "left alone", "a module that is not sent so shares its weight"),
+        ("conv", "left alone", "not chosen"),
+        ("first", "sent as e4m3, tensor", ""),
+        ("second", "sent as e4m3, tensor", ""),
+    ]
+    weight = model["first"].weight
+    assert model["second"].weight is weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.mup_type == "weight"
+    assert not weight.requires_grad
+    update_scales(model)  # nothing is sharded
+    again = gather_in_fp8(model)
+    assert [row.why for row in again][2:] == ["", *["its weight is a _Weight"] * 2]
+
+
+def sent(recipe: str | fp8.Policy, **options) -> list[str]:
+    layers = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)]
+    layers[2].weight = layers[1].weight
+    model = fp8.convert(nn.Sequential(*layers), recipe, **options)
+    report = gather_in_fp8(model)
+    assert model[1].weight is model[2].weight  # what is tied stays tied
+    return [row.why.partition(" has ")[0] or row.done for row in report]
+
+
+def test_layers_are_sent_as_they_compute():
+    """What a conversion leaves in high precision is not rounded on its way, nor twice."""
+    shared = "a module that is not sent so shares its weight"
+    high = "it computes in high precision, or will after a switch"
+    assert sent("tensor") == ["sent as e4m3, tensor"] * 3
+    assert sent("unit_e4m3") == ["sent as e4m3, unit"] * 3
+    assert sent("static") == ["sent as e4m3, static"] * 3
+    assert sent("mxfp8") == ["recipe 'mxfp8'"] * 3
+    chosen = sent("tensor", where=lambda name, layer: name != "1")
+    assert chosen == ["sent as e4m3, tensor", high, shared]
+    policy = fp8.Policy("tensor", rules=[("1", None, "bf16")])
+    assert sent(policy) == ["sent as e4m3, tensor", "recipe 'bf16'", shared]
+    assert sent(fp8.Policy("tensor", switch=[(0.9, "bf16")])) == [high] * 3
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("row", "scaling 'row', which goes along what FSDP2 cuts"),
+        ("mxfp8", "scaling 'mx'"),
+        ("delayed", "scaling 'delayed'"),
+        ("bf16", "has no FP8 dtype for weights, got bf16"),
+        (fp8.Recipe(name="none"), "has no FP8 dtype for weights, got None"),
+        (
+            fp8.Recipe(name="two", weight=fp8.Cast(format="e4m3"), grad_input_weight=None),
+            "casts weights anew",
+        ),
+        ("nine", "unknown recipe 'nine'"),
+    ],
+)
+def test_other_recipes_are_refused(recipe, message: str):
+    with pytest.raises(ValueError, match=message):
+        gather_in_fp8(nn.Linear(4, 4), recipe)
+    with pytest.raises(TypeError, match=r"needs an nn.Module, got list"):
+        gather_in_fp8([])
+
+
+def test_static_scales_are_those_of_converted_layers():
+    report = gather_in_fp8(nn.Sequential(nn.Linear(4, 4)), "static")
+    assert [row.why.partition(":")[0] for row in report] == [
+        "a static scale belongs to a converted layer"
+    ]

@@ -1,0 +1,296 @@
+"""What users do with weights and gradients: at each level as with a plain model of the same
+numbers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+import fp8
+from fp8.casts.scaled_tensor import dequantized
+
+DECAY = 0.999
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.outer = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        x = self.inner(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.outer(x) @ self.inner.weight.t() + sum(self.outer.weight.chunk(2))[0]
+
+
+def inputs(seed=0):
+    return torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(model, seed=0):
+    model(inputs(seed)).square().mean().backward()
+
+
+def other_weights(model):
+    """Other values for all parameters, plain."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(p.shape, generator=generator) for p in model.parameters()]
+
+
+def moved(model):
+    """A step that is small beside the weights, as another process or optimizer makes it."""
+    with torch.no_grad():
+        for p, x in zip(model.parameters(), other_weights(model), strict=True):
+            p.add_(x, alpha=1e-3)
+    return model
+
+
+# --- averages of weights ------------------------------------------------------------------------
+
+
+AVERAGES = {
+    "in place": lambda e, v: e.mul_(DECAY).add_(v, alpha=1 - DECAY),
+    "ultralytics": lambda e, v: e.mul_(DECAY).add_((1 - DECAY) * v.detach()),
+    "timm, ModelEmaV3": lambda e, v: torch._foreach_lerp_([e], [v], weight=1 - DECAY),
+    "torch_ema": lambda e, v: e.sub_((1 - DECAY) * (e - v)),
+    "target network": lambda e, v: e.data.copy_((1 - DECAY) * v.data + DECAY * e.data),
+}
+
+
+def averaged(name):
+    """An average beside the training of a model, made by deepcopy."""
+
+    def run(model):
+        ema = copy.deepcopy(model)
+        with torch.no_grad():
+            for _ in range(50):
+                states = ema.state_dict().values(), moved(model).state_dict().values()
+                for e, v in zip(*states, strict=True):
+                    AVERAGES[name](e, v)
+        return ema
+
+    run.__name__ = name
+    return run
+
+
+def averaged_model(**options):
+    def run(model):
+        average = AveragedModel(model, **options)
+        for _ in range(50):
+            average.update_parameters(moved(model))
+        return average.module
+
+    run.__name__ = f"AveragedModel({', '.join(options)})"
+    return run
+
+
+# --- writing to weights -------------------------------------------------------------------------
+
+
+def swapped(model):
+    backup = [p.data for p in model.parameters()]
+    for p, shadow in zip(model.parameters(), other_weights(model), strict=True):
+        p.data = shadow
+    within = model(inputs())
+    for p, b in zip(model.parameters(), backup, strict=True):
+        p.data = b
+    return within, model
+
+
+def clamped(model):
+    for p in model.parameters():
+        p.data.clamp_(-0.01, 0.01)
+    return model
+
+
+def parts_written(model):
+    with torch.no_grad():
+        model.inner.weight[0].zero_()
+        model.inner.weight[model.inner.weight > 0.1] = 0.25
+        model.inner.weight.t()[3:5].mul_(3)
+        model.outer.weight.fill_diagonal_(1.5)
+        nn.init.xavier_uniform_(model.attention.in_proj_weight[:16])
+    return model
+
+
+def vector(model):
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(flat * 1.5 + 0.01, model.parameters())
+    backward(model)
+    return flat, model, [p.grad is not None for p in model.parameters()]
+
+
+# --- structure ----------------------------------------------------------------------------------
+
+
+def tied(model):
+    model.outer.weight = model.inner.weight
+    backward(model)
+    return model, [p.grad for p in model.parameters()]
+
+
+def frozen(model):
+    model.inner.requires_grad_(False)
+    backward(model)
+    return model.inner.weight.grad is None, model.outer.weight.grad is None
+
+
+def pruned(model):
+    prune.l1_unstructured(model.outer, "weight", 0.3)
+    prune.random_structured(model.inner, "weight", 2, dim=0)
+    backward(model)
+    gradients = model.outer.weight_orig.grad != 0, model.inner.weight_orig.grad != 0
+    prune.remove(model.outer, "weight")
+    return gradients, model.outer.weight, model.outer(inputs())
+
+
+def with_weight_norm(model):
+    parametrizations.weight_norm(model.outer)
+    return model(inputs()), [*model.outer.parameters()]
+
+
+def called_with_others(model):
+    other = dict(zip(dict(model.named_parameters()), other_weights(model), strict=True))
+    own = {k: v.detach() for k, v in model.named_parameters()}
+    state = functional_call(model, model.state_dict(), (inputs(),))
+    return (
+        functional_call(model, other, (inputs(),)),
+        functional_call(model, own, (inputs(),)),
+        state,
+    )
+
+
+def inferred(model):
+    model.eval()
+    with torch.inference_mode():
+        result = (
+            model(inputs()),
+            model.inner.weight.t()[2:5].clone(),
+            model.outer.weight.view(-1)[3],
+        )
+        model.outer.weight.mul_(0.5).add_(1e-3)
+    backward(model)
+    return result, model
+
+
+# --- copies, files, devices ---------------------------------------------------------------------
+
+
+def deep_copied(model):
+    backward(model)
+    other = copy.deepcopy(model)
+    empty = [p.grad is None for p in other.parameters()]
+    backward(other)
+    return empty, [p.grad for p in other.parameters()], model, other
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+def accumulated(model):
+    seen = []
+    for seed in range(40):
+        backward(model, seed % 3)
+        seen.append(model.outer.weight.grad.clone())
+    return seen[1:], [p.grad for p in model.parameters()]
+
+
+def gradients_changed(model):
+    for seed in range(4):
+        backward(model, seed)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        nn.utils.clip_grad_value_(model.parameters(), 1e-2)
+        for p in model.parameters():
+            p.grad.data.mul_(0.9)
+            p.grad += 1e-4 * p.detach()
+            p.grad = p.grad * 0.5
+    return [p.grad for p in model.parameters()]
+
+
+def gradients_of_users(model):
+    """A buffer of the user stays the gradient."""
+    buffers = [torch.zeros_like(p) for p in model.parameters()]
+    for p, b in zip(model.parameters(), buffers, strict=True):
+        p.grad = b
+    for seed in range(3):
+        backward(model, seed)
+    return buffers, [p.grad is b for p, b in zip(model.parameters(), buffers, strict=True)]
+
+
+def stepped_by_torch(model):
+    """An optimizer that knows nothing of levels, with steps that fp16 rounds away."""
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
+        theirs = kind(model.parameters(), lr=1e-6)
+        for seed in range(20):
+            theirs.zero_grad()
+            for p, x in zip(model.parameters(), other_weights(model), strict=True):
+                p.grad = x + seed
+            theirs.step()
+    return model
+
+
+EXACT = (
+    *map(averaged, AVERAGES),
+    averaged_model(),
+    averaged_model(avg_fn=get_ema_avg_fn(DECAY)),
+    averaged_model(multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
+    *(swapped, clamped, parts_written, vector, frozen, with_weight_norm),
+    *(called_with_others, inferred, stepped_by_torch),
+)
+OF_GRADIENTS = (tied, pruned, deep_copied, accumulated, gradients_changed, gradients_of_users)
+
+TOLERANCES = {
+    **dict.fromkeys(EXACT, 2.0**-20),
+    **dict.fromkeys(OF_GRADIENTS, 2.0**-4),
+}
+"""Idiom -> the share of a result that may be wrong: none but by sums in another order, or by the
+rounding of a gradient to e4m3."""
+
+
+def at_level(level):
+    torch.manual_seed(0)
+    model = Model()
+    return fp8.initialize(model, torch.optim.Adam(model.parameters()), level, recipe=None)[0]
+
+
+def plain_of(model):
+    other = Model()
+    other.load_state_dict({k: dequantized(v).clone() for k, v in model.state_dict().items()})
+    return other
+
+
+def results(idiom, model):
+    torch.manual_seed(2)
+    return list(leaves(idiom(model)))
+
+
+def leaves(found):
+    if isinstance(found, nn.Module):
+        found = found.state_dict().values()
+    if isinstance(found, torch.Tensor):
+        yield dequantized(found.detach(), torch.float32)
+    elif isinstance(found, (bool, torch.dtype)):
+        yield found
+    else:
+        for each in found:
+            yield from leaves(each)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])  # O1 has the weights of O2
+@pytest.mark.parametrize("idiom", TOLERANCES, ids=lambda f: f.__name__)
+def test_as_with_a_plain_model(idiom, level):
+    model = at_level(level)
+    expected = results(idiom, plain_of(model))
+    found = results(idiom, model)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert (one - other).norm() <= TOLERANCES[idiom] * other.norm()
+        else:
+            assert one == other

@@ -1,0 +1,377 @@
+"""`fp8.initialize`: what it changes, what it keeps, what it refuses; and what the levels keep."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+import unit_scaling as uu
+from fp8.casts.scaled_tensor import ScaledTensor, dequantized
+from fp8.training.levels import LEVELS
+
+OPTIMIZERS = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "fp8.Adam": fp8.optim.Adam,
+    "fp8.AdamW": fp8.optim.AdamW,
+    "uu.Adam": lambda p, **k: uu.optim.Adam(p, allow_non_unit_scaling_params=True, **k),
+    "uu.AdamW": lambda p, **k: uu.optim.AdamW(p, allow_non_unit_scaling_params=True, **k),
+}
+
+each_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def build(optimizer=torch.optim.AdamW, lr=1e-2):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 8))
+    return model, optimizer(model.parameters(), lr=lr)
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(32, 16, generator=generator)
+    return x, x[:, :8].sin()
+
+
+def backward(model, seed=0, scaler=None):
+    x, y = batch(seed)
+    loss = (model(x) - y).square().mean()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    return loss.item()
+
+
+def steps(model, optimizer, count, start=0):
+    losses = []
+    for seed in range(start, start + count):
+        optimizer.zero_grad()
+        losses.append(backward(model, seed))
+        optimizer.step()
+    return losses
+
+
+def numbers(model):
+    return [dequantized(p).detach().clone() for p in model.parameters()]
+
+
+def same(one, other):
+    return all(map(torch.equal, one, other))
+
+
+def same_bytes(one, other):
+    return torch.equal(*(x.flatten().view(torch.uint8) for x in (one, other)))
+
+
+# --- what it does -------------------------------------------------------------------------------
+
+
+@pytest.mark.proves("MS-AMP", "msamp.initialize", how="own")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_is_the_same_optimizer(name):
+    model, optimizer = build(OPTIMIZERS[name])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    groups, rates = optimizer.param_groups, schedule.get_last_lr()
+    same_model, same_optimizer = fp8.initialize(model, optimizer, "O3")
+    assert same_model is model
+    assert same_optimizer is optimizer
+    assert isinstance(optimizer, getattr(fp8.optim, name.rpartition(".")[2]))
+    assert optimizer.param_groups is groups
+    assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.parameters()}
+    steps(model, optimizer, 1)
+    schedule.step()
+    assert [group["lr"] for group in groups] == [rate * 0.5 for rate in rates]
+    assert type(copy.deepcopy(optimizer)) is type(optimizer)
+
+
+@each_level
+def test_a_training_under_way_goes_on(level):
+    """Moments, step counts and rates are taken over: the next losses are those of before, within
+    the roundings; from zero moments they are not."""
+    model, optimizer = build()
+    steps(model, optimizer, 20)
+    other, expected = copy.deepcopy((model, optimizer))
+    fp8.initialize(model, optimizer, level, recipe=None)
+    before, after = numbers(other), numbers(model)
+    for p, q in zip(before, after, strict=True):
+        torch.testing.assert_close(p, q, rtol=2**-4, atol=1e-3)
+    steps(model, optimizer, 1, 20)
+    steps(other, expected, 1, 20)
+    moved = [q - p for p, q in zip(before, numbers(other), strict=True)]
+    if level != "O3":  # there the weight is coarser than a step: the master moves
+        error = [q - p - d for p, q, d in zip(after, numbers(model), moved, strict=True)]
+        assert sum(e.norm() for e in error) < 0.2 * sum(d.norm() for d in moved)
+    names = {name.partition("_")[0] for state in optimizer.state.values() for name in state}
+    assert ("master" in names) == (level == "O3")
+
+
+@each_level
+def test_ties_frozen_parameters_tags_and_groups(level):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 16), "head": nn.Linear(16, 8, bias=False)})
+    model["head"].weight = model["embed"].weight
+    model["other"] = nn.Linear(16, 16)
+    model["other"].weight.requires_grad_(False)
+    model["table"] = nn.Embedding(4, 16)
+    model["head"].weight.mup_type = "output"
+    groups = [
+        {"params": [model["head"].weight, model["other"].weight], "lr": 0.1, "weight_decay": 0.3},
+        {"params": [model["other"].bias, model["table"].weight], "name": "rest"},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    fp8.initialize(model, optimizer, level)
+    assert model["head"].weight is model["embed"].weight
+    assert model["head"].weight.mup_type == "output"
+    assert not model["other"].weight.requires_grad
+    assert isinstance(model["other"].weight, ScaledTensor)
+    assert type(model["table"].weight) is nn.Parameter
+    first, second = optimizer.param_groups
+    assert first["params"][0] is model["head"].weight
+    assert (first["lr"], first["weight_decay"]) == (0.1, 0.3)
+    assert (second["lr"], second["name"]) == (0.01, "rest")
+    model["head"](model["embed"](torch.arange(8))).square().sum().backward()
+    before = model["other"].weight.dequantize()
+    optimizer.step()
+    assert torch.equal(model["other"].weight.dequantize(), before)
+
+
+def test_what_the_optimizer_does_not_train_stays():
+    model, _ = build()
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    fp8.initialize(model, optimizer)
+    assert isinstance(model[0].weight, ScaledTensor)
+    assert type(model[3].weight) is nn.Parameter
+    (line,) = fp8.report(model).notes
+    assert line.endswith(
+        "1 weights of linear layers and convolutions in fp16, of 2 parameters that AdamW trains"
+    )
+
+
+def test_without_an_optimizer():
+    model, optimizer = fp8.initialize(build()[0])
+    assert isinstance(optimizer, fp8.optim.AdamW)
+    assert fp8.report(model).notes[0].endswith("that AdamW trains, made here with lr=0.001")
+
+
+def test_what_has_no_level_is_reported():
+    model = nn.LSTM(8, 8)
+    with pytest.warns(fp8.warnings.ConvertWarning, match="one kernel computes all its products"):
+        fp8.initialize(model, torch.optim.Adam(model.parameters()), "O3")
+    (line,) = fp8.report(model).notes
+    assert line.startswith("level O3: 0 weights of linear layers and convolutions in e4m3, of 4 ")
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+@each_level
+def test_micro_batches_clipping_and_grad_scaler_together(level):
+    """The update of an Adam step does not change with the scale of the gradients."""
+    results = []
+    for scale in (None, 1024.0):
+        model, optimizer = build()
+        fp8.initialize(model, optimizer, level, recipe=None)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        for seed in range(3):
+            backward(model, seed, scaler)
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert norm > 0.1
+        scaler.step(optimizer)
+        results.append((norm, numbers(model)))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
+def test_clipping(norm_type):
+    model, optimizer = build()
+    fp8.initialize(model, optimizer, "O3")
+    backward(model)
+    wide = [dequantized(p.grad).clone() for p in model.parameters()]
+    expected = torch.stack([g.norm(norm_type) for g in wide]).norm(norm_type)
+    for max_norm, factor in ((2 * expected, 1), (expected / 4, 0.25)):
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        for p, g in zip(model.parameters(), wide, strict=True):
+            rtol = 1e-4 * (factor < 1)
+            torch.testing.assert_close(dequantized(p.grad), g * factor, rtol=rtol, atol=1e-6)
+    model[1].bias.grad[0] = torch.inf
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize(
+    ("level", "where", "bad"), [("O1", "bias", math.inf), ("O3", "weight", math.nan)]
+)
+def test_a_step_with_a_bad_gradient_is_skipped_and_counted(level, bad, where):
+    model, optimizer = build()
+    fp8.initialize(model, optimizer, level)
+    steps(model, optimizer, 2)
+    before, state = numbers(model), copy.deepcopy(optimizer.state_dict())
+    gradient = getattr(model[3], where).grad
+    gradient += torch.full(gradient.shape, bad)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert same(numbers(model), before)
+    after = optimizer.state_dict()["state"]
+    for key, values in state["state"].items():
+        for kind, value in values.items():
+            if isinstance(value, torch.Tensor):
+                assert same_bytes(value, after[key][kind])
+    losses = steps(model, optimizer, 2, 2)
+    assert all(map(math.isfinite, losses))
+    assert not same(numbers(model), before)
+
+
+# --- what is kept -------------------------------------------------------------------------------
+
+ALLOWED = {"O1": 11.1, "O2": 6.1, "O3": 7.1}
+"""Bytes for each covered weight: of it, its gradient, master and moments."""
+
+
+@pytest.mark.proves("MS-AMP", "the precisions of O1, O2, O3", how="own")
+@each_level
+def test_bytes(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 64, 7, bias=False), nn.Flatten(), nn.Linear(256, 64, False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8.initialize(model, optimizer, level)
+    count = sum(p.numel() for p in model.parameters())
+    for passes, gradient in ((1, 1), (3, 4)):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+        found = fp8.optim.state_bytes(optimizer)
+        assert sum(found.values()) <= (ALLOWED[level] + gradient - 1) * count
+        assert found["weight"] == pytest.approx(count if level == "O3" else 2 * count, rel=0.01)
+        assert found["gradient"] == pytest.approx(gradient * count, rel=0.01)
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+@each_level
+def test_a_backward_pass_after_a_step_is_refused(level):
+    """As torch does: the weights are no more those of the forward pass."""
+    model, optimizer = build()
+    fp8.initialize(model, optimizer, level, recipe=None)
+    loss = model(batch(0)[0]).square().mean()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@each_level
+@pytest.mark.parametrize(("name", "order"), [("AdamW", 1), ("uu.AdamW", -1)])
+def test_resume_is_exact(level, name, order, tmp_path):
+    model, optimizer = build(OPTIMIZERS[name])
+    fp8.initialize(model, optimizer, level)
+    steps(model, optimizer, 5)
+    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint.pt")
+    expected = steps(model, optimizer, 5, 5)
+    other, second = build(OPTIMIZERS[name])
+    fp8.initialize(other, second, level)
+    steps(other, second, 2)  # whatever it was before
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    for target, state in list(zip((other, second), saved, strict=True))[::order]:
+        target.load_state_dict(state)
+    assert steps(other, second, 5, 5) == expected
+    assert same(numbers(other), numbers(model))
+
+
+def with_masters(model, optimizer):
+    """The plain model that goes on from a level: its weights are the masters, if there are any."""
+    other, second = build(fp8.optim.AdamW)
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(optimizer.state_dict())
+    return other.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype"), [("O2", torch.float32), ("O3", torch.float32), ("O3", torch.bfloat16)]
+)
+def test_weights_of_a_plain_checkpoint_are_what_is_trained_on(level, dtype):
+    """After a step too: no master of before comes back."""
+    torch.manual_seed(1)
+    source = build()[0].to(dtype)
+    with torch.no_grad():
+        for p in source.parameters():
+            p.add_(torch.randn_like(p) * 0.01)
+    model, optimizer = build(lr=1e-5)
+    fp8.initialize(model, optimizer, level, recipe=None)
+    steps(model, optimizer, 2)
+    model.load_state_dict(source.state_dict())
+    steps(model, optimizer, 1)
+    exported = with_masters(model, optimizer)
+    for name, value in source.state_dict().items():
+        # One step of 1e-5, and a rounding to fp16.
+        torch.testing.assert_close(exported[name], value.float(), rtol=2**-10, atol=4e-5)
+
+
+def test_masters_begin_with_the_weights_as_they_were():
+    model, optimizer = build(lr=0.0)
+    before = model[0].weight.detach().clone()
+    fp8.initialize(model, optimizer, "O3")
+    assert torch.equal(model[0].weight.dequantize(), before)
+    steps(model, optimizer, 1)
+    exported = with_masters(model, optimizer)
+    torch.testing.assert_close(exported["0.weight"], before, rtol=2**-10, atol=1e-6)
+    assert torch.equal(model[0].weight.dequantize(), fp8.scaled(before, "e4m3").dequantize())
+
+
+def test_states_of_another_level_and_of_torch_load():
+    for level in LEVELS:
+        model, optimizer = build()
+        steps(model, optimizer, 5)
+        saved = optimizer.state_dict()
+        model.zero_grad()
+        fp8.initialize(model, optimizer, level)
+        optimizer.load_state_dict(saved)
+        assert all(map(math.isfinite, steps(model, optimizer, 2, 5)))
+
+
+# --- what it refuses ----------------------------------------------------------------------------
+
+
+class DeepSpeedEngine(nn.Module):
+    """As the library's, by name."""
+
+
+class Unknown(torch.optim.AdamW):
+    def step(self, closure=None):
+        raise AssertionError
+
+
+def test_bad_input_changes_nothing():
+    model, optimizer = build()
+    others = build()[1]
+    state, kinds = numbers(model), [type(p) for p in model.parameters()]
+
+    def refused(error, match, *args, **kwargs):
+        with pytest.raises(error, match=match):
+            fp8.initialize(*args, **kwargs)
+
+    refused(
+        ValueError, "unknown opt_level 'O4'; choose one of 'O1', 'O2', 'O3'", model, optimizer, "O4"
+    )
+    refused(ValueError, "unknown recipe", model, optimizer, recipe="none")
+    refused(ValueError, "not the model's", model, others)
+    refused(TypeError, "SGD is not supported", model, torch.optim.SGD(model.parameters()))
+    refused(TypeError, "Unknown", model, Unknown(model.parameters()))
+    refused(TypeError, "nn.Module", "model", optimizer)
+    refused(TypeError, "needs a torch optimizer, got generator", model, model.parameters())
+    refused(ValueError, "unknown opt_level", model, optimizer, ["O1"])
+    refused(ValueError, "amsgrad", model, torch.optim.Adam(model.parameters(), amsgrad=True))
+    mixed = nn.Sequential(model[0], nn.ParameterList([torch.zeros(2).to(torch.float8_e5m2)]))
+    refused(TypeError, "float8_e5m2", mixed, torch.optim.Adam(mixed.parameters()))
+    refused(ValueError, "fully_shard", DeepSpeedEngine(), optimizer)
+    wrapper = nn.Sequential(nn.DataParallel(model[0]))
+    refused(ValueError, r"DataParallel \(0\)", wrapper, torch.optim.Adam(wrapper.parameters()))
+    assert same(numbers(model), state)
+    assert [type(p) for p in model.parameters()] == kinds
+    assert type(optimizer) is torch.optim.AdamW
+    fp8.initialize(model, optimizer)
+    refused(ValueError, r"has a level already: 0\.weight", model, optimizer, "O1")

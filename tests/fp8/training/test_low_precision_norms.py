@@ -1,0 +1,261 @@
+"""The norms of a model in low precision, and back. What Composer's surgery loses is named where the
+test is about it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+from fp8.training.low_precision_norms import PRECISIONS
+
+D = 8
+
+
+class HandMade(nn.Module):
+    """A norm as models spell it themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+HandMade.__name__ = "LlamaRMSNorm"
+
+
+class Renamed(nn.LayerNorm):
+    """A subclass that keeps the forward."""
+
+
+class Permuting(nn.LayerNorm):
+    """timm's LayerNorm2d: a LayerNorm for Composer's surgery, which takes its permutation away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.norm = nn.LayerNorm(D, eps=1e-3)
+        self.again = self.norm
+        self.frozen = nn.LayerNorm(D).requires_grad_(False)
+        self.plain = nn.LayerNorm(D, elementwise_affine=False)
+        self.unbiased = nn.LayerNorm(D, bias=False)
+        self.renamed = Renamed(D)
+        self.rms = nn.RMSNorm(D)
+        self.group = nn.GroupNorm(2, D)
+        self.image = fp8.LayerNorm2d(D)
+        self.own = HandMade()
+        self.permuting = Permuting(D)
+        self.batch = nn.BatchNorm1d(D)
+        self.last = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (n, D)."""
+        x = self.frozen(self.norm(self.first(x)))
+        x = self.unbiased(self.plain(self.again(x)))
+        x = self.rms(self.renamed(x))
+        x = self.image(self.group(x)[..., None])[..., 0]
+        return self.last(self.batch(self.permuting(self.own(x))))
+
+
+def low(model: nn.Module, precision: str | None = None) -> nn.Module:
+    """The model, with norms of every type in low precision."""
+    return fp8.apply_low_precision_layernorm(model, precision, where=lambda name, norm: True)
+
+
+def norms_of(model: nn.Module) -> list[Any]:
+    """The rows of its report for norms."""
+    return [row for row in fp8.report(model) if "Linear" not in row.what]
+
+
+CHANGED = ["norm", "frozen", "plain", "unbiased", "renamed", "rms", "group", "image"]
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    model.plain.eval()
+    return model
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(16, D)
+
+
+def dtypes(model: Model, x: Tensor) -> dict[str, torch.dtype]:
+    """Module -> the dtype of its output."""
+    found = {}
+    handles = [
+        module.register_forward_hook(lambda m, a, y, name=name: found.update({name: y.dtype}))
+        for name, module in model.named_modules()
+    ]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.proves("Composer", "autocast off inside, input in low precision", how="own")
+@pytest.mark.proves("timm", "GroupNorm as well", how="own")
+@pytest.mark.proves("timm", "fast norm", how="own")
+def test_follows_autocast_and_does_nothing_outside(model: Model, x: Tensor):
+    before = model(x)
+    assert low(model) is model
+    assert torch.equal(model(x), before)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            found = dtypes(model, x)
+        assert {found[name] for name in CHANGED} == {dtype}
+    # That it asks for the device of the input, not for CUDA: Composer's has no effect here.
+
+
+@pytest.mark.proves("Composer", "amp is float16, bf16 bfloat16", how="own")
+@pytest.mark.parametrize("precision", [name for name, dtype in PRECISIONS.items() if dtype])
+def test_a_named_precision_holds_everywhere(model: Model, x: Tensor, precision: str):
+    dtype = PRECISIONS[precision]
+    low(model, precision)
+    module = model.norm
+    y = module(x)
+    reference = F.layer_norm(
+        x.to(dtype), (D,), module.weight.to(dtype), module.bias.to(dtype), 1e-3
+    )
+    assert y.dtype == torch.float32  # nothing would cast it for the next layer
+    torch.testing.assert_close(y, reference.float(), rtol=0, atol=0)
+    assert model(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x).dtype == dtype
+    low(model.double(), "AMP_BF16")  # takes the place of the last
+    assert norms_of(model)[0].why == "bfloat16"
+    assert model.norm(x.double()).dtype == torch.float64
+
+
+@pytest.mark.proves("Composer", "no effect in fp32 and fp16", how="own")
+@pytest.mark.parametrize("precision", [name for name, dtype in PRECISIONS.items() if not dtype])
+def test_precisions_without_effect(model: Model, precision: str):
+    with pytest.warns(fp8.warnings.ConvertWarning, match=precision):
+        assert fp8.apply_low_precision_layernorm(model, precision) is model
+    assert norms_of(model) == []
+
+
+@pytest.mark.proves("Composer", "normalized_shape and eps are kept", how="own")
+def test_everything_is_kept(model: Model, x: Tensor):
+    """Composer's LPLayerNorm is a new float32 module: dtype, requires_grad, the evaluation flag and
+    hooks are lost, and a bias=False layer is built with one."""
+    model.norm.bfloat16()
+    seen: list[int] = []
+    model.norm.register_forward_hook(lambda *_: seen.append(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    identities = [id(p) for p in model.parameters()]
+    facts = [(n, p.dtype, p.requires_grad) for n, p in model.named_parameters()]
+    keys, flags = list(model.state_dict()), [m.training for m in model.modules()]
+    types, text = [type(m).__name__ for m in model.modules()], repr(model)
+
+    low(model, "amp_bf16")
+    assert [id(p) for p in model.parameters()] == identities
+    assert [(n, p.dtype, p.requires_grad) for n, p in model.named_parameters()] == facts
+    assert list(model.state_dict()) == keys
+    assert [m.training for m in model.modules()] == flags
+    assert [type(m).__name__ for m in model.modules()] == types
+    assert isinstance(model.norm, nn.LayerNorm)
+    assert model.again is model.norm
+    assert model.norm.eps == 1e-3
+    assert (model.plain.weight, model.unbiased.bias) == (None, None)
+    assert "low_precision='bfloat16'" in repr(model)
+
+    before = model.norm.weight.detach().clone()
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert len(seen) == 2  # both names of the shared norm
+    assert not torch.equal(model.norm.weight, before)
+    assert model.frozen.weight.grad is None
+
+    assert fp8.revert(model) is model
+    assert repr(model) == text
+    assert [type(m) for m in model.modules() if type(m).__name__ == "LayerNorm"] == [
+        nn.LayerNorm
+    ] * 4
+
+
+def test_report_names_every_norm_and_why(model: Model):
+    fp8.apply_low_precision_layernorm(model, where=lambda name, module: name != "group")
+    report = norms_of(model)
+    done = {row.path: row.done for row in report}
+    assert [path for path in done if done[path] == "low precision"] == [
+        name for name in CHANGED if name != "group"
+    ]
+    why = {row.path: row.why for row in report if row.left_alone}
+    assert why["group"] == "not chosen"
+    assert why["own"] == why["batch"] == why["permuting"]
+    assert "computes otherwise than LayerNorm, RMSNorm" in why["own"]
+    assert {row.why for row in report if row.path == "norm"} == {"the dtype of autocast"}
+    root = fp8.apply_low_precision_layernorm(nn.LayerNorm(4), "amp_fp16")  # not by Composer's
+    assert norms_of(root)[0].why == "float16"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_compute_alike(model: Model, x: Tensor, copied: Any):
+    part = low(nn.Sequential(model.first, model.norm, model.rms), "amp_bf16")
+    other = copied(part)
+    assert torch.equal(other(x), part(x))
+    assert norms_of(other)[0].done == "low precision"
+
+
+def test_compiled(model: Model, x: Tensor):
+    part = low(nn.Sequential(model.first, model.norm, model.rms), "amp_bf16")
+    compiled = torch.compile(part, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), part(x), rtol=0.01, atol=0.01)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(x).dtype == torch.bfloat16
+
+
+def test_with_converted_layers(model: Model, x: Tensor):
+    """`convert` leaves norms as they are, whatever was before; `revert` undoes both."""
+    before = model(x)
+    fp8.convert(low(fp8.convert(model), "amp_bf16"), "unit")
+    done = {row.path: row.done for row in fp8.report(model)}
+    assert (done["first"], done["norm"]) == ("converted", "low precision")
+    fp8.revert(model)
+    assert torch.equal(model(x), before)
+    assert {row.done for row in fp8.report(model)} == {"left alone"}
+
+
+@pytest.mark.proves("Composer", "apply_low_precision_layernorm", how="own")
+def test_composers_function_changes_layer_norms(model: Model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fp8.apply_low_precision_layernorm(model, "amp_bf16", optimizer) is model
+    changed = [row.path for row in norms_of(model) if not row.left_alone]
+    assert changed == ["norm", "frozen", "plain", "unbiased", "renamed", "image"]
+    with pytest.warns(fp8.warnings.ConvertWarning, match="no such norm"):
+        fp8.apply_low_precision_layernorm(nn.Linear(2, 2), "amp_bf16")
+
+
+@pytest.mark.parametrize("got", ["amp_bf17", 16, torch.bfloat16])
+def test_errors_name_what_was_given(model: Model, got: Any):
+    with pytest.raises(ValueError, match="unknown precision"):
+        fp8.apply_low_precision_layernorm(model, got)
+    with pytest.raises(TypeError, match="where is a str"):
+        fp8.apply_low_precision_layernorm(model, where="norm")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+def test_shapes_on_the_meta_device(precision):
+    """It has no autocast, and torch raises for the question."""
+    images = torch.empty(2, D, 4, D, device="meta")
+    with torch.device("meta"):
+        norms = (nn.LayerNorm(D), nn.RMSNorm(D), nn.GroupNorm(2, D), fp8.LayerNorm2d(D))
+    for norm in norms:
+        assert low(norm, precision)(images).shape == images.shape

@@ -1,0 +1,204 @@
+"""Layers with ScaledTensor weights beside the same layers with the same numbers, plain."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.casts.scaled_tensor import ScaledTensor, dequantized, scaled
+from fp8.training.stored_weights import scale_weights
+
+
+class Model(nn.Module):
+    """A tied embedding, a convolution, attention, linear layers, norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(24, 16)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 24, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.conv(self.embed(ids).mT).mT
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        return self.head(x).square().mean()
+
+
+def weights(model):
+    return [p for name, p in model.named_parameters() if "weight" in name and "norm" not in name]
+
+
+def build(format="fp16", recipe=None):
+    torch.manual_seed(0)
+    model = Model()
+    scale_weights(model, weights(model), format, "e4m3")
+    return fp8.convert(model, recipe) if recipe else model
+
+
+def ids(seed=0):
+    return torch.randint(24, (3, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def plain_model(model, recipe=None):
+    other = Model()
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        same.data.copy_(dequantized(one.detach()))
+    return fp8.convert(other, recipe) if recipe else other
+
+
+@pytest.mark.proves("the field", "weights kept in FP8", how="own")
+@pytest.mark.parametrize(
+    ("format", "recipe"),
+    [("fp16", None), ("fp16", "tensor"), ("e4m3", "unit"), ("e4m3", "row"), ("e4m3", "nvfp4")],
+)
+def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):
+    """To the bit, and the gradients are theirs, stored."""
+    model = build(format, recipe)
+    other = plain_model(model, recipe)
+    losses = []
+    for each in (model, other):
+        torch.manual_seed(0)
+        losses.append(each(ids()))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    kinds = set()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        kinds.add(type(p.grad))
+        expected = scaled(q.grad, "e4m3") if isinstance(p.grad, ScaledTensor) else q.grad
+        assert torch.equal(dequantized(p.grad), dequantized(expected))
+    assert kinds == {torch.Tensor, ScaledTensor}
+
+
+def test_hooks_and_gradients_stay():
+    torch.manual_seed(0)
+    model = Model()
+    calls = []
+    model.conv.weight.register_hook(lambda grad: calls.append("grad"))
+    model.conv.weight.register_post_accumulate_grad_hook(lambda p: calls.append(type(p.grad)))
+    model.attention.in_proj_weight.requires_grad_(False)
+    model(ids()).backward()
+    calls.clear()
+    gradient, names = model.conv.weight.grad.clone(), list(dict(model.named_parameters()))
+    assert len(scale_weights(model, weights(model), "fp16", "e4m3")) == 4
+    assert list(dict(model.named_parameters())) == names
+    assert type(model.norm.weight) is type(model.conv.bias) is nn.Parameter
+    assert torch.equal(dequantized(model.conv.weight.grad), dequantized(scaled(gradient, "e4m3")))
+    model(ids()).backward()
+    assert calls == ["grad", ScaledTensor]
+    assert model.attention.in_proj_weight.grad is None
+
+
+@pytest.mark.parametrize("format", ["fp16", "e4m3"])
+def test_files_are_plain_and_exact(format, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = build(format)
+    state = model.state_dict()
+    assert list(state) == list(Model().state_dict())
+    assert torch.equal(model.conv.state_dict()["weight"], state["conv.weight"])
+    torch.save(state, tmp_path / "model.pt")
+    safetensors.save_model(model, tmp_path / "tied.safetensors")
+    del state["head.weight"]  # tied, which safetensors has no form for
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    assert safetensors.load_model(build(format), tmp_path / "tied.safetensors") == (set(), [])
+    for read in (
+        torch.load(tmp_path / "model.pt", weights_only=True),
+        safetensors.load_file(tmp_path / "model.safetensors"),
+    ):
+        other = build(format)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.zero_()
+        assert {type(value) for value in read.values()} == {torch.Tensor}
+        other.load_state_dict(read, strict=len(read) > len(state))
+        assert isinstance(other.head.weight, ScaledTensor)
+        assert all(
+            map(
+                torch.equal,
+                map(dequantized, model.parameters()),
+                map(dequantized, other.parameters()),
+            )
+        )
+
+
+@pytest.mark.parametrize(("dtype", "assign"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_checkpoints_of_plain_models(dtype, assign):
+    torch.manual_seed(1)
+    other = Model().to(dtype)
+    model = build()
+    model.load_state_dict(other.state_dict(), assign=assign)
+    for name, parameter in model.named_parameters():
+        expected = dict(other.named_parameters())[name]
+        if isinstance(parameter, ScaledTensor):
+            expected = scaled(expected.detach(), "fp16").dequantize()
+        assert parameter.dtype == (dtype if assign else torch.float32)
+        assert torch.equal(dequantized(parameter), expected.to(parameter.dtype))
+    model(ids()).backward()
+    assert model.head.weight is model.embed.weight
+    other.load_state_dict(model.state_dict())
+    assert all(type(p) is nn.Parameter for p in other.parameters())
+
+
+def test_a_mismatched_checkpoint_changes_nothing_here():
+    model = build()
+    before = model.state_dict()
+    wrong = {**before, "conv.weight": torch.zeros(2, 2)}
+    with pytest.raises(RuntimeError, match=r"conv\.weight"):
+        model.load_state_dict(wrong)
+    assert torch.equal(model.conv.weight.dequantize(), before["conv.weight"])
+    with pytest.raises(RuntimeError, match=r'"conv\.weight", expected .* received .*str'):
+        model.load_state_dict({**before, "conv.weight": "no tensor"})
+    assert torch.equal(model.conv.weight.dequantize(), before["conv.weight"])
+
+
+def test_a_change_of_dtype_keeps_what_was_there():
+    model = build()
+    calls = []
+    model.conv.weight.register_hook(lambda grad: calls.append(1))
+    model.conv.weight.mup_type = "weight"
+    before = model.state_dict()["conv.weight"]
+    model.bfloat16()
+    assert torch.equal(model.state_dict()["conv.weight"], before)
+    assert model.conv.weight.dtype == torch.bfloat16
+    assert model.conv.weight.mup_type == "weight"
+    model(ids()).backward()
+    assert (model.conv.weight.grad.format, calls) == ("e4m3", [1])
+
+
+def test_gradients_in_high_precision_are_there_one_at_a_time():
+    """What a step needs beside the ScaledTensors is one gradient, not all."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    alive, most = set(), []
+
+    def note(grad):
+        alive.add(id(grad))
+        most.append(len(alive))
+
+    for layer in model:
+        layer.weight.register_hook(note)
+        layer.weight.register_post_accumulate_grad_hook(lambda p: alive.clear())
+    scale_weights(model, [layer.weight for layer in model], "fp16", "e4m3")
+    model(torch.ones(2, 16)).sum().backward()
+    assert most == [1] * 6
+
+
+def test_frozen_weights_that_are_stored_take_another_format():
+    layer = fp8.store_frozen(nn.Linear(16, 16).requires_grad_(False))
+    for format, dtype in (("e5m2", torch.float8_e5m2), ("fp16", torch.float16)):
+        expected = scaled(layer.weight.dequantize(), format).dequantize()
+        weight = fp8.store_frozen(layer, format).weight
+        assert (weight.format, weight.stored.dtype) == (format, dtype)
+        assert torch.equal(weight.dequantize(), expected)
+
+
+def test_a_weight_that_others_hold_does_not_move():
+    """torch swaps it, which weak references forbid, as those of DeepSpeed's engine."""
+    model = build()
+    held = weakref.ref(model.head.weight)
+    with pytest.raises(RuntimeError, match=r"Move a model before fp8\.initialize"):
+        model.to(torch.float64)
+    assert held() is model.head.weight
