@@ -24,13 +24,14 @@ from ..formats.quantize import (
     check_dtype,
     operand_grid,
     quantize_operand,
-    round_operand,
+    round_values,
 )
+from ..formats.random_bits import drawn_key
 from ..formats.rounding import Grid, divided
 from ..frame import FRAMES
 from ..recipes import scaling
 from ..recipes.cast import Cast
-from ..recipes.rules import FORM_OF, LOWERED
+from ..recipes.rules import FORM_OF, LARGEST, LOWERED, times_power
 from ..recipes.scaling import scaled_tiles, scales_and_unit
 from ..torch_internals.autograd_functions import apply, same, unaliased
 from ..torch_internals.decorators import in_graph, taken_as_constant
@@ -38,12 +39,14 @@ from .counts import Observed, observe
 from .rotation import rotated
 from .scaled_tensor import dequantized
 
+PLAIN = (Tensor, Parameter)
+"""The classes of tensors without a behaviour of their own."""
+
 
 class LoweredCast(NamedTuple):
     """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept. format:
     a name in FORMATS, or a `Format.text`. rule: a name in `LOWERED`. Without one the scale comes
-    from a history (scaling "static"), or is 1.
-    label: of the operand for `fp8.stats`; "": not sampled."""
+    from a history (scaling "static"), or is 1."""
 
     format: str
     rule: str | None
@@ -53,22 +56,11 @@ class LoweredCast(NamedTuple):
     overflow: str
     hadamard: int
     signs: str = "fixed"
-    label: str = ""
-
-    @property
-    def settings(self) -> LoweredCast:
-        """The cast without its label."""
-        return self._replace(label="")
 
     @property
     def text(self) -> str:
-        """The fields except the label as JSON, like `Cast.text`: an argument of operators."""
-        return json.dumps(self[:-1])
-
-    @staticmethod
-    def from_text(text: str, label: str = "") -> LoweredCast:
-        format, rule, tile, *others = json.loads(text)
-        return LoweredCast._make([format, rule, tuple(tile), *others, label])
+        """The token that `cast_of` reads, a `Cast.text`: an argument of operators."""
+        return json.dumps(self)
 
     @property
     def is_plain(self) -> bool:
@@ -93,22 +85,19 @@ def lowered(cast: Cast) -> LoweredCast:
 
 
 @cache
-def _from_text(text: str, rotated: bool = True) -> LoweredCast:
-    cast = LoweredCast.from_text(text)
+def cast_of(token: str, rotated: bool = True) -> LoweredCast:
+    """The cast that a token stands for. rotated: False for one without its rotation."""
+    format, rule, tile, *others = json.loads(token)
+    cast = LoweredCast._make([format, rule, tuple(tile), *others])
     return cast if rotated else cast._replace(hadamard=0, signs="fixed")
 
 
 @taken_as_constant
-def _fields(*key: Any) -> tuple[Any, ...]:
-    return tuple(_from_text(*key))
+def _fields(token: str) -> tuple[Any, ...]:
+    return tuple(cast_of(token))
 
 
-_lowered = compiled_as(lambda *key: LoweredCast(*_fields(*key)))(_from_text)
-
-
-def labelled(spec: LoweredCast | None, name: str, operand: str) -> LoweredCast | None:
-    """The cast of an operand of the product ``name``."""
-    return spec._replace(label=f"{name}|{operand}") if name and spec is not None else spec
+_lowered = compiled_as(lambda token: LoweredCast(*_fields(token)))(cast_of)
 
 
 def unrotated(spec: LoweredCast | None) -> LoweredCast | None:
@@ -131,8 +120,8 @@ def cast_forward(
     if (pass_ := FRAMES.items[-1].measurement) is not None:
         pass_.operand(history, x, cast)
         return x
-    spec = labelled(_lowered(cast.text, False), name, operand)
-    return _rounded_in_graph(x, spec, axis, history)
+    label = f"{name}|{operand}" if name else ""
+    return _rounded_in_graph(x, cast.text, axis, history, label)
 
 
 def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: str) -> Tensor:
@@ -141,27 +130,27 @@ def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: st
         return x
     if (pass_ := FRAMES.items[-1].measurement) is not None:
         return pass_.gradient(history, x, cast)
-    return _round_gradient(x, history, labelled(_lowered(cast.text, False), name, "grad"))
+    label = f"{name}|grad" if name else ""
+    return _round_gradient(x, history, cast.text, label)
 
 
 @in_graph
-def _round_gradient(x: Tensor, history: Tensor | None, spec: LoweredCast | None) -> Tensor:
-    return apply(_RoundGradient, x, history, spec, written=history)
+def _round_gradient(x: Tensor, history: Tensor | None, token: str, label: str) -> Tensor:
+    return apply(_RoundGradient, x, history, cast_of(token, False), label, written=history)
 
 
 @in_graph
 def _rounded_in_graph(
-    x: Tensor, spec: LoweredCast | None, axis: int, history: Tensor | None
+    x: Tensor, token: str, axis: int, history: Tensor | None, label: str
 ) -> Tensor:
-    return rounded(x, spec, axis, history)[0]
+    y, _ = rounded(x, cast_of(token, False), axis, history, label=label)
+    return y
 
 
 def rounded(
-    x: Tensor, spec: LoweredCast | None, *args: Any, **kwargs: Any
+    x: Tensor, spec: LoweredCast, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """`cast_values` with a straight-through gradient, if there is a cast."""
-    if spec is None:
-        return x, None
+    """`cast_values` with a straight-through gradient."""
     x = as_read(x)
     differentiable = torch.is_grad_enabled() or _has_tangent(x)
     return cast_values(x, spec, *args, **kwargs, differentiable=differentiable)
@@ -169,7 +158,7 @@ def rounded(
 
 def as_read(x: Tensor) -> Tensor:
     """``x``, plain or a DTensor without partial sums. Raises TypeError if it cannot be cast."""
-    usual = type(x) in (Tensor, Parameter) and not x.is_nested
+    usual = type(x) in PLAIN and not x.is_nested
     if usual and x.dtype in DTYPES and x.layout == torch.strided:
         return x
     x = dequantized(x)
@@ -186,16 +175,20 @@ def cast_values(
     signs: Tensor | None = None,
     *,
     differentiable: bool = False,
+    label: str = "",
 ) -> tuple[Tensor, Tensor | None]:
     """``x``, from `as_read`, rotated and rounded under a cast, and the scale of all of it; None if
     that is 1 or each tile has its own. record: whether x enters the history (None: if gradients are
-    recorded). signs: the `rotation_signs` of the product. differentiable: with a gradient."""
+    recorded). signs: the `rotation_signs` of the product. differentiable: with a gradient. label:
+    of the operand for `fp8.stats`; "": not sampled."""
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis, signs)
-    scale = whole_scale(x, spec, resolved_format(spec.format), history, record)
+    scale = None
+    if spec.tile == (0, 0):
+        scale = whole_scale(x, spec, resolved_format(spec.format), history, record)
     if differentiable:
-        return apply(_Round, x, scale, spec, axis), scale
-    return _rounded(x, scale, spec, axis), scale
+        return apply(_Round, x, scale, spec, axis, label), scale
+    return _rounded(x, scale, spec, axis, label), scale
 
 
 @eager_only(False)
@@ -260,45 +253,93 @@ def rounding_of(spec: LoweredCast | Cast, converts: bool = False) -> dict[str, A
 
 
 def _rounded(
-    x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, of: Any = None
+    x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, label: str, of: Any = None
 ) -> Tensor:
     """``x`` rounded and multiplied by its scales again; not differentiable. scale: of all of x, or
     None. of: the DTensor of which x is the local part; None for none."""
-    if type(x) is not Tensor and is_dtensor(x):
-        return as_shard(x, _rounded(part_of(x), scale, spec, axis, x))
-    rule, label = spec.rule, spec.label
-    if rule is None or scale is not None or x.numel() == 0:
-        inverse = None if scale is None else FORM_OF[rule].inverse(scale)
-        settings = (spec.format, spec.overflow, x.dtype, scale is not None, spec.rounding)
-        y = round_operand(x, _resolved_grid(*settings), spec.rounding, scale, inverse)
-        whole = scale
-    else:
-        values, whole, _, _ = by_tiles(x, spec, axis, of)
-        y = FORM_OF[rule].times(values, whole).to(x.dtype)
-        y = untiled(y, x, spec.tile, axis)
-        if label:
-            whole = untiled(whole.expand(values.shape), x, spec.tile, axis)
+    if type(x) not in PLAIN and is_dtensor(x):
+        return as_shard(x, _rounded(part_of(x), scale, spec, axis, label, x))
+    if spec.rule is not None and scale is None and x.numel():
+        return _rounded_by_tiles(x, spec, axis, label, of)
+    inverse = key = None
+    if scale is not None:
+        inverse = FORM_OF[spec.rule].inverse(scale)
+    if spec.rounding == "stochastic":
+        key = drawn_key(x.device)
+    grid = _resolved_grid(spec.format, spec.overflow, x.dtype, scale is not None, spec.rounding)
+    y = round_values(x.detach().resolve_neg(), grid, scale, inverse, key)
     if label:
-        measured = rule is None and scale is not None
-        observe(label, Observed(x, y, whole, format_of(spec), measured))
+        measured = spec.rule is None and scale is not None
+        observe(label, Observed(x, y, scale, format_of(spec), measured))
     return y
 
 
-def by_tiles(
-    x: Tensor, spec: LoweredCast, axis: int, of: Any = None, converts: bool = False
+def _rounded_by_tiles(x: Tensor, spec: LoweredCast, axis: int, label: str, of: Any) -> Tensor:
+    """`_rounded` with a scale for each tile."""
+    assert spec.rule is not None
+    rule, format = LOWERED[spec.rule], resolved_format(spec.format)
+    form, key = rule.form, None
+    tiles: Tensor = x
+    dims: tuple[int, ...] | None = (axis,)
+    if spec.tile != (1, 0):
+        tiles, dims = scaled_tiles(x, spec.tile, axis)
+    if of is None:
+        scale, unit = scales_and_unit(tiles, dims, format, rule, None, axis)
+    else:
+        scale, unit = _scales_of_part(tiles, dims, spec, axis, of)
+    if spec.margin:
+        scale, unit = _with_margin(scale, unit, spec)
+    units = tiles.detach().to(scale.dtype)
+    if form.is_power and not form.is_narrow:
+        units = units * scale.reciprocal()
+    else:
+        units = in_units(units, scale, spec.rule)
+    if spec.rounding == "stochastic":
+        key = drawn_key(x.device)
+    grid = _resolved_grid(spec.format, spec.overflow, units.dtype, False, spec.rounding)
+    values = round_values(units.resolve_neg(), grid, key=key)
+    if rule.correct is not None:
+        scale = rule.correct(units, values, scale, unit, dims, _blocks_rotated(spec))
+    y = values * scale if form.largest == LARGEST else times_power(values, scale)
+    y = y.to(x.dtype)
+    if y.shape != x.shape:
+        y = untiled(y, x, spec.tile, axis)
+    if label:
+        whole = untiled(scale.expand(values.shape), x, spec.tile, axis)
+        observe(label, Observed(x, y, whole, format))
+    return y
+
+
+def _with_margin(
+    scale: Tensor, unit: Tensor | None, spec: LoweredCast
+) -> tuple[Tensor, Tensor | None]:
+    """Scales and their unit times 2**margin."""
+    form = FORM_OF[spec.rule]
+    if unit is not None:
+        unit = form.with_margin(unit, spec.margin)
+    return form.with_margin(scale, spec.margin), unit
+
+
+def _blocks_rotated(spec: LoweredCast) -> int:
+    """The number of tiles that are rotated together."""
+    return max(spec.hadamard // spec.tile[1], 1)
+
+
+def _in_tiles(
+    x: Tensor, spec: LoweredCast, axis: int, converts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...]]:
     """The numbers of the format in ``x``, the scales of tiles, their unit (of a rule with one) and
-    the dimensions of a tile. of: as in `_rounded`. converts: as in `quantized`."""
+    the dimensions of a tile. converts: as in `quantized`."""
     assert spec.rule is not None
     rule, format = LOWERED[spec.rule], format_of(spec)
     tiles, dims = scaled_tiles(x, spec.tile, axis)
-    scale, unit = _scales_of(tiles, dims, spec, axis, of)
+    scale, unit = scales_and_unit(tiles, dims, format, rule, None, axis)
+    scale, unit = _with_margin(scale, unit, spec)
     scale = in_memory(scale) if converts else scale
     units = in_units(tiles.detach().to(scale.dtype), scale, spec.rule, stored=converts)
     values = quantize_operand(units, format, unscaled=tiles, **rounding_of(spec, converts))
     if rule.correct is not None:
-        count = max(spec.hadamard // spec.tile[1], 1)
-        scale = rule.correct(units, values, scale, unit, dims, count)
+        scale = rule.correct(units, values, scale, unit, dims, _blocks_rotated(spec))
     return values, scale, unit, dims or ()
 
 
@@ -320,31 +361,27 @@ def _amax_of(x: Any) -> Tensor:
     return reduced(x, amax, range(x.ndim), "max")
 
 
-def _scales_of(
+def _scales_of_part(
     tiles: Tensor, dims: tuple[int, ...] | None, spec: LoweredCast, axis: int, of: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """`scales_and_unit` of tiles of a tensor, or of the local part of the DTensor ``of``."""
+    """`scales_and_unit` of tiles of the local part of the DTensor ``of``."""
     assert spec.rule is not None
     unit, rule, format = None, LOWERED[spec.rule], format_of(spec)
-    if of is not None:
-        if rule.is_simulated:
-            raise NotImplementedError(
-                f"rule {rule.name!r} reads the values of whole tiles, and an operand is divided "
-                "among processes; take a rule of the largest magnitude"
-            )
-        for dim, by in zip((-2, -1), spec.tile if axis == -1 else spec.tile[::-1], strict=True):
-            if by > 1:
-                check_whole(of, dim, by)
-        if rule.unit is not None:
-            amax = _amax_of(of)
-            amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
-            unit = rule.unit_of(amax, format)
-        elif 0 in spec.tile:
-            tiles = reduced(of, scaling.largest_finite(tiles, dims), [axis], "max")
-    scale, unit = scales_and_unit(tiles, dims, format, rule, unit, axis)
-    if unit is not None:
-        unit = rule.form.with_margin(unit, spec.margin)
-    return rule.form.with_margin(scale, spec.margin), unit
+    if rule.is_simulated:
+        raise NotImplementedError(
+            f"rule {rule.name!r} reads the values of whole tiles, and an operand is divided "
+            "among processes; take a rule of the largest magnitude"
+        )
+    for dim, by in zip((-2, -1), spec.tile if axis == -1 else spec.tile[::-1], strict=True):
+        if by > 1:
+            check_whole(of, dim, by)
+    if rule.unit is not None:
+        amax = _amax_of(of)
+        amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
+        unit = rule.unit_of(amax, format)
+    elif 0 in spec.tile:
+        tiles = reduced(of, scaling.largest_finite(tiles, dims), [axis], "max")
+    return scales_and_unit(tiles, dims, format, rule, unit, axis)
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
@@ -366,8 +403,10 @@ class _Round(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int) -> Tensor:
-        return unaliased(_rounded(x, scale, spec, axis))
+    def forward(
+        x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, label: str
+    ) -> Tensor:
+        return unaliased(_rounded(x, scale, spec, axis, label))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -375,23 +414,24 @@ class _Round(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 class _RoundGradient(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, history: Tensor | None, spec: LoweredCast) -> Tensor:
+    def forward(x: Tensor, history: Tensor | None, spec: LoweredCast, label: str) -> Tensor:
         return same(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.history, ctx.spec = inputs
+        _, ctx.history, ctx.spec, ctx.label = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return rounded(grad, ctx.spec, -1, ctx.history, record=True)[0], None, None
+        y, _ = rounded(grad, ctx.spec, -1, ctx.history, record=True, label=ctx.label)
+        return y, None, None, None
 
 
 class QuantizedOperand(NamedTuple):
@@ -417,10 +457,11 @@ def quantized(
     record: bool = False,
     signs: Tensor | None = None,
     converts: bool = False,
+    label: str = "",
 ) -> QuantizedOperand:
     """``x``, or with axis -2 its transpose, in numbers of the format, as `cast_values` rounds it.
     converts: whether a conversion to the dtype of the format rounds the values."""
-    converts = converts and format_of(spec).dtype is not None and not spec.label
+    converts = converts and format_of(spec).dtype is not None and not label
     if spec.is_simulated:
         raise ValueError(
             f"products under rule {spec.rule!r}, which reads the values of tiles, are simulated"
@@ -434,11 +475,11 @@ def quantized(
             scale = in_memory(scale)
         units = x if scale is None else in_units(x, scale, spec.rule, stored)
         values = quantize_operand(units, format, unscaled=x, **rounding_of(spec, converts))
-        if spec.label and spec.rule is None and history is None:
-            observe(spec.label, Observed(units, values, None, format))
+        if label and spec.rule is None and history is None:
+            observe(label, Observed(units, values, None, format))
         result = QuantizedOperand(values, one_scale(x) if scale is None else scale)
     else:
-        values, scale, unit, dims = by_tiles(x, spec, axis, converts=converts)
+        values, scale, unit, dims = _in_tiles(x, spec, axis, converts)
         scale = scale.squeeze(dims) if spec.tile[1] else scale
         result = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
     return result.mT if axis == -2 else result

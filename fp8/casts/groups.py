@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..common.compiler import updates_states
-from .casting import LoweredCast, rounded
+from .casting import LoweredCast, cast_of, rounded
 from .scaled_tensor import dequantized
 
 
@@ -59,7 +59,7 @@ def _cast_groups(
     label: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cast operand, its scale factors, and the history afterwards. text, label: of the cast."""
-    spec = LoweredCast.from_text(text, label)
+    spec = cast_of(text)
     y, scales, after = _results(x, offs, history, split, axis, spec.hadamard)
     # As `fp8.recipes.history.LayerState.buffer` has that of a matrix.
     states = [state if bool(state.any()) else state[None] for state in after]
@@ -67,7 +67,7 @@ def _cast_groups(
     parts = (pieces(x, offs, split), pieces(y, ends, split), pieces(scales, ends, split))
     for part, values, scaled, state in zip_longest(*parts, states):
         if part.numel():
-            cast, scale = rounded(part, spec, axis, state, record, signs)
+            cast, scale = rounded(part, spec, axis, state, record, signs, label=label)
             values.copy_(cast)
             if scale is not None:
                 scaled.copy_(scale)
@@ -76,7 +76,7 @@ def _cast_groups(
 
 @_cast_groups.register_fake
 def _(x, offs, history, signs, split, axis, record, text, label):  # type: ignore[no-untyped-def]
-    return _results(x, offs, history, split, axis, LoweredCast.from_text(text).hadamard)
+    return _results(x, offs, history, split, axis, cast_of(text).hadamard)
 
 
 def _results(
@@ -106,6 +106,7 @@ def cast_groups(
     history: Tensor | None = None,
     record: bool | None = None,
     signs: Tensor | None = None,
+    label: str = "",
 ) -> tuple[Tensor, Tensor | None]:
     """`fp8.casts.casting.rounded` of every group of ``x``, not differentiable, and the scale factor
     of each group in a shape that broadcasts to ``x``; None if all are 1, or if each tile has its
@@ -119,7 +120,7 @@ def cast_groups(
     if spec is None:
         return x, None
     record = updates_states() if record is None else record
-    arguments = (offs, history, signs, split, axis, record, spec.text, spec.label)
+    arguments = (offs, history, signs, split, axis, record, spec.text, label)
     y, scales, after = torch.ops.fp8.cast_groups(dequantized(x).detach(), *arguments)
     if history is not None and record:
         with torch.no_grad():

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointError
 
 from ..common.compiler import compiled_as, is_differentiated_again
@@ -18,11 +17,32 @@ from ..formats.quantize import convertible
 from ..recipes.rules import LOWERED
 from ..torch_internals.autograd_functions import apply_eagerly, is_recorded
 from ..torch_internals.decorators import taken_as_constant
-from .casting import LoweredCast, in_units, labelled, resolved_format, unrotated
+from .casting import PLAIN, LoweredCast, cast_of, in_units, resolved_format, unrotated
+
+Scales = tuple[float, float, float]
+"""Factors of a product's output and of the gradients of its first and second operand."""
+
+ONES: Scales = (1, 1, 1)  # ints: torch.compile would treat floats as dynamic
+
+
+class Geometry(NamedTuple):
+    """The arguments of `aten.convolution`."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
 
 
 class Casts(NamedTuple):
-    """The lowered casts of the six operands; None in the backward products for no (second) cast."""
+    """The lowered casts of the six operands of a layer's three products; None: not cast.
+
+    reuses_a, reuses_b, reuses_grad: whether the first copy of an operand serves its second product.
+    random_signs: whether a rotation has those. second: what b is. name: of the product, for
+    `fp8.stats`; "" if its casts are not observed.
+    """
 
     a: LoweredCast | None = None
     b: LoweredCast | None = None
@@ -30,44 +50,103 @@ class Casts(NamedTuple):
     b_for_grad_a: LoweredCast | None = None
     grad_for_b: LoweredCast | None = None
     a_for_grad_b: LoweredCast | None = None
+    reuses_a: bool = True
+    reuses_b: bool = True
+    reuses_grad: bool = True
+    random_signs: bool = False
+    second: str = "weight"
+    name: str = ""
+
+    @property
+    def specs(self) -> tuple[LoweredCast | None, ...]:
+        """Those of the operands, two for each product."""
+        return self[:6]
+
+    @property
+    def again_a(self) -> LoweredCast | None:
+        """The cast of a for its second product; None if that has none, or the first copy."""
+        return None if self.reuses_a else self.a_for_grad_b
+
+    @property
+    def again_b(self) -> LoweredCast | None:
+        """As `again_a`, of b."""
+        return None if self.reuses_b else self.b_for_grad_a
+
+    def label(self, operand: str) -> str:
+        """What the cast of an operand reports itself as; "" if it does not."""
+        return f"{self.name}|{operand}" if self.name else ""
 
 
 UNCAST = Casts()
+
+
+class Constants(NamedTuple):
+    """The constants of a product and its gradients: strings and numbers, which autograd functions
+    and compiled graphs accept.
+
+    Attributes:
+        casts: those of the operands.
+        scales: the factors of the three results.
+        bias_scale: a factor of the bias in the output, but not of its gradient.
+        fuses: whether scales of batches are separate multiplications.
+        geometry: of a convolution.
+        dtype: the name of the dtype of the output of kernels and sums.
+        kernels: those of the three products.
+        fast: whether those sum fast, as `Recipe.fast_sums`.
+        sums: `Recipe.sums`.
+    """
+
+    casts: Casts
+    scales: Scales = ONES
+    bias_scale: float = 1.0
+    fuses: bool = False
+    geometry: Geometry | None = None
+    dtype: str = ""
+    kernels: tuple[str, ...] = ()
+    fast: tuple[bool, ...] = ()
+    sums: str = ""
 
 
 @cache
 def _casts_of(text: str, layer: bool = True, rotated: bool = True) -> Casts:
     """The lowered casts of the recipe with this `Recipe.text`. layer: whether b is a weight;
     otherwise it is cast like a, and in the backward pass rotated like the gradient."""
-    specs = [LoweredCast.from_text(line) if line else None for line in text.split("\n")]
+    specs = [cast_of(line) if line else None for line in text.split("\n")]
     a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b = specs
     if not layer:
         b, b_for_grad_a = a, unrotated(a)
         if a is not None and grad_for_a is not None:
             b_for_grad_a = a._replace(hadamard=grad_for_a.hadamard, signs=grad_for_a.signs)
         grad_for_a = unrotated(grad_for_a) if a is None else grad_for_a
-    casts = [a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b]
-    return Casts(*(casts if rotated else map(unrotated, casts)))
+    if not rotated:
+        a, b, grad_for_a = unrotated(a), unrotated(b), unrotated(grad_for_a)
+        b_for_grad_a, grad_for_b = unrotated(b_for_grad_a), unrotated(grad_for_b)
+        a_for_grad_b = unrotated(a_for_grad_b)
+    casts = Casts(a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b)
+    return casts._replace(
+        reuses_a=one_copy(a, a_for_grad_b),
+        reuses_b=one_copy(b, b_for_grad_a),
+        reuses_grad=one_copy(grad_for_a, grad_for_b),
+        random_signs=any(spec is not None and spec.signs == "random" for spec in casts.specs),
+        second="weight" if layer else "other",
+    )
 
 
 @taken_as_constant
 def _fields(*key: Any) -> tuple[Any, ...]:
-    return tuple(spec and tuple(spec) for spec in _casts_of(*key))
+    """The constants of `Casts` of a graph."""
+    casts = _casts_of(*key)
+    specs = [spec and tuple(spec) for spec in casts.specs]
+    return (*specs, *casts[len(specs) :])
 
 
 def _in_graph(*key: Any) -> Casts:
-    return Casts(*[fields and LoweredCast(*fields) for fields in _fields(*key)])
+    fields = _fields(*key)
+    specs: list[Any] = [spec and LoweredCast(*spec) for spec in fields[:6]]
+    return Casts(*specs, *fields[6:])
 
 
 casts_of = compiled_as(_in_graph)(_casts_of)
-
-
-def named(casts: Casts, name: str, layer: bool = True) -> Casts:
-    """``casts``, of `casts_of`, of the product ``name``, which has the number of its recorder: so
-    caches have no such key."""
-    second = "weight" if layer else "other"
-    roles = ("input", second, "grad", f"{second} again", "grad again", "input again")
-    return Casts(*map(labelled, casts, [name] * len(casts), roles))
 
 
 def one_copy(first: LoweredCast | None, second: LoweredCast | None) -> bool:
@@ -75,33 +154,7 @@ def one_copy(first: LoweredCast | None, second: LoweredCast | None) -> bool:
     if first is None or second is None:
         return first is second
     across, along = first.tile
-    equal = first == second or first.settings == second.settings
-    return equal and across == along and not first.hadamard
-
-
-class Copies(NamedTuple):
-    """Whether the backward products use the cast copies of a and b; the casts that are needed."""
-
-    a: bool
-    b: bool
-    casts: Casts
-
-
-def copies_of(casts: Casts) -> Copies:
-    """What the backward products cast again."""
-    spec = next(filter(None, casts), None)
-    is_named = spec is not None and spec.label
-    return (_copies_of.__wrapped__ if is_named else _copies_of)(casts)
-
-
-@cache
-def _copies_of(casts: Casts) -> Copies:
-    a, b = one_copy(casts.a, casts.a_for_grad_b), one_copy(casts.b, casts.b_for_grad_a)
-    needed = casts._replace(
-        a_for_grad_b=None if a else casts.a_for_grad_b,
-        b_for_grad_a=None if b else casts.b_for_grad_a,
-    )
-    return Copies(a, b, needed)
+    return first == second and across == along and not first.hadamard
 
 
 class SavedOperand(NamedTuple):
@@ -115,39 +168,45 @@ class SavedOperand(NamedTuple):
 
 def save_operands(ctx: Any, *operands: SavedOperand) -> None:
     """Saves operands, as bytes where that is smaller, after an empty tensor (`casting._Round`)."""
-    recorded, compiling = is_recorded(ctx), torch.compiler.is_compiling()
-    saved = [] if compiling else [operands[0].values.new_empty((0,))]
-    encodings, sources = [], []
+    recorded = is_recorded(ctx)
+    compiling = not recorded and torch.compiler.is_compiling()
+    saved, encodings, sources = [], [], []
+    if not compiling:
+        saved.append(operands[0].values.new_empty((0,)))
+    # torch.func unwraps saved tensors alone. (Of tensor subclasses calls are not recorded either.)
+    unwraps = not (recorded or compiling)
     for x, spec, scale, source in operands:
-        dtype = _dtype(x, spec) if spec is not None and (recorded or compiling) else None
-        if dtype is None or spec is None:
+        dtype = None
+        if spec is not None and (recorded or compiling) and x.device.type != "mps":
+            dtype = _byte_dtype(spec.format, spec.tile, spec.rule)
+        if spec is None or dtype is None or dtype.itemsize >= x.element_size():
             saved.append(x)
+            encodings.append((False, False))
         else:
             units = x if scale is None else in_units(x, scale, spec.rule)
             saved.append(_stored(units, dtype) if compiling else units.to(dtype))
-            saved += [] if scale is None else [scale]
-        encodings.append((dtype is not None, dtype is not None and scale is not None))
+            if scale is not None:
+                saved.append(scale)
+            encodings.append((True, scale is not None))
         sources.append(source)
-    # torch.func unwraps saved tensors alone. (Of tensor subclasses calls are not recorded either.)
-    ctx.unwraps = not (recorded or compiling) and all(
-        type(operand.values) in (Tensor, Parameter) for operand in operands
-    )
-    if ctx.unwraps:
+        unwraps = unwraps and type(x) in PLAIN
+    if unwraps:
         saved += [source for source in sources if source is not None]
         ctx.sources = [source is not None for source in sources]
     else:
-        ctx.sources = [None if compiling else _connection(source) for source in sources]
-    ctx.encodings, ctx.marked = encodings, not compiling
+        for i, source in enumerate(sources):
+            if compiling or (source is not None and not source.requires_grad):
+                sources[i] = None
+            elif source is not None and not source.is_leaf:
+                sources[i] = _connection(source)
+        ctx.sources = sources
+    ctx.unwraps, ctx.encodings, ctx.marked = unwraps, encodings, not compiling
     ctx.save_for_backward(*saved)
 
 
-def _connection(source: Tensor | None) -> Tensor | None:
-    """A tensor in the graph of ``source`` without its memory, except of a leaf. It is not saved:
-    hooks on saved tensors would store its full size."""
-    if source is None or not source.requires_grad:
-        return None
-    if source.is_leaf:
-        return source
+def _connection(source: Tensor) -> Tensor:
+    """A tensor in the graph of ``source`` without its memory. It is not saved: hooks on saved
+    tensors would store its full size."""
     with torch.enable_grad():
         zeros: Tensor = apply_eagerly(_Zeros, source)
     return zeros
@@ -155,14 +214,14 @@ def _connection(source: Tensor | None) -> Tensor | None:
 
 def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
     """Those of `save_operands`, in ``dtype``, differentiable where the backward pass is."""
-    tensors = iter(saved_tensors(ctx)[ctx.marked :])
+    tensors = iter(_saved_tensors(ctx)[ctx.marked :])
     operands = []
     for in_bytes, scaled in ctx.encodings:
         x = next(tensors)
         if in_bytes:
             x = restored(x, next(tensors) if scaled else None, dtype)
         operands.append(x)
-    if not is_differentiated_again():
+    if not (torch.is_grad_enabled() and is_differentiated_again()):
         return operands
     sources = ctx.sources
     if ctx.unwraps:
@@ -189,13 +248,15 @@ class _Zeros(Function):
         return grad
 
 
-@compiled_as(lambda ctx: ctx.saved_tensors)
-def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
     """``ctx.saved_tensors``; names the remedy if a checkpoint has recomputed other ones."""
     try:
         return ctx.saved_tensors
     except CheckpointError as error:
         raise CheckpointError(f"{_RECOMPUTED}\n{error}") from error
+
+
+saved_tensors = compiled_as(lambda ctx: ctx.saved_tensors)(_saved_tensors)
 
 
 _RECOMPUTED = (
@@ -206,14 +267,14 @@ _RECOMPUTED = (
 )
 
 
-def _dtype(x: Tensor, spec: LoweredCast) -> torch.dtype | None:
-    """The FP8 dtype in which ``x`` is saved; None to save it unchanged."""
-    if spec.tile != (0, 0) or x.device.type == "mps":
+@cache
+def _byte_dtype(format: str, tile: tuple[int, int], rule: str | None) -> torch.dtype | None:
+    """The FP8 dtype in which an operand is saved; None to save it unchanged."""
+    if tile != (0, 0):
         return None
-    if spec.rule is not None and LOWERED[spec.rule].is_simulated:  # with several scales, maybe
+    if rule is not None and LOWERED[rule].is_simulated:  # with several scales, maybe
         return None
-    dtype = resolved_format(spec.format).dtype
-    return dtype if dtype is not None and dtype.itemsize < x.element_size() else None
+    return resolved_format(format).dtype
 
 
 @compiled_as(lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype)))

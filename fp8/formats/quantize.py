@@ -92,7 +92,7 @@ def quantize_operand(
     grid = operand_grid(format, overflow, x.dtype, scale is not None, rounding)
     if rounding == "none":
         return saturated(x.detach(), (x if unscaled is None else unscaled).detach(), grid)
-    return round_operand(x, grid, rounding, scale)
+    return _quantize(x.detach(), grid, scale, _key(rounding, None, x.device))
 
 
 def operand_grid(
@@ -101,18 +101,6 @@ def operand_grid(
     """The grid of `quantize_operand` for tensors of ``dtype``, with or without a scale."""
     infinity = (format.nonfinite or math.nan) if overflow == "saturate" else None
     return _grid(format, overflow, dtype, scaled, 31, infinity, rounding)
-
-
-def round_operand(
-    x: Tensor,
-    grid: Grid,
-    rounding: str,
-    scale: Tensor | None = None,
-    inverse: Tensor | None = None,
-) -> Tensor:
-    """`quantize_operand` with its grid. inverse: replaces the division by the scale."""
-    key = _key(rounding, None, x.device) if rounding == "stochastic" else None
-    return _quantize(x.detach(), grid, scale, key, inverse)
 
 
 def quantize_forward(x: Tensor, format: str | Format, **options: Any) -> Tensor:
@@ -243,7 +231,8 @@ def _grid(
         raise ValueError(f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'")
     steps, values = (format.mantissa_bits, format.min_exponent), (largest, beyond)
     truncates = rounding == "toward_zero"
-    return Grid(*steps, *values, format.negative_zero, random_bits, infinity, truncates)
+    grid = Grid(*steps, *values, format.negative_zero, random_bits, infinity, truncates)
+    return grid.in_dtype(dtype if dtype in LAYOUTS else torch.float32)
 
 
 def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
@@ -283,29 +272,32 @@ def _quantize(
     grid: tuple[Any, ...],
     scale: Tensor | None,
     key: Key | None,
-    inverse: Tensor | None = None,
 ) -> Tensor:
     """``x`` rounded, stochastically if there is a key."""
-    grid = grid if isinstance(grid, Grid) else Grid(*grid)
-    x, options = x.resolve_neg(), (grid, scale, inverse, key)  # x.conj().imag holds -x
-    one_scale = scale is None or not scale.ndim
-    if one_scale and type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu":
-        compiling = torch.compiler.is_dynamo_compiling()  # first: no guard on the size
-        if not compiling and x.numel() > CHUNK * torch.get_num_threads():
-            return _in_chunks(x, *options)
-    return _whole(x, *options)
+    x = x.resolve_neg()  # x.conj().imag holds -x
+    compiles = torch.compiler.is_dynamo_compiling()
+    return round_values(x, Grid(*grid), scale, None, key, at_once=compiles)
 
 
-def _whole(
+def round_values(
     x: Tensor,
     grid: Grid,
-    scale: Tensor | None,
-    inverse: Tensor | None,
-    key: Key | None,
+    scale: Tensor | None = None,
+    inverse: Tensor | None = None,
+    key: Key | None = None,
     *,
     start: int = 0,
+    at_once: bool = False,
 ) -> Tensor:
-    y, bits = x if x.dtype in LAYOUTS else x.float(), None
+    """``x / scale`` on a grid, times the scale. inverse: replaces the division. key: of stochastic
+    rounding. start: the index of the first element. at_once: not in chunks, which in a graph would
+    be a guard on the size."""
+    usual = type(x) is Tensor or type(x) is torch.nn.Parameter
+    if usual and not at_once and x.numel() > CHUNK and _fits_chunks(x, scale):
+        return _in_chunks(x, grid, scale, inverse, key)
+    y, bits = x, None
+    if x.dtype not in LAYOUTS:
+        y = x.float()
     if scale is not None:
         y = divided(y, scale) if inverse is None else y * inverse
     if key is not None:
@@ -317,18 +309,26 @@ def _whole(
     return y if x.dtype in LAYOUTS else y.to(x.dtype)
 
 
-def _in_chunks(x: Tensor, *options: Any) -> Tensor:
-    """``_whole(x, *options)`` on chunks that stay in cache: at most a third of the time."""
+def _fits_chunks(x: Tensor, scale: Tensor | None) -> bool:
+    """Whether ``x`` is larger than the cache and has one scale."""
+    one_scale = scale is None or not scale.ndim
+    return one_scale and x.device.type == "cpu" and x.numel() > CHUNK * torch.get_num_threads()
+
+
+def _in_chunks(
+    x: Tensor, grid: Grid, scale: Tensor | None, inverse: Tensor | None, key: Key | None
+) -> Tensor:
+    """`round_values` on chunks that stay in cache: at most a third of the time."""
     out = torch.empty_like(x)
-    *_, key = options
     if key is not None and not x.is_contiguous():
         # Random bits are assigned by row-major index.
-        return out.copy_(_in_chunks(x.contiguous(), *options))
+        return out.copy_(_in_chunks(x.contiguous(), grid, scale, inverse, key))
     if x.stride() != out.stride():
         x = x.clone()
     source, target = (t.as_strided((t.numel(),), (1,)) for t in (x, out))
     size = CHUNK * torch.get_num_threads()
     for start in range(0, x.numel(), size):
-        at = slice(start, start + size)
-        target[at] = _whole(source[at], *options, start=start)
+        part = source[start : start + size]
+        y = round_values(part, grid, scale, inverse, key, start=start, at_once=True)
+        target[start : start + size] = y
     return out

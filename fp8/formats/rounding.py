@@ -17,16 +17,13 @@ ROUNDINGS = ("nearest", "stochastic", "toward_zero")
 
 
 class Layout(NamedTuple):
-    """The storage layout of a floating-point dtype, and the integer dtype of the same size."""
+    """The storage layout of a floating-point dtype, and the integer dtype of the same size.
+    infinity: the bits of +Inf, an exponent field of ones."""
 
     integer: torch.dtype
     mantissa_bits: int
     bias: int
-
-    @property
-    def infinity(self) -> int:
-        """The bits of +Inf: an exponent field of ones."""
-        return (2 * self.bias + 1) << self.mantissa_bits
+    infinity: int
 
     def encode(self, value: float) -> int:
         """The bits of a nonnegative `value` that the layout represents exactly."""
@@ -41,8 +38,8 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    torch.float32: Layout(torch.int32, 23, 127),
-    torch.float64: Layout(torch.int64, 52, 1023),
+    torch.float32: Layout(torch.int32, 23, 127, 0xFF << 23),
+    torch.float64: Layout(torch.int64, 52, 1023, 0x7FF << 52),
 }
 """The dtypes in which rounding is computed: IEEE 754 binary32 and binary64."""
 
@@ -63,6 +60,25 @@ class Grid(NamedTuple):
     truncates: bool = False
     """Whether values are rounded toward zero. Then finite ones stop at `largest`, whatever is
     beyond (IEEE 754-2019, section 7.4)."""
+    magic: float = 0.0
+    """The factor of the number whose addition rounds, see `round_to_grid`; 0: it is not exact."""
+    low: int = 0
+    high: int = 0
+    """The bits of the powers of two between which the spacing of the grid is that of ``magic``."""
+
+    def in_dtype(self, dtype: torch.dtype) -> Grid:
+        """The grid with `magic` for tensors of a dtype, if there are bits to spare, and room above
+        and below."""
+        layout = LAYOUTS[dtype]
+        top = math.frexp(self.largest)[1] - 1
+        spare = layout.mantissa_bits - self.mantissa_bits
+        has_room = top + spare < layout.bias
+        is_fine = self.min_exponent - self.mantissa_bits - 31 > -layout.bias
+        if self.truncates or spare < 2 or not has_room or not is_fine:
+            return self
+        low = (self.min_exponent + layout.bias) << layout.mantissa_bits
+        high = (top + layout.bias) << layout.mantissa_bits
+        return self._replace(magic=1.5 * 2.0**spare, low=low, high=high)
 
 
 def divided(x: Tensor, by: Tensor | float) -> Tensor:
@@ -79,9 +95,23 @@ def round_to_grid(x: Tensor, grid: Grid, bits: Tensor | None = None) -> Tensor:
     zero if it `truncates`, or by the low 31 of random ``bits``. NaN stays NaN. Exact under
     torch.set_flush_denormal(True)."""
     layout = LAYOUTS[x.dtype]
-    if bits is None and not grid.truncates and _fits_floats(grid, layout):
-        return _round_by_magic(x, grid, layout)
-    return _round_by_bits(x, grid, layout, bits)
+    if bits is not None or not grid.magic:
+        return _round_by_bits(x, grid, layout, bits)
+    # Nearest, ties to even: adds and subtracts a number so large that the addition itself rounds.
+    # With p the power of two at or below |x|, floats at 1.5 * p * 2**(23 - m) have the spacing of
+    # the grid at x; 1.5 keeps sums of either sign in one binade.
+    power = (x.view(layout.integer) & layout.infinity).clamp_(grid.low, grid.high).view(x.dtype)
+    y = torch.add(x, power, alpha=grid.magic).sub_(power, alpha=grid.magic)
+    if grid.beyond != grid.largest:
+        y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
+    else:
+        y.clamp_(-grid.largest, grid.largest)
+        if grid.infinity is not None and math.isnan(grid.infinity):
+            y.add_(x, alpha=0.0)  # Inf * 0 is NaN
+        elif grid.infinity is not None:
+            # Inf stays and finite values become zero: one pass instead of three with a mask.
+            y.add_(torch.hardshrink(x, torch.finfo(x.dtype).max))
+    return y.copysign_(x) if grid.negative_zero else y
 
 
 @compiled_as(lambda x: x.device.type != "cpu")
@@ -118,41 +148,6 @@ def saturated(x: Tensor, unscaled: Tensor, grid: Grid) -> Tensor:
         return torch.add(y, unscaled, alpha=0.0)  # Inf * 0 is NaN
     infinite = torch.hardshrink(unscaled, torch.finfo(unscaled.dtype).max)
     return (y + infinite).copysign_(unscaled)
-
-
-def _fits_floats(grid: Grid, layout: Layout) -> bool:
-    """Whether `_round_by_magic` is exact: there are bits to spare, and room above and below."""
-    top = math.frexp(grid.largest)[1] - 1
-    return (
-        grid.mantissa_bits <= layout.mantissa_bits - 2
-        and top + layout.mantissa_bits - grid.mantissa_bits < layout.bias
-        and grid.min_exponent - grid.mantissa_bits - 31 > -layout.bias
-    )
-
-
-def _round_by_magic(x: Tensor, grid: Grid, layout: Layout) -> Tensor:
-    """Nearest, ties to even: adds and subtracts a number so large that the addition itself rounds.
-    With p the power of two at or below |x|, floats at 1.5 * p * 2**(23 - m) have the spacing of the
-    grid at x; 1.5 keeps sums of either sign in one binade."""
-    magic = 1.5 * 2.0 ** (layout.mantissa_bits - grid.mantissa_bits)
-    low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
-    high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
-    power = (x.view(layout.integer) & layout.infinity).clamp_(low, high).view(x.dtype)
-    return _overflow(torch.add(x, power, alpha=magic).sub_(power, alpha=magic), x, grid)
-
-
-def _overflow(y: Tensor, x: Tensor, grid: Grid) -> Tensor:
-    """Applies overflow and the sign of zero to `y`, which is `x` rounded without a limit."""
-    if grid.beyond != grid.largest:
-        y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
-    else:
-        y.clamp_(-grid.largest, grid.largest)
-        if grid.infinity is not None and math.isnan(grid.infinity):
-            y.add_(x, alpha=0.0)  # Inf * 0 is NaN
-        elif grid.infinity is not None:
-            # Inf stays and finite values become zero: one pass instead of three with a mask.
-            y.add_(torch.hardshrink(x, torch.finfo(x.dtype).max))
-    return y.copysign_(x) if grid.negative_zero else y
 
 
 def _round_by_bits(x: Tensor, grid: Grid, layout: Layout, bits: Tensor | None) -> Tensor:

@@ -5,14 +5,14 @@ element, which are saved for the backward pass. Casts and products equal simulat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.casting import LoweredCast, QuantizedOperand, lowered
-from ..casts.operands import Casts, one_copy, saved_tensors
+from ..casts.operands import Casts, Constants, saved_tensors
 from ..common.compiler import compiled_as, is_differentiated_again, updates_states
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
@@ -117,39 +117,12 @@ _OUTPUT, _GRAD_A, _GRAD_B = range(3)
 """The three products."""
 
 
-class Settings(NamedTuple):
-    """The constants of a product. Those of three values have one for each product: the output and
-    the gradients of a and b.
-
-    Attributes:
-        kinds: the kernels.
-        scales: the factors of the results.
-        casts: those of the operands.
-        dtype: the name of the dtype of the output.
-        bias_scale: as in `fp8.products.matmul.linear`.
-        fast: whether the kernels sum fast.
-        is_weight: whether b is the weight of a layer.
-    """
-
-    kinds: tuple[str, ...]
-    scales: tuple[float, float, float]
-    casts: Casts
-    dtype: str
-    bias_scale: float = 1.0
-    fast: tuple[bool, ...] = (False, False, False)
-    is_weight: bool = False
-
-    def multiply(
-        self,
-        product: int,
-        a: QuantizedOperand,
-        b: QuantizedOperand,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """One of the three products."""
-        kind = self.kinds[product]
-        factor = self.scales[product]
-        return multiply(kind, a, b, factor, dtype, self.fast[product])
+def _multiply(
+    how: Constants, product: int, a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype
+) -> Tensor:
+    """One of the three products."""
+    kernel, factor, fast = how.kernels[product], how.scales[product], how.fast[product]
+    return multiply(kernel, a, b, factor, dtype, fast)
 
 
 class _Native(Function):
@@ -163,11 +136,11 @@ class _Native(Function):
         b: Tensor,
         bias: Tensor | None,
         history: Tensor | None,
-        how: Settings,
+        how: Constants,
         *operands: Tensor | None,
     ) -> Tensor:
         left, right, _, _ = _stored(operands)
-        y = how.multiply(_OUTPUT, left, right, getattr(torch, how.dtype))
+        y = _multiply(how, _OUTPUT, left, right, getattr(torch, how.dtype))
         y = y[: a.shape[0]]  # without padding rows
         if bias is None:
             return y
@@ -197,16 +170,18 @@ class _Native(Function):
         how, casts = ctx.how, ctx.how.casts
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
-            g = store(grad, casts.grad_for_a, -1, ctx.history, record=True)
-            da = how.multiply(_GRAD_A, g, b, grad.dtype)
+            label = casts.label("grad")
+            g = store(grad, casts.grad_for_a, -1, ctx.history, record=True, label=label)
+            da = _multiply(how, _GRAD_A, g, b, grad.dtype)
             da = da[: grad.shape[0]]  # without padding rows
         if ctx.needs_input_grad[1]:
             # Where it has one scale, one cast of the gradient serves both products.
             if g is None:
-                g = store(grad, casts.grad_for_b, -2, ctx.history, record=True)
+                label = casts.label("grad again")
+                g = store(grad, casts.grad_for_b, -2, ctx.history, record=True, label=label)
             else:
-                g = _second(grad, g, casts.grad_for_a, casts.grad_for_b) or g.mT
-            db = how.multiply(_GRAD_B, g, a, grad.dtype)
+                g = _second(grad, g, casts.reuses_grad, casts.grad_for_b) or g.mT
+            db = _multiply(how, _GRAD_B, g, a, grad.dtype)
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0) * how.scales[_GRAD_B]
         others = [None] * (len(ctx.needs_input_grad) - 3)
@@ -225,11 +200,11 @@ _NO_TENSORS = (None, None, None)
 def _second(
     x: Tensor,
     stored: QuantizedOperand,
-    spec: LoweredCast | None,
+    reuses: bool,
     second: LoweredCast | None,
 ) -> QuantizedOperand | None:
     """``x`` for its product along the other axis; None if ``stored``, of one scale, serves it."""
-    if one_copy(spec, second) and not stored.scale.dim():
+    if reuses and not stored.scale.dim():
         return None
     return store(x, second, -2)
 
@@ -271,7 +246,7 @@ def _cast_at_once(
 @taken_as_constant
 def token_of(casts: tuple[LoweredCast | None, ...]) -> str:
     """A string that is equal for equal casts, which a graph guards as one value."""
-    return repr([cast and cast.settings for cast in casts])
+    return repr(casts)
 
 
 def _cached(b: Tensor, casts: Casts) -> Any:
@@ -287,7 +262,7 @@ def product(
     b: Tensor,
     bias: Tensor | None,
     histories: list[Tensor | None],
-    how: Settings,
+    how: Constants,
 ) -> Tensor:
     """``s_y * a b^T + bias`` for a (m, k) and b (n, k), computed by kernels."""
     casts = how.casts
@@ -295,18 +270,18 @@ def product(
     record = updates_states()
     again_a = again_b = None
     with torch.no_grad():
-        left = store(a, casts.a, -1, of_a, record)
+        left = store(a, casts.a, -1, of_a, record, casts.label("input"))
         if record:
-            again_a = _second(a, left, casts.a, casts.a_for_grad_b)
+            again_a = _second(a, left, casts.reuses_a, casts.a_for_grad_b)
         cached = _cached(b, casts)
         if cached is not None:
             right, again = cached
             again_b = again if record else None
         else:
-            right = store(b, casts.b, -1, of_b, record)
+            right = store(b, casts.b, -1, of_b, record, casts.label(casts.second))
             if record:
-                again_b = _second(b, right, casts.b, casts.b_for_grad_a)
-            both = how.is_weight and casts.b_for_grad_a is not None
+                again_b = _second(b, right, casts.reuses_b, casts.b_for_grad_a)
+            both = casts.second == "weight" and casts.b_for_grad_a is not None
             if record and both and right.scale.dtype == torch.float32:
                 right, again_b = _cast_at_once(right, again_b)
     saved_a, saved_b = again_a or _NO_TENSORS, again_b or _NO_TENSORS

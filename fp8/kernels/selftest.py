@@ -115,7 +115,7 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
 
 def _tested(cast: LoweredCast) -> LoweredCast:
     """The cast with what a kernel sees of it."""
-    return cast._replace(rounding="nearest", hadamard=0, label="")
+    return cast._replace(rounding="nearest", hadamard=0)
 
 
 @cache

@@ -68,6 +68,7 @@ def store(
     axis: int = -1,
     history: Tensor | None = None,
     record: bool = False,
+    label: str = "",
 ) -> QuantizedOperand:
     """`quantized` of the matrix ``x`` in the layout of a kernel, under a cast that `kernel_of`
     supports; ``x``, or with axis -2 its transpose, without a cast. Operands with scales by tiles
@@ -75,7 +76,7 @@ def store(
     if cast is None:
         x = x if axis == -1 else x.mT
         return QuantizedOperand(x.detach(), one_scale(x))
-    operand = quantized(x, cast, axis, history, record, converts=True)
+    operand = quantized(x, cast, axis, history, record, converts=True, label=label)
     (layout,) = layouts_of((cast,))
     return KERNELS[layout].store(operand, cast)
 

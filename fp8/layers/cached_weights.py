@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from ..casts.casting import QuantizedOperand
-from ..casts.operands import Casts, casts_of, one_copy
+from ..casts.operands import Casts, casts_of
 from ..common.compiler import compiled_as
 from ..common.step import unwrapped
 from ..common.validation import check_module
@@ -167,7 +167,7 @@ def _sums(weight: Tensor) -> Tensor:
 
 def _layouts(weight: Tensor, casts: Casts, scale: Tensor | None) -> Layouts:
     first = store(weight, casts.b, -1, scale)
-    if one_copy(casts.b, casts.b_for_grad_a) and not first.scale.dim():
+    if casts.reuses_b and not first.scale.dim():
         again = first.mT
     else:
         again = store(weight, casts.b_for_grad_a, -2)

@@ -12,7 +12,7 @@ from ..common.compiler import eager_only
 from ..common.mixin import Args, Forward, Mixin, add_mixin, bare_class
 from ..frame import FRAMES
 from ..kernels.product import why_not_recipe
-from ..modes.autocast import LayerBlock, high_precision
+from ..modes.autocast import LayerBlock, high_precision, refuse_recomputation
 from ..products.active import is_off
 from ..products.matmul import linear
 from ..recipes import history
@@ -84,12 +84,15 @@ class Converted(Mixin):
         state = history.LayerState(self) if recipe.keeps_history else None
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
-        alone = state is None and settings.is_linear and not frame.early_modes
+        alone = settings.is_linear and not frame.early_modes
         if alone and self._active == (Converted,) and len(args) == 1 and not kwargs:
             x = args[0]
             if isinstance(x, Tensor) and x.layout == torch.strided:
+                if recipe.changes_scales:
+                    refuse_recomputation(recipe)
                 weight = self.weight.mT if settings.is_transposed else self.weight
-                return linear(x, weight, self.bias, recipe=recipe, backend=backend)
+                how: dict[str, Any] = {"recipe": recipe, "backend": backend, "state": state}
+                return linear(x, weight, self.bias, **how)
         with LayerBlock(recipe, backend, state):
             return forward(*args, **kwargs)
 

@@ -187,8 +187,8 @@ class autocast:
 
     def __enter__(self) -> autocast:
         eager = not torch.compiler.is_dynamo_compiling()
-        if self.recipe is not None and self.recipe.changes_scales and in_recomputation():
-            _check_recomputes(self.recipe)
+        if self.recipe is not None and self.recipe.changes_scales:
+            refuse_recomputation(self.recipe)
         reveal()
         if eager and not self.reenters:
             LATEST.check = None
@@ -262,6 +262,12 @@ def _check_whole(policy: Policy) -> None:
             "first, last, keep) is for fp8.convert(model, policy); of one with a switch, pass "
             "policy.at(fraction)"
         )
+
+
+def refuse_recomputation(recipe: Recipe) -> None:
+    """Raises NotImplementedError if a checkpoint recomputes, for a recipe that changes scales."""
+    if in_recomputation():
+        _check_recomputes(recipe)
 
 
 def _check_recomputes(recipe: Recipe) -> None:

@@ -11,14 +11,11 @@ from torch import Tensor
 
 from ..common.validation import check_name
 from ..frame import FRAMES, IN_PIECES
-from ..recipes.history import LayerState, role_of
+from ..recipes.history import ROLES, LayerState
 from ..recipes.recipe import Recipe
 from ..torch_internals.pipelining import in_shape_inference
 from ..torch_internals.running_calls import checkpoints, in_reentrant
 from ..warnings import RecipeWarning, warn_once
-
-Scales = tuple[float, float, float]
-"""Factors of a product's output and of the gradients of its first and second operand."""
 
 BACKENDS = ("simulate", "native", "auto")
 """How a product is computed. "simulate": from rounded operands in their dtype. "native": by torch's
@@ -118,11 +115,16 @@ def _check_entered(block: Block) -> None:
 
 
 def histories(
-    recipe: Recipe | None, product: str, *operands: Tensor, layer: bool = False, groups: int = 0
+    recipe: Recipe | None,
+    product: str,
+    *operands: Tensor,
+    layer: bool = False,
+    groups: int = 0,
+    state: LayerState | None = None,
 ) -> list[Any]:
-    """The states of the operands of a product and of its gradient, of the enclosing converted
-    layer; None where the scaling or a run without values has none. layer: whether the second
-    operand is a weight. groups: the number of groups, which have states of their own."""
+    """The states of the operands of a product and of its gradient; None where the scaling or a run
+    without values has none. layer: whether the second operand is a weight. groups: the number of
+    groups, which have states of their own. state: of the layer; None: of the enclosing one."""
     states: list[Any] = [None] * (len(operands) + 1)
     if recipe is None or not recipe.keeps_history or in_shape_inference():
         return states
@@ -130,18 +132,18 @@ def histories(
     pass_ = frame.measurement
     if pass_ is not None and not pass_.of_states:
         return states
-    state = None if frame.block is None else frame.block.state
+    if state is None and frame.block is not None:
+        state = frame.block.state
     if state is None:
         raise ValueError(NO_STATE.format(recipe.name))
     name = state.name_of(product, *operands)
     casts = [recipe.input] * len(operands) + [recipe.grad]
     if layer:
         casts[1] = recipe.weight
-    roles = [*map(role_of, range(len(operands))), "grad"]
-    for place, (role, cast) in enumerate(zip(roles, casts, strict=True)):
-        # A measurement has no use for the history of largest magnitudes, which it would change.
-        if cast and cast.keeps_history and (pass_ is None or not cast.history):
-            states[place] = state.buffer(name + role, cast.history or 0, device, groups)
+    for i, cast in enumerate(casts):
+        if cast is not None and cast.keeps_history and (pass_ is None or not cast.history):
+            role = "grad" if i == len(operands) else ROLES[i]
+            states[i] = state.buffer(name + role, cast.history or 0, device, groups)
     return states
 
 

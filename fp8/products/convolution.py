@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..casts.counts import product_name
-from ..casts.operands import UNCAST, casts_of, named
+from ..casts.operands import ONES, UNCAST, Constants, Geometry, Scales, casts_of
 from ..frame import FRAMES
-from .active import Scales, histories, product_recipe, warn_unsummed
-from .matmul import ONES, Geometry, measured, simulated
+from .active import histories, product_recipe, warn_unsummed
+from .matmul import measured, simulated
 
 Ints = int | Sequence[int]
 
@@ -31,18 +31,20 @@ def _convolve(
     """The convolution in this form. x: with or without a batch."""
     if x.ndim == weight.ndim - 1:
         return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(0)
-    uncast = (UNCAST, [None] * 3, geometry)
-    if (recipe := product_recipe(unit)) is None:
-        return simulated(x, weight, bias, scales, *uncast)
-    states = histories(recipe, "conv", x, weight, layer=True)
-    if (pass_ := FRAMES.items[-1].measurement) is not None:
-        y = simulated(x, weight, bias, scales, *uncast)
+    how = Constants(UNCAST, scales, geometry=geometry)
+    recipe = product_recipe(unit)
+    if recipe is None:
+        return simulated(x, weight, bias, how, [None, None, None])
+    states, pass_ = histories(recipe, "conv", x, weight, layer=True), FRAMES.items[-1].measurement
+    if pass_ is not None:
+        y = simulated(x, weight, bias, how, [None, None, None])
         return measured(pass_, recipe, states, x, weight, y)
     name = product_name("conv", weight, recipe)
     casts = casts_of(recipe.text, True, False)
-    casts = named(casts, name) if name else casts
+    if name:
+        casts = casts._replace(name=name)
     warn_unsummed(recipe, "a convolution")
-    return simulated(x, weight, bias, scales, casts, states, geometry)
+    return simulated(x, weight, bias, how._replace(casts=casts), states)
 
 
 def _each(value: Ints, weight: Tensor) -> list[int]:

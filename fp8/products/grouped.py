@@ -19,13 +19,12 @@ from torch.autograd import Function
 from ..casts.counts import product_name
 from ..casts.groups import aligned, cast_groups, pieces, product_shape
 from ..casts.operands import (
+    ONES,
     UNCAST,
-    Casts,
+    Constants,
     SavedOperand,
+    Scales,
     casts_of,
-    copies_of,
-    named,
-    one_copy,
     save_operands,
     saved_operands,
 )
@@ -35,8 +34,8 @@ from ..frame import FRAMES
 from ..recipes.recipe import Recipe
 from ..torch_internals.autograd_functions import apply
 from ..torch_internals.decorators import in_graph
-from .active import Scales, histories, product_recipe, warn_unsummed
-from .matmul import ONES, Operands, Settings, gemm, measured
+from .active import histories, product_recipe, warn_unsummed
+from .matmul import Operands, gemm, measured
 
 
 @torch.library.custom_op(
@@ -85,43 +84,51 @@ class _Grouped(Function):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, offs: Tensor | None, split: int, operands: Operands, how: Settings
+        a: Tensor, b: Tensor, offs: Tensor | None, split: int, operands: Operands, how: Constants
     ) -> Tensor:
         ends = aligned(offs, how.casts.a) if split == -1 else offs
         return MULTIPLY_GROUPS(operands.a, operands.b.mT, ends, how.scales[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, offs, ctx.split, (cast_a, cast_b, scale_a, scale_b, ctx.history), ctx.how = inputs
+        a, b, offs, ctx.split, operands, ctx.how = inputs
+        ctx.history = operands.history
         ctx.turned = b.mT.is_contiguous()
-        casts, copies = ctx.how.casts, ctx.how.copies
-        saved = [
-            SavedOperand(cast_a, casts.a, scale_a) if copies.a else SavedOperand(a),
-            SavedOperand(cast_b, casts.b, scale_b) if copies.b else SavedOperand(b),
-        ]
-        save_operands(ctx, *saved, *([] if offs is None else [SavedOperand(offs)]))
+        casts = ctx.how.casts
+        saved = [SavedOperand(a), SavedOperand(b)]
+        if casts.reuses_a:
+            saved[0] = SavedOperand(operands.a, casts.a, operands.scale_a)
+        if casts.reuses_b:
+            saved[1] = SavedOperand(operands.b, casts.b, operands.scale_b)
+        if offs is not None:
+            saved.append(SavedOperand(offs))
+        save_operands(ctx, *saved)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, *offsets = saved_operands(ctx, grad.dtype)
         offs = offsets[0] if offsets else None
         history, split, how = ctx.history, ctx.split, ctx.how
-        casts, (_, s_a, s_b) = how.copies.casts, how.scales
-        if is_differentiated_again() and any(casts):
+        casts, (_, s_a, s_b) = how.casts, how.scales
+        if is_differentiated_again() and any(casts.specs):
             raise RuntimeError("create_graph=True: a grouped product with casts has one gradient")
         groups = (offs, split)
         needs_a, needs_b, *_ = ctx.needs_input_grad
         da = db = for_a = None
         if needs_a:
             signs = rotation_signs(casts.grad_for_a, grad)
-            for_a, _ = cast_groups(grad, *groups, -1, casts.grad_for_a, history, True, signs)
-            again, _ = cast_groups(b, *groups, -2, casts.b_for_grad_a, signs=signs)
+            cast, label = casts.grad_for_a, casts.label("grad")
+            for_a, _ = cast_groups(grad, *groups, -1, cast, history, True, signs, label)
+            cast, label = casts.again_b, casts.label(f"{casts.second} again")
+            again, _ = cast_groups(b, *groups, -2, cast, signs=signs, label=label)
             da = MULTIPLY_GROUPS(for_a, again, offs, s_a)
         if needs_b:
             for_b, signs = for_a, rotation_signs(casts.grad_for_b, grad)
-            if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
-                for_b, _ = cast_groups(grad, *groups, -2, casts.grad_for_b, history, True, signs)
-            again, _ = cast_groups(a, *groups, -2, casts.a_for_grad_b, signs=signs)
+            if for_b is None or not casts.reuses_grad:
+                cast, label = casts.grad_for_b, casts.label("grad again")
+                for_b, _ = cast_groups(grad, *groups, -2, cast, history, True, signs, label)
+            cast, label = casts.again_a, casts.label("input again")
+            again, _ = cast_groups(a, *groups, -2, cast, signs=signs, label=label)
             ends = aligned(offs, casts.grad_for_b) if split == -2 else offs
             if ctx.turned:
                 db = MULTIPLY_GROUPS(again.mT, for_b, ends, s_b).mT
@@ -138,15 +145,16 @@ def _product(
     groups = b.shape[0] if layer else offs.shape[0]  # type: ignore[union-attr]
     states = histories(recipe, "grouped_mm", a, b, layer=layer, groups=groups)
     if recipe is None:
-        return _simulated(a, b, offs, split, scales, UNCAST, states)
+        return _simulated(a, b, offs, split, Constants(UNCAST, scales), states)
     if (pass_ := FRAMES.items[-1].measurement) is not None:
-        y = _simulated(a, b, offs, split, scales, UNCAST, [None] * 3)
+        y = _simulated(a, b, offs, split, Constants(UNCAST, scales), [None] * 3)
         return measured(pass_, recipe, states, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
     warn_unsummed(recipe, "a grouped product")
     casts = casts_of(recipe.text, layer)
-    casts = named(casts, name, layer) if name else casts
-    return _simulated(a, b, offs, split, scales, casts, states)
+    if name:
+        casts = casts._replace(name=name)
+    return _simulated(a, b, offs, split, Constants(casts, scales), states)
 
 
 @in_graph
@@ -155,19 +163,19 @@ def _simulated(
     b: Tensor,
     offs: Tensor | None,
     split: int,
-    scales: Scales,
-    casts: Casts,
+    how: Constants,
     states: list[Any],
 ) -> Tensor:
     from ..torch_internals.flop_counter import GROUPED, count_flops  # late: by a first product
 
     count_flops(GROUPED)
-    of_a, of_b, of_grad = states
+    casts, (of_a, of_b, of_grad) = how.casts, states
     signs = rotation_signs(casts.a, a)
-    cast_a, scale_a = cast_groups(a, offs, split, -1, casts.a, of_a, signs=signs)
-    cast_b, scale_b = cast_groups(b, offs, split, -1, casts.b, of_b, signs=signs)
+    first, second = casts.label("input"), casts.label(casts.second)
+    cast_a, scale_a = cast_groups(a, offs, split, -1, casts.a, of_a, signs=signs, label=first)
+    cast_b, scale_b = cast_groups(b, offs, split, -1, casts.b, of_b, signs=signs, label=second)
     operands = Operands(cast_a.detach(), cast_b.detach(), scale_a, scale_b, of_grad)
-    return apply(_Grouped, a, b, offs, split, operands, Settings(scales, casts, copies_of(casts)))
+    return apply(_Grouped, a, b, offs, split, operands, how)
 
 
 def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:

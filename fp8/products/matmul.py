@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import LoweredCast, as_read, cast_values, rounded, times
+from ..casts.casting import PLAIN, LoweredCast, as_read, cast_values, times
 from ..casts.counts import is_sampled, product_name
 from ..casts.operands import (
+    ONES,
     Casts,
-    Copies,
+    Constants,
+    Geometry,
     SavedOperand,
+    Scales,
     casts_of,
-    copies_of,
-    named,
-    one_copy,
     save_operands,
     saved_operands,
 )
@@ -38,51 +38,13 @@ from ..common.compiler import compiled_as, is_differentiated_again
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..frame import FRAMES
+from ..recipes.history import LayerState
 from ..recipes.recipe import Recipe
 from ..torch_internals.autograd_functions import apply, apply_eagerly
 from ..torch_internals.decorators import in_graph
-from .active import Scales, histories, product_recipe
+from .active import histories, product_recipe
 
 aten = torch.ops.aten
-
-ONES: Scales = (1, 1, 1)  # ints: torch.compile would treat floats as dynamic
-
-
-class Geometry(NamedTuple):
-    """The arguments of `aten.convolution`."""
-
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    transposed: bool
-    output_padding: list[int]
-    groups: int
-
-
-def _cast(
-    x: Tensor,
-    spec: LoweredCast | None,
-    axis: int,
-    geometry: Geometry | None,
-    history: Tensor | None = None,
-    record: bool | None = None,
-    signs: Tensor | None = None,
-    *,
-    weight: bool = False,
-    differentiable: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`rounded` or `cast_values`. In a convolution, feature maps (batch, channels, *size) and its
-    weight are cast as matrices: see `fp8.products.convolution`."""
-    if spec is None:
-        return x, None
-    cast = rounded if differentiable else cast_values
-    if geometry is None or (spec.tile == (0, 0) and not spec.is_simulated):
-        return cast(x, spec, axis, history, record, signs)
-    last = x.movedim(1, -1)
-    matrix = last.flatten(1) if weight else last.flatten(0, -2)
-    if weight and geometry.transposed:
-        axis = -3 - axis
-    return cast(matrix, spec, axis)[0].reshape(last.shape).movedim(-1, 1), None
 
 
 def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
@@ -98,23 +60,12 @@ def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = 
     return product(ignored, a, b, beta=0, alpha=alpha)
 
 
-@compiled_as(lambda a: a.ndim == 3 and a.dtype != torch.float16)
+@compiled_as(lambda a: a.dtype != torch.float16)
 def _fuses(a: Tensor) -> bool:
-    """Whether the scale is applied as a separate multiplication: in a graph, where it fuses with
+    """Whether the scale of batches is a separate multiplication: in a graph, where it fuses with
     its neighbours and baddbmm would materialize its ignored input. Not in float16, where the
     unscaled product could overflow."""
     return False
-
-
-class Settings(NamedTuple):
-    """The constants of a product. geometry: of a convolution. bias_scale: as in `linear`."""
-
-    scales: Scales
-    casts: Casts
-    copies: Copies
-    fuses: bool = False
-    geometry: Geometry | None = None
-    bias_scale: float = 1.0
 
 
 class Operands(NamedTuple):
@@ -129,81 +80,153 @@ class Operands(NamedTuple):
 
 class _Product(Function):
     """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k), the
-    layout of FP8 GEMMs; or the convolution of maps a and a weight b. a and b are passed to receive
-    gradients, and for casts along their other axis."""
+    layout of FP8 GEMMs. a and b are passed to receive gradients, and for casts along their other
+    axis."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, bias: Tensor | None, operands: Operands, how: Settings
+        a: Tensor, b: Tensor, bias: Tensor | None, operands: Operands, how: Constants
     ) -> Tensor:
-        bias = _scaled_bias(bias, how.bias_scale)
-        if how.geometry is not None:
-            if bias is not None and bias.dtype != operands.a.dtype:  # torch drops imaginary parts
-                raise ValueError(
-                    f"bias must have the dtype of the input, {operands.a.dtype}, got {bias.dtype}"
-                )
-            weight = times(operands.b, how.scales[0])
-            return aten.convolution.default(operands.a, weight, bias, *how.geometry)
+        if bias is not None:
+            bias = _scaled_bias(bias, how.bias_scale)
         return gemm(operands.a, operands.b.mT, how.scales[0], how.fuses, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved with save_for_backward: it is updated before it is used.
         a, b, _, operands, ctx.how = inputs
-        ctx.history, ctx.scales, ctx.fuses = operands.history, ctx.how.scales, ctx.how.fuses
+        ctx.history = operands.history
         ctx.turned = operands.b.mT.is_contiguous()  # the right operand of a matmul
-        casts, copies = ctx.how.casts, ctx.how.copies
-        save_operands(
-            ctx,
-            _to_save(a, operands.a, operands.scale_a, casts.a, copies.a),
-            _to_save(b, operands.b, operands.scale_b, casts.b, copies.b),
-        )
+        casts = ctx.how.casts
+        of_a, of_b = SavedOperand(a), SavedOperand(b)
+        if casts.reuses_a and operands.a is not a:
+            of_a = SavedOperand(operands.a, casts.a, operands.scale_a, a)
+        if casts.reuses_b and operands.b is not b:
+            of_b = SavedOperand(operands.b, casts.b, operands.scale_b, b)
+        save_operands(ctx, of_a, of_b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = saved_operands(ctx, grad.dtype)
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-        casts, of = ctx.how.copies.casts, ctx.how.geometry
-        again_a = again_b = None
-        for_a: Any = None
-        for_b: Any = None
-        g = grad if casts.grad_for_a is None and casts.grad_for_b is None else as_read(grad)
-        signs = rotation_signs(casts.grad_for_a, grad), rotation_signs(casts.grad_for_b, grad)
-        cast = partial(_cast, geometry=of, differentiable=is_differentiated_again())
-        recorded = {"history": ctx.history, "record": True}
-
-        def second(
-            x: Tensor, spec: LoweredCast | None, signs: Tensor | None, weight: bool
-        ) -> Tensor:
-            y = x if spec is None else cast(as_read(x), spec, -2, signs=signs, weight=weight)[0]
-            return y.to(grad.dtype)
-
-        if needs_a:
-            for_a, _ = cast(g, casts.grad_for_a, -1, signs=signs[0], **recorded)
-            if of is not None:
-                again_b = second(b, casts.b_for_grad_a, signs[0], True)
-        if needs_b:
+        how, history = ctx.how, ctx.history
+        casts, name, dbias = how.casts, how.casts.name, None
+        g, signs_a, signs_b = _read_gradient(grad, casts)
+        for_a = for_b = g
+        cast = cast_values
+        if torch.is_grad_enabled() and is_differentiated_again():
+            cast = partial(cast_values, differentiable=True)
+        # Stochastic casts draw their bits in this order.
+        if needs_a and casts.grad_for_a is not None:
+            label = name and casts.label("grad")
+            for_a, _ = cast(g, casts.grad_for_a, -1, history, True, signs_a, label=label)
+        if needs_b and needs_a and casts.reuses_grad:
             for_b = for_a
-            if for_a is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
-                for_b, _ = cast(g, casts.grad_for_b, -2, signs=signs[1], **recorded)
-            again_a = second(a, casts.a_for_grad_b, signs[1], False)
-        if needs_a and of is None:  # in this order stochastic casts draw their bits
-            again_b = second(b, casts.b_for_grad_a, signs[0], True)
-        if of is None:
-            da, db = _both(ctx, again_a, again_b, for_a, for_b)
-        else:
-            da, db = _of_convolution(ctx, a, b, again_a, again_b, for_a, for_b)
-        return da, db, _of_bias(grad, ctx.scales[2]) if needs_bias else None, None, None
+        elif needs_b and casts.grad_for_b is not None:
+            label = name and casts.label("grad again")
+            for_b, _ = cast(g, casts.grad_for_b, -2, history, True, signs_b, label=label)
+        if needs_b and casts.a_for_grad_b is not None and not casts.reuses_a:
+            label = name and casts.label("input again")
+            a, _ = cast(a, casts.a_for_grad_b, -2, signs=signs_b, label=label)
+        if needs_a and casts.b_for_grad_a is not None and not casts.reuses_b:
+            label = name and casts.label(f"{casts.second} again")
+            b, _ = cast(b, casts.b_for_grad_a, -2, signs=signs_a, label=label)
+        left = a.to(grad.dtype) if needs_b else None
+        right = b.to(grad.dtype) if needs_a else None
+        da, db = _both(left, right, for_a, for_b, how.scales, how.fuses, ctx.turned)
+        if needs_bias:
+            dbias = grad.sum(0)
+            if how.scales[2] != 1:
+                dbias = dbias * how.scales[2]
+        return da, db, dbias, None, None
 
 
-def _to_save(
-    x: Tensor, values: Tensor, scale: Tensor | None, spec: LoweredCast | None, copied: bool
-) -> SavedOperand:
-    if values is x or not copied:
-        return SavedOperand(x)
-    return SavedOperand(values, spec, scale, x)
+def _read_gradient(grad: Tensor, casts: Casts) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradient of the output as casts read it, and the signs of both rotations."""
+    if casts.grad_for_a is None and casts.grad_for_b is None:
+        return grad, None, None
+    g = as_read(grad)
+    if not casts.random_signs:
+        return g, None, None
+    return g, rotation_signs(casts.grad_for_a, grad), rotation_signs(casts.grad_for_b, grad)
+
+
+class _Convolution(_Product):
+    """The convolution of maps a and a weight b. Feature maps (batch, channels, *size) and the
+    weight are cast as matrices: see `fp8.products.convolution`."""
+
+    @staticmethod
+    def forward(
+        a: Tensor, b: Tensor, bias: Tensor | None, operands: Operands, how: Constants
+    ) -> Tensor:
+        if bias is not None:
+            bias = _scaled_bias(bias, how.bias_scale)
+            if bias.dtype != operands.a.dtype:  # torch drops imaginary parts
+                raise ValueError(
+                    f"bias must have the dtype of the input, {operands.a.dtype}, got {bias.dtype}"
+                )
+        assert how.geometry is not None
+        weight = times(operands.b, how.scales[0])
+        return aten.convolution.default(operands.a, weight, bias, *how.geometry)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = saved_operands(ctx, grad.dtype)
+        needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
+        how, casts = ctx.how, ctx.how.casts
+        geometry, (_, s_a, s_b) = how.geometry, how.scales
+        g, _, _ = _read_gradient(grad, casts)
+        cast = partial(cast_maps, geometry=geometry, differentiable=is_differentiated_again())
+        gradient = aten.convolution_backward.default  # itself differentiable
+        da = db = dbias = None
+        for_a = for_b = g
+        again_a, again_b = a, b
+        if needs_a:
+            if casts.grad_for_a is not None:
+                label = casts.label("grad")
+                for_a, _ = cast(g, casts.grad_for_a, -1, ctx.history, True, label=label)
+            if casts.again_b is not None:
+                label = casts.label("weight again")
+                again_b, _ = cast(b, casts.again_b, -2, label=label, weight=True)
+            weight = times(again_b.to(grad.dtype), s_a)  # smaller than the maps
+            like, none = a.to(for_a.dtype), None
+            da, _, _ = gradient(for_a, like, weight, none, *geometry, [True, False, False])
+        if needs_b:
+            if needs_a and casts.reuses_grad:
+                for_b = for_a
+            elif casts.grad_for_b is not None:
+                label = casts.label("grad again")
+                for_b, _ = cast(g, casts.grad_for_b, -2, ctx.history, True, label=label)
+            if casts.again_a is not None:
+                again_a, _ = cast(a, casts.again_a, -2, label=casts.label("input again"))
+            maps, like = again_a.to(grad.dtype), b.to(for_b.dtype)
+            _, db, _ = gradient(for_b, maps, like, None, *geometry, [False, True, False])
+            db = times(db, s_b)
+        if needs_bias:
+            dbias = times(grad.sum([d for d in range(grad.ndim) if d != 1]), s_b)
+        return da, db, dbias, None, None
+
+
+def cast_maps(
+    x: Tensor,
+    spec: LoweredCast,
+    axis: int,
+    *args: Any,
+    geometry: Geometry,
+    weight: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`cast_values` of feature maps, or of the weight, of a convolution."""
+    if spec.tile == (0, 0) and not spec.is_simulated:
+        return cast_values(x, spec, axis, *args, **options)
+    last = x.movedim(1, -1)
+    matrix = last.flatten(1) if weight else last.flatten(0, -2)
+    if weight and geometry.transposed:
+        axis = -3 - axis
+    y, _ = cast_values(matrix, spec, axis, **options)
+    return y.reshape(last.shape).movedim(-1, 1), None
 
 
 class _Plain(Function):
@@ -215,7 +238,9 @@ class _Plain(Function):
     def forward(
         a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, fuses: bool, bias_scale: float
     ) -> Tensor:
-        return gemm(a, b.mT, scales[0], fuses, _scaled_bias(bias, bias_scale))
+        if bias is not None:
+            bias = _scaled_bias(bias, bias_scale)
+        return gemm(a, b.mT, scales[0], fuses, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -230,17 +255,24 @@ class _Plain(Function):
             a, b = a.conj(), b.conj()
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         a, b = a if needs_b else None, b if needs_a else None
-        da, db = _both(ctx, a, b, grad, grad)
-        return da, db, _of_bias(grad, ctx.scales[2]) if needs_bias else None, *[None] * 3
+        da, db = _both(a, b, grad, grad, ctx.scales, ctx.fuses, ctx.turned)
+        dbias = times(grad.sum(0), ctx.scales[2]) if needs_bias else None
+        return da, db, dbias, None, None, None
 
 
 def _both(
-    ctx: Any, a: Tensor | None, b: Tensor | None, for_a: Tensor, for_b: Tensor
+    a: Tensor | None,
+    b: Tensor | None,
+    for_a: Tensor,
+    for_b: Tensor,
+    scales: Scales,
+    fuses: bool,
+    turned: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of two operands, from the output's gradient as cast for each. a is None if b
-    needs no gradient, and vice versa. ctx.turned: whether b's has the layout of its transpose."""
+    needs no gradient, and vice versa. turned: whether that of b has the layout of its transpose."""
     da = db = None
-    turned, fuses, (_, s_a, s_b) = ctx.turned, ctx.fuses, ctx.scales
+    _, s_a, s_b = scales
     if fuses and for_a is for_b and s_a == s_b:  # one multiplication for both
         for_a = for_b = for_a * s_a
         s_a = s_b = 1.0
@@ -253,47 +285,19 @@ def _both(
     return da, db
 
 
-def _of_convolution(
-    ctx: Any,
-    a: Tensor,
-    b: Tensor,
-    again_a: Tensor | None,
-    again_b: Tensor | None,
-    for_a: Tensor,
-    for_b: Tensor,
-) -> tuple[Tensor | None, Tensor | None]:
-    """`_both` of a convolution. Scales multiply what is smaller than the maps."""
-    da = db = None
-    geometry, (_, s_a, s_b) = ctx.how.geometry, ctx.scales
-    gradient = aten.convolution_backward.default  # itself differentiable
-    if again_b is not None:
-        weight = times(again_b, s_a)
-        da, _, _ = gradient(for_a, a.to(for_a.dtype), weight, None, *geometry, [True, False, False])
-    if again_a is not None:
-        weight = b.to(for_b.dtype)
-        _, db, _ = gradient(for_b, again_a, weight, None, *geometry, [False, True, False])
-        db = times(db, s_b)
-    return da, db
-
-
-def _scaled_bias(bias: Tensor | None, scale: float) -> Tensor | None:
+def _scaled_bias(bias: Tensor, scale: float) -> Tensor:
     """The bias in the dtype of the enclosing `torch.autocast`. One of integers is not scaled: torch
     refuses to add it."""
-    if bias is None:
-        return None
-    numbers = bias.dtype.is_floating_point or bias.dtype.is_complex
-    return to_autocast_dtype(times(bias, scale) if numbers else bias)[0]
-
-
-def _of_bias(grad: Tensor, scale: float) -> Tensor:
-    """The gradient of a bias along dimension 1."""
-    return times(grad.sum([d for d in range(grad.ndim) if d != 1]), scale)
+    if scale != 1 and (bias.dtype.is_floating_point or bias.dtype.is_complex):
+        bias = bias * scale
+    (bias,) = to_autocast_dtype(bias)
+    return bias
 
 
 def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float) -> Tensor:
     """`_as_it_is` in a graph."""
     a, b = to_autocast_dtype(a, b)
-    return _Plain.apply(a, b, bias, scales, _fuses(a), bias_scale)
+    return _Plain.apply(a, b, bias, scales, a.ndim == 3 and _fuses(a), bias_scale)
 
 
 @partial(in_graph, graph=_uncast)
@@ -314,6 +318,7 @@ def multiply(
     backend: str,
     kind: str = "linear",
     bias_scale: float = 1.0,
+    state: LayerState | None = None,
 ) -> Tensor:
     """Casts the operands to the recipe's formats, then to the dtype of torch.autocast, which has
     every value of an 8-bit format (with a scale factor: within its exponent range), and multiplies
@@ -324,57 +329,96 @@ def multiply(
         scales, bias_scale = ONES, 1.0
     if recipe is None:
         return _as_it_is(a, b, bias, scales, bias_scale)
-    layer = kind != "matmul"
-    states = histories(recipe, kind, a, b, layer=layer)
-    if (pass_ := FRAMES.items[-1].measurement) is not None:
-        return measured(pass_, recipe, states, a, b, _as_it_is(a, b, bias, scales, bias_scale))
-    name = product_name(kind, b if kind == "linear" else None, recipe)
-    unnamed = casts_of(recipe.text, layer)
-    casts = named(unnamed, name, layer) if name else unnamed
-    sampled = bool(name) and is_sampled(name)  # such products are simulated, with torch's sums
-    if recipe.accumulate is not None and not sampled:
+    layer, name = kind != "matmul", ""
+    states: list[Any] = [None, None, None]
+    if recipe.keeps_history:
+        states = histories(recipe, kind, a, b, layer=layer, state=state)
+    frame = FRAMES.items[-1]
+    if frame.measurement is not None:
+        y = _as_it_is(a, b, bias, scales, bias_scale)
+        return measured(frame.measurement, recipe, states, a, b, y)
+    if frame.recording or recipe.fixed:
+        name = product_name(kind, b if kind == "linear" else None, recipe)
+    casts = casts_of(recipe.text, layer)
+    if name:
+        casts = casts._replace(name=name)
+    how = Constants(casts, scales, bias_scale)
+    on_device = backend == "native" or (backend == "auto" and a.device.type == "cuda")
+    if on_device or recipe.accumulate is not None:
+        return _on_tensor_cores(a, b, bias, how, states, recipe, backend)
+    return simulated(a, b, bias, how, states)
+
+
+def _on_tensor_cores(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    how: Constants,
+    states: list[Any],
+    recipe: Recipe,
+    backend: str,
+) -> Tensor:
+    """The product with the sums of an accelerator, or by kernels where they support it."""
+    name = how.casts.name
+    if name and is_sampled(name):
+        return simulated(a, b, bias, how, states)
+    (like,) = to_autocast_dtype(a[:0])
+    if recipe.accumulate is not None:
         from ..lab.sums import product as sums
 
-        (like,) = to_autocast_dtype(a[:0])
-        how = sums.Settings(scales, casts, recipe.sums, dtype_name(like.dtype), bias_scale)
+        how = how._replace(sums=recipe.sums, dtype=dtype_name(like.dtype))
         return sums.product(a, b, bias, states, how)
-    if backend != "simulate" and not sampled:
-        from ..kernels import product as native
+    from ..kernels import product as native
 
-        if native.takes(backend, a, b):
-            (like,) = to_autocast_dtype(a[:0])
-            if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
-                dtype, fast = dtype_name(like.dtype), recipe.is_fast
-                settings = native.Settings(kinds, scales, casts, dtype, bias_scale, fast, layer)
-                return native.product(a, b, bias, states, settings)
-    return simulated(a, b, bias, scales, casts, states, None, bias_scale)
+    if native.takes(backend, a, b):
+        kernels = native.kernels(backend, a, b, how.casts.specs, like.dtype)
+        if kernels:
+            how = how._replace(kernels=kernels, dtype=dtype_name(like.dtype), fast=recipe.is_fast)
+            return native.product(a, b, bias, states, how)
+    return simulated(a, b, bias, how, states)
 
 
 @in_graph
 def simulated(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    scales: Scales,
-    casts: Casts,
-    states: list[Any],
-    geometry: Geometry | None = None,
-    bias_scale: float = 1.0,
+    a: Tensor, b: Tensor, bias: Tensor | None, how: Constants, states: list[Any]
 ) -> Tensor:
     """Casts the operands and multiplies their values, or convolves them."""
-    of_a, of_b, of_grad = states
-    signs = rotation_signs(casts.a, a)
-    x, w, scale_x, scale_w = a, b, None, None
-    if casts.a is not None:
+    if type(a) not in PLAIN or type(b) not in PLAIN:
+        return _simulated(a, b, bias, how, states)
+    # Torch-function modes have seen the product as a whole. Classes of tensors see its operations.
+    with torch.DisableTorchFunction():
+        return _simulated(a, b, bias, how, states)
+
+
+def _simulated(
+    a: Tensor, b: Tensor, bias: Tensor | None, how: Constants, states: list[Any]
+) -> Tensor:
+    casts, (of_a, of_b, of_grad) = how.casts, states
+    signs = scale_x = scale_w = None
+    if casts.random_signs:
+        signs = rotation_signs(casts.a, a)
+    cast_a: Any = cast_values
+    cast_b: Any = cast_values
+    function: type[Function] = _Product
+    if how.geometry is not None:
+        cast_a = partial(cast_maps, geometry=how.geometry)
+        cast_b = partial(cast_maps, geometry=how.geometry, weight=True)
+        function = _Convolution
+    if casts.a is not None or casts.a_for_grad_b is not None:
         a = as_read(a)
-        x, scale_x = _cast(a.detach(), casts.a, -1, geometry, of_a, signs=signs)
-    if casts.b is not None:
+    if casts.b is not None or casts.b_for_grad_a is not None:
         b = as_read(b)
-        w, scale_w = _cast(b.detach(), casts.b, -1, geometry, of_b, signs=signs, weight=True)
+    x, w = a, b
+    if casts.a is not None:
+        label = casts.name and casts.label("input")
+        x, scale_x = cast_a(a.detach(), casts.a, -1, of_a, None, signs, label=label)
+    if casts.b is not None:
+        label = casts.name and casts.label(casts.second)
+        w, scale_w = cast_b(b.detach(), casts.b, -1, of_b, None, signs, label=label)
     x, w = to_autocast_dtype(x, w)
-    operands = Operands(x, w, scale_x, scale_w, of_grad)
-    how = Settings(scales, casts, copies_of(casts), _fuses(x), geometry, bias_scale)
-    return apply(_Product, a, b, bias, operands, how)
+    if x.ndim == 3 and _fuses(x):
+        how = how._replace(fuses=True)
+    return apply(function, a, b, bias, Operands(x, w, scale_x, scale_w, of_grad), how)
 
 
 def measured(
@@ -418,6 +462,7 @@ def linear(
     backend: str = "simulate",
     unit: bool = False,
     bias_scale: float = 1.0,
+    state: LayerState | None = None,
 ) -> Tensor:
     """``s_y * input @ weight.T + bias``, with a separate scale for each gradient.
 
@@ -428,7 +473,8 @@ def linear(
     gradient. Integers are not scaled, complex numbers not cast. recipe: None uses recipe and
     backend of the enclosing `fp8.autocast`. unit: whether the tensors are unit-scaled, which
     decides the recipe under "auto". bias_scale: a factor of the bias in the output, but not of its
-    gradient. Raises ValueError for shapes that do not fit.
+    gradient. state: of the layer, for a recipe that keeps scales; None: that of the block. Raises
+    ValueError for shapes that do not fit.
     """
     if recipe is None and (block := FRAMES.items[-1].block) is not None:
         recipe, backend = product_recipe(unit), block.backend
@@ -442,7 +488,7 @@ def linear(
             f"{tuple(input.shape)} and {tuple(weight.shape)}"
         )
     rows = input if input.ndim == 2 else input[None] if input.ndim == 1 else input.flatten(0, -2)
-    y = multiply(rows, weight, bias, scales, recipe, backend, "linear", bias_scale)
+    y = multiply(rows, weight, bias, scales, recipe, backend, "linear", bias_scale, state)
     y = y if input.ndim == 2 else y.reshape(*input.shape[:-1], weight.shape[0])
     return y.squeeze(-1) if one else y
 

@@ -18,6 +18,9 @@ from ..warnings import PitfallWarning, show
 _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
 _ROLES = ("input", "weight", "grad")
 
+ROLES = ("input", "weight", "2")
+"""The roles of the operands of a product, in the names of buffers; "2": the values of attention."""
+
 
 class MeasuredScales:
     """Whether each static scale is set and each history has entries, or the equal scale of a layer
@@ -30,6 +33,7 @@ class LayerState:
 
     def __init__(self, layer: Any) -> None:
         self._layer, self._products = layer, 0
+        self._traced = torch.compiler.is_dynamo_compiling()
 
     def name_of(self, product: str, *operands: Tensor) -> str:
         """The next product in names of buffers; "" if it is the only one."""
@@ -57,30 +61,27 @@ class LayerState:
         first dimension of 1 if it is not set, and of the groups of a grouped product. Raises
         ValueError for another shape."""
         layer, buffer = self._layer, (_AMAX if length else _SCALE) + name
-        shape = _shape(length, groups)
+        shape: tuple[int, ...] = (length,) if length else ()
+        if groups:
+            shape = (groups, *shape)
         if buffer not in layer._buffers:
             _check_creates(buffer)
             with torch.inference_mode(False):
                 layer.register_buffer(buffer, torch.zeros(shape, device=device))
-        layer.fp8_note(buffer)
-        state = part_of(getattr(layer, buffer))
+        # A graph reads the attribute once it is noted, so that it guards the value that stays.
+        if self._traced or getattr(layer.fp8_measured, buffer, False) is False:
+            layer.fp8_note(buffer)
+        state = getattr(layer, buffer) if self._traced else layer._buffers[buffer]
+        if type(state) is not Tensor:
+            state = part_of(state)
         if state.shape != shape:
             got = f"{buffer} has the shape {tuple(state.shape)}"
-            raise ValueError(f"{got}, and the recipe and the product need {tuple(shape)}")
+            raise ValueError(f"{got}, and the recipe and the product need {shape}")
         measured = getattr(layer.fp8_measured, buffer)
-        shared = isinstance(measured, Tensor) and torch.compiler.is_dynamo_compiling()
+        shared = self._traced and isinstance(measured, Tensor)
         if shared and measured.device == state.device:
             return measured
         return state[None] if measured is False and not groups else state
-
-
-def role_of(operand: int) -> str:
-    """The role of an operand of a product, in the names of buffers."""
-    return _ROLES[operand] if operand < 2 else str(operand)
-
-
-def _shape(length: int, groups: int = 0) -> torch.Size:
-    return torch.Size(size for size in (groups, length) if size)
 
 
 def _check_creates(name: str) -> None:
@@ -146,7 +147,8 @@ def add_buffers(layer: Any) -> None:
     for role in () if settings.by_call else _ROLES:
         cast = getattr(settings.recipe, role)
         if cast is not None and cast.keeps_history:
-            zeros = torch.zeros(_shape(cast.history), device=layer.weight.device)
+            shape = (cast.history,) if cast.history else ()
+            zeros = torch.zeros(shape, device=layer.weight.device)
             name = (_AMAX if cast.history else _SCALE) + role
             if getattr(layer, name, zeros[..., None]).shape != zeros.shape:
                 layer.register_buffer(name, zeros)

@@ -53,15 +53,6 @@ class Form:
     is_narrow: bool = False
     largest: int = LARGEST
 
-    def clamped(self, scale: Tensor) -> Tensor:
-        """``scale`` clamped to the range of the form."""
-        if not self.is_power:
-            return scale.clamp(2.0**-self.largest, 2.0**self.largest)
-        # As integers: 2**-127 is subnormal, and a float may be flushed to zero.
-        low, high = _LIMITS[self.largest, scale.dtype]
-        integer = LAYOUTS[scale.dtype].integer
-        return scale.view(integer).clamp(low, high).view(scale.dtype)
-
     def with_margin(self, scale: Tensor, margin: int) -> Tensor:
         """``scale * 2**margin``, clamped to the range of the form; NaN stays NaN."""
         if not margin:
@@ -75,9 +66,10 @@ class Form:
         """The factor that replaces the division by ``scale``; None if no factor is exact."""
         if not self.is_power:
             return None
+        inverse = scale.reciprocal()
         if self.largest > LARGEST:
-            return torch.where(scale < 2.0**SMALLEST, 2.0**self.largest, 1 / scale)
-        return 1 / scale
+            return torch.where(scale < 2.0**SMALLEST, 2.0**self.largest, inverse)
+        return inverse
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         """``x`` times a scale of this form, or the `inverse` of one."""
@@ -111,7 +103,7 @@ def times_power(x: Tensor, power: Tensor) -> Tensor:
 
 
 def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
-    """2**(e - E), for ``amax`` = m * 2**e and the format's largest value M * 2**E; `Form.clamped`
+    """2**(e - E), for ``amax`` = m * 2**e and the format's largest value M * 2**E; `Rule.scale_of`
     mends what is out of range. carry: added to the bits of ``amax``; e is one larger if it carries
     into the exponent."""
     layout = LAYOUTS[amax.dtype]
@@ -123,9 +115,13 @@ def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
 
 def up(amax: Tensor, format: Format) -> Tensor:
     """The smallest power of two that avoids overflow."""
-    one = 1 << LAYOUTS[amax.dtype].mantissa_bits
-    significand = math.frexp(format.max)[0]  # from 0.5
-    return _power(amax, format, 2 * one - 1 - int(2 * significand * one))
+    layout = LAYOUTS[amax.dtype]
+    one = 1 << layout.mantissa_bits
+    significand, exponent = math.frexp(format.max)  # from 0.5
+    # `_power` without a call: every cast with a scale runs this.
+    carry = 2 * one - 1 - int(2 * significand * one)
+    power = (amax.view(layout.integer) + (carry - (exponent - 1) * one)) & -one
+    return power.view(amax.dtype)
 
 
 def _floor(amax: Tensor, format: Format) -> Tensor:
@@ -282,14 +278,21 @@ class Rule:
             scale = self.scale(magnitude, format)
         else:
             scale = self.scale(magnitude, format, unit)
-        return torch.where(amax > 0, self.form.clamped(scale), 1.0)
+        if self.form.is_power:
+            # As integers: 2**-127 is subnormal, and a float may be flushed to zero.
+            low, high = _LIMITS[self.form.largest, scale.dtype]
+            integer = LAYOUTS[scale.dtype].integer
+            clamped = scale.view(integer).clamp(low, high).view(scale.dtype)
+        else:
+            clamped = scale.clamp(2.0**SMALLEST, 2.0**LARGEST)
+        return torch.where(amax > 0, clamped, 1.0)
 
     def unit_of(self, amax: Tensor, format: Format) -> Tensor | None:
         """The unit of the scales of all tiles of a tensor, 0-dim; None for scales without one."""
         if self.unit is None:
             return None
         whole = (self.candidates[0] * amax).amax()
-        unit = FORMS["float32"].clamped(divided(whole, self.unit * format.max))
+        unit = divided(whole, self.unit * format.max).clamp(2.0**SMALLEST, 2.0**LARGEST)
         return torch.where(whole > 0, unit, 1.0)
 
     def register(self) -> Rule:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -107,10 +106,8 @@ SCALINGS: dict[str, Scaling] = {
 """Name -> which elements share a scale, and the rules that may compute it."""
 
 
-def _largest(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
-    """The largest magnitude over ``dims`` (kept); NaN if there is a NaN."""
-    if dims is not None:
-        return x.abs().amax(dims, keepdim=True)
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude, 0-dim; NaN if there is a NaN."""
     low, high = aten.aminmax.default(x)  # one pass, no copy
     return torch.maximum(-low, high)
 
@@ -126,10 +123,12 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none."""
     eager = type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
     if eager and x.device.type == "cpu":
-        amax = _largest(x, dims)
-        with suppress(RuntimeError):  # under vmap, or while tracing
+        amax = _largest(x) if dims is None else x.abs().amax(dims, keepdim=True)
+        try:
             if bool(amax.amax() < torch.inf):  # the usual case, without a mask
                 return amax
+        except RuntimeError:  # under vmap, or while tracing
+            pass
     size = x.abs()
     size = _zero_where_not(size < torch.inf, size)
     return size.amax() if dims is None else size.amax(dims, keepdim=True)
@@ -155,7 +154,8 @@ def scales_and_unit(
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     x, finite = x.detach(), None
     if rule.form.is_narrow:
-        amax = _largest(x, dims).to(dtype)
+        amax = _largest(x) if dims is None else x.abs().amax(dims, keepdim=True)
+        amax = amax.to(dtype)
         finite = amax < torch.inf
         amax = torch.where(finite, amax, 0.0)
     else:
@@ -315,7 +315,7 @@ def static_rms(format: Format) -> float:
     return 16.0 if format.max_exponent >= 15 else 1.0
 
 
-def _static_scale(x: Tensor, state: Tensor, rms: float, record: bool) -> Tensor:
+def _static_scale(x: Tensor, state: Tensor, format: Format, record: bool) -> Tensor:
     """The scale in ``state``; if that is not set, (1,), of ``x``, stored (record) if finite."""
     scale = state.float()
     if not state.dim():
@@ -323,7 +323,7 @@ def _static_scale(x: Tensor, state: Tensor, rms: float, record: bool) -> Tensor:
     if x.numel():
         x = x.detach()
         clean = _zero_where_not(x.abs() < torch.inf, x)
-        now = nearest_power(second_moment(clean) / (x.numel() * rms**2))
+        now = nearest_power(second_moment(clean) / (x.numel() * static_rms(format) ** 2))
         now = torch.where(scale > 0, scale, now)
         if record:
             stored = torch.where(second_moment(x) < torch.inf, now, scale)
@@ -354,9 +354,9 @@ def history_scale(
 ) -> Tensor:
     """The scale of ``x``, 0-dim: by a rule from the history of "delayed", or that of "static"."""
     if rule is None:
-        return _static_scale(x, history, static_rms(format), record)
+        return _static_scale(x, history, format, record)
     scale = _delayed_scale(x, history, format, rule, record)
-    return FORM_OF[rule].with_margin(scale, margin)
+    return FORM_OF[rule].with_margin(scale, margin) if margin else scale
 
 
 def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, ...] | None]:
@@ -365,14 +365,17 @@ def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, .
     if tile == (0, 0):
         return x, None
     sides = tile if axis == -1 else tile[::-1]
+    height, width = x.shape[-2:]
     # At least 2 if a tile has more than one element, because the set of dimensions depends on it.
-    rows, columns = [min(by, max(size, 2)) for size, by in zip(x.shape[-2:], sides, strict=True)]
+    rows, columns = min(sides[0], max(height, 2)), min(sides[1], max(width, 2))
     # As counts times sizes: a compiler can then prove divisibility under dynamic shapes.
-    down, across = [
-        -(-size // by) if by else 0 for size, by in zip(x.shape[-2:], (rows, columns), strict=True)
-    ]
-    more_rows = down * rows - x.shape[-2] if rows else 0
-    more_columns = across * columns - x.shape[-1] if columns else 0
+    down = across = more_rows = more_columns = 0
+    if rows:
+        down = -(-height // rows)
+        more_rows = down * rows - height
+    if columns:
+        across = -(-width // columns)
+        more_columns = across * columns - width
     if more_rows or more_columns:
         x = aten.constant_pad_nd.default(x, [0, more_columns, 0, more_rows])
     row = -3 if columns > 1 else -2

@@ -37,7 +37,13 @@ def running(file: str | None = _CHECKPOINT) -> list[str]:
     """The names of the running functions of a file; none if torch.compile traces the call."""
     if torch.compiler.is_dynamo_compiling():
         return []
-    return [f.f_code.co_name for f in python_frames() if f.f_code.co_filename == file]
+    names: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # not by `python_frames`: each of its items is a call
+        if frame.f_code.co_filename == file:
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
 
 
 def in_reentrant() -> bool:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..formats.format import Format
 from ..formats.quantize import quantize
-from ..recipes.rules import FORMS, up
+from ..recipes.rules import E8M0, LOWERED, SMALLEST
 
 __all__ = ["BLOCK", "GRADIENT_FORMAT", "all_reduce_hook"]
 
@@ -78,7 +78,8 @@ def _mean(gradients: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _scales(blocks: Tensor) -> Tensor:
     """The smallest E8M0 scale without overflow of each block (..., 32); NaN for NaN or Inf."""
     amax = blocks.abs().amax(-1, keepdim=True)
-    scale = FORMS["e8m0"].clamped(up(amax, GRADIENT_FORMAT))
+    # Zeros have the smallest scale, so that those of other processes are kept.
+    scale = LOWERED["up" + E8M0].scale_of(amax.clamp(min=2.0**SMALLEST), GRADIENT_FORMAT)
     scale = torch.where(amax < torch.inf, scale, torch.nan)
     return scale.to(torch.float8_e8m0fnu)
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ...casts.casting import LoweredCast, QuantizedOperand, format_of, quantized
-from ...casts.operands import Casts, one_copy, saved_tensors
+from ...casts.casting import LoweredCast, QuantizedOperand, cast_of, format_of, quantized
+from ...casts.operands import Constants, saved_tensors
 from ...casts.rotation import rotation_signs
 from ...casts.scaled_tensor import dequantized
 from ...common.compiler import is_differentiated_again, updates_states
@@ -29,24 +29,13 @@ from ...torch_internals.flop_counter import SUMMED, count_flops
 from .dot import dot
 
 
-class Settings(NamedTuple):
-    """The constants of a product and its gradients. scales: of the output and of both gradients.
-    sums: `fp8.Recipe.sums`. dtype: the name of that of the output."""
-
-    scales: tuple[float, float, float]
-    casts: Casts
-    sums: str
-    dtype: str
-    bias_scale: float
-
-
 @in_graph
 def product(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
     histories: list[Tensor | None],
-    how: Settings,
+    how: Constants,
 ) -> Tensor:
     """``s_y * a b^T + bias`` for a (m, k) and b (n, k), or batches of them.
 
@@ -57,8 +46,8 @@ def product(
     casts, record = how.casts, updates_states()
     with torch.no_grad():
         signs = rotation_signs(casts.a, a)
-        left = operand(a, casts.a, -1, of_a, record, signs)
-        right = operand(b, casts.b, -1, of_b, record, signs)
+        left = operand(a, casts.a, -1, of_a, record, signs, casts.label("input"))
+        right = operand(b, casts.b, -1, of_b, record, signs, casts.label(casts.second))
     return _Summed.apply(a, b, bias, of_grad, how, *left[:2], *right[:2])
 
 
@@ -72,7 +61,7 @@ class _Summed(Function):
         b: Tensor,
         bias: Tensor | None,
         history: Tensor | None,
-        how: Settings,
+        how: Constants,
         *operands: Tensor | None,
     ) -> Tensor:
         left, right = QuantizedOperand(*operands[:2]), QuantizedOperand(*operands[2:])  # type: ignore[arg-type]
@@ -84,8 +73,8 @@ class _Summed(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, _, ctx.history, ctx.how, *operands = inputs
         casts, ctx.dtypes = ctx.how.casts, (a.dtype, b.dtype)
-        of_a = operands[:2] if one_copy(casts.a, casts.a_for_grad_b) else (a, None)
-        of_b = operands[2:] if one_copy(casts.b, casts.b_for_grad_a) else (b, None)
+        of_a = operands[:2] if casts.reuses_a else (a, None)
+        of_b = operands[2:] if casts.reuses_b else (b, None)
         ctx.save_for_backward(*of_a, *of_b)
 
     @staticmethod
@@ -99,16 +88,18 @@ class _Summed(Function):
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             signs = rotation_signs(casts.grad_for_a, grad)
-            g = operand(grad, casts.grad_for_a, -1, history, True, signs)
+            label = casts.label("grad")
+            g = operand(grad, casts.grad_for_a, -1, history, True, signs, label)
             b = _second(saved[2:], casts.b_for_grad_a, signs)
             da = multiply(g, b, casts.grad_for_a, casts.b_for_grad_a, how.sums)
             da = (da * s_a).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             signs = rotation_signs(casts.grad_for_b, grad)
-            if g is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
+            if g is not None and casts.reuses_grad:
                 g = g.mT
             else:
-                g = operand(grad, casts.grad_for_b, -2, history, True, signs)
+                label = casts.label("grad again")
+                g = operand(grad, casts.grad_for_b, -2, history, True, signs, label)
             a = _second(saved[:2], casts.a_for_grad_b, signs)
             db = multiply(g, a, casts.grad_for_b, casts.a_for_grad_b, how.sums)
             db = (db * s_b).to(ctx.dtypes[1])
@@ -134,12 +125,13 @@ def operand(
     history: Tensor | None = None,
     record: bool = False,
     signs: Tensor | None = None,
+    label: str = "",
 ) -> QuantizedOperand:
     """`quantized`; the values and scale 1 if it is not cast."""
     if spec is not None:
         check_dtype(dequantized(x))
     if spec is not None and x.numel():
-        return quantized(x, spec, axis, history, record, signs)
+        return quantized(x, spec, axis, history, record, signs, label=label)
     return QuantizedOperand(x if axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
 
 
@@ -188,7 +180,7 @@ def _summed(
     casts of one tensor in two orders."""
     a, b = _as_used(a, b, transposed)
     left, right = QuantizedOperand(a, a_scale), QuantizedOperand(b, b_scale)
-    return _product(left, right, LoweredCast.from_text(of_a), LoweredCast.from_text(of_b), sums)
+    return _product(left, right, cast_of(of_a), cast_of(of_b), sums)
 
 
 def _as_used(a: Tensor, b: Tensor, transposed: Sequence[bool]) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,8 @@ SHAPES = [(5, 48), (130, 600), (257, 16)]
 
 def pairs_of(recipe: fp8.Recipe) -> tuple[tuple[casting.LoweredCast, casting.LoweredCast], ...]:
     """The specs of the two operands of each of the three products."""
-    casts = casts_of(recipe.text)
-    return tuple(casts)[0:2], tuple(casts)[2:4], tuple(casts)[4:6]
+    specs = casts_of(recipe.text).specs
+    return specs[0:2], specs[2:4], specs[4:6]
 
 
 def decode(stored: casting.QuantizedOperand, kind: str) -> torch.Tensor:

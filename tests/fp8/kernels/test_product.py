@@ -146,11 +146,11 @@ def test_native_is_the_simulation_to_the_bit_where_scales_are_one(recipe, shape)
 @pytest.mark.parametrize("recipe", STATELESS)
 def test_operands_are_the_same_to_the_bit(recipe):
     x = randn(32, 48, seed=3) * torch.logspace(-12, 6, 32)[:, None]
-    for spec in set(casts_of(RECIPES[recipe].text)):
+    for spec in set(casts_of(RECIPES[recipe].text).specs):
         for axis in (-1, -2):
             stored = table.store(x, spec, axis)
             got = stored.values.float() * stored.scale
-            want = casting.rounded(x, spec, axis)[0]
+            want = x if spec is None else casting.rounded(x, spec, axis)[0]
             assert torch.equal(got if axis == -1 else got.mT, want)
 
 

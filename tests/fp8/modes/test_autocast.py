@@ -237,9 +237,9 @@ class Counting(Counter):
         super().__init__()
         plain = fp8.casts.casting._rounded
 
-        def counted(x, scale, spec, axis):
-            self[spec[0]] += 1
-            return plain(x, scale, spec, axis)
+        def counted(x, scale, spec, *args):
+            self[spec.format] += 1
+            return plain(x, scale, spec, *args)
 
         monkeypatch.setattr(fp8.casts.casting, "_rounded", counted)
 
