@@ -41,7 +41,7 @@ class Changes(NamedTuple):
     files: list[str]
 
 
-def mirrors_of(path: str, root: Path = ROOT) -> list[str]:
+def mirrors_of(path, root=ROOT):
     """The tests of a file, which may be gone, as arguments of pytest."""
     file = Path(path)
     if path in NAMED:
@@ -58,7 +58,7 @@ def mirrors_of(path: str, root: Path = ROOT) -> list[str]:
     return sorted(test.as_posix() for test in found if (root / test).exists())
 
 
-def _importers(helper: Path, root: Path) -> list[Path]:
+def _importers(helper, root):
     """The test files that name the module of a helper."""
     folder, name = ".".join(helper.parts[:-1]), helper.stem
     forms = (f"{folder}.{name}", f"from {folder} import {name}")
@@ -66,7 +66,7 @@ def _importers(helper: Path, root: Path) -> list[Path]:
     return [test.relative_to(root) for test, text in tests if any(form in text for form in forms)]
 
 
-def _by_name(source: Path, root: Path) -> list[Path]:
+def _by_name(source, root):
     home = next((home for home in MIRRORS if Path(home) in source.parents), None)
     if home is None:
         return []
@@ -75,7 +75,7 @@ def _by_name(source: Path, root: Path) -> list[Path]:
     return [test.relative_to(root) for test in own or folder.glob("test_*.py")]
 
 
-def changed(root: Path = ROOT) -> Changes:
+def changed(root=ROOT):
     """The files that differ from main, else origin/main, else the last commit."""
     since = base = "HEAD"
     for name in ("main", "origin/main"):
@@ -87,13 +87,13 @@ def changed(root: Path = ROOT) -> Changes:
     return Changes(since, sorted({*differ, *new}))
 
 
-def _git(root: Path, *args: str) -> list[str]:
+def _git(root, *args):
     """The items that git prints; none if it fails, as where a branch is not known."""
     done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False)
     return done.stdout.replace("\0", "\n").split("\n")[:-1] if done.returncode == 0 else []
 
 
-def main() -> None:
+def main():
     since, files = changed()
     print(f"{len(files)} files changed since {since}", file=sys.stderr)
     tests = dict[str, None]()

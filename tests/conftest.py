@@ -5,9 +5,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +19,7 @@ sys.dont_write_bytecode = False
 gc.disable()  # until the tests are collected
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What the tests are made of, a million objects, stays: the garbage collector, which walked
     them again and again while something was compiled, is told to leave them alone."""
     gc.freeze()
@@ -30,7 +28,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nothing_compiled_before() -> Iterator[None]:
+def nothing_compiled_before():
     """Torch compiles one function, such as its own wrappers, a few times only: not the sum of what
     the files before this one have compiled."""
     yield
@@ -40,7 +38,7 @@ def nothing_compiled_before() -> Iterator[None]:
         torch.compiler.reset()
 
 
-def needs_native(item: pytest.Item) -> bool:
+def needs_native(item):
     """Whether a test needs FP8 products of the CPU, by a mark or by a parameter's name."""
     call = getattr(item, "callspec", None)
     named = "native" in map(str, call.params.values()) if call else False
@@ -48,15 +46,15 @@ def needs_native(item: pytest.Item) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     sample(items)
     skip_native(items)
     skip_vmap(items)
 
 
-def sample(items: Sequence[pytest.Item]) -> None:
+def sample(items):
     """Marks all but one of every N cases of a test with the marker sampled(N) as exhaustive."""
-    cases: Counter[str] = Counter()
+    cases = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")
         if mark is not None:
@@ -66,7 +64,7 @@ def sample(items: Sequence[pytest.Item]) -> None:
             cases[name] += 1
 
 
-def skip_native(items: Sequence[pytest.Item]) -> None:
+def skip_native(items):
     """Torch 2.11 has FP8 products for GPUs only."""
     native = [x for x in items if needs_native(x) and not x.get_closest_marker("gpu")]
     if native:
@@ -79,7 +77,7 @@ def skip_native(items: Sequence[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=why_not))
 
 
-def skip_vmap(items: Sequence[pytest.Item]) -> None:
+def skip_vmap(items):
     """Torch 2.12 has no vmap of a view in another dtype, which every cast takes."""
     mapped = [item for item in items if item.get_closest_marker("vmap")]
     if mapped:
@@ -92,7 +90,7 @@ def skip_vmap(items: Sequence[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_file(tmp_path_factory):
     """4,000 characters of words in random order: something to learn in a few steps."""
     words = random.Random(0).choices(["the ", "quick ", "brown ", "fox ", "jumps.\n"], k=1000)
     path = tmp_path_factory.mktemp("text") / "words.txt"
@@ -101,7 +99,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def own_rows() -> Iterator[None]:
+def own_rows():
     """Rules and recipes that a test registers are gone after it."""
     from unittest.mock import patch
 
@@ -114,7 +112,7 @@ def own_rows() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
+def one_thread():
     """torch computes in one thread, as in the processes that tests start."""
     import torch
 

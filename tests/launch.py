@@ -1,7 +1,5 @@
 """Starts a worker once for each rank of a process group, as a launcher does, and waits for all."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import multiprocessing
@@ -11,10 +9,8 @@ import sys
 import tempfile
 import time
 import warnings as warnings_module
-from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -32,7 +28,7 @@ PRELOADED = [
 
 
 @functools.cache
-def server() -> Any:
+def server():
     """What starts processes in which `PRELOADED` is imported, with `ENVIRONMENT`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -42,12 +38,12 @@ def server() -> Any:
 
 
 def run_ranks(
-    worker: Path | Callable[[int, Path], None],
-    world: int,
-    store: Path,
-    timeout: float = 200,
-    warnings: str = "error",
-) -> list[str]:
+    worker,
+    world,
+    store,
+    timeout=200,
+    warnings="error",
+):
     """``worker(rank, store)``, a function of a module, in a process group for each rank; or
     ``python worker RANK STORE`` for a file. What each printed. All of them must succeed.
 
@@ -77,7 +73,7 @@ def run_ranks(
     return texts
 
 
-def _run(name: str, world: int, rank: int, store: Path, output: Path, warnings: str) -> None:
+def _run(name, world, rank, store, output, warnings):
     """In a process of its own. name: the file, or the module and the function."""
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -93,7 +89,7 @@ def _run(name: str, world: int, rank: int, store: Path, output: Path, warnings: 
         as_rank(getattr(importlib.import_module(module), function), world)
 
 
-def as_rank(check: Callable[[int, Path], None], world: int) -> None:
+def as_rank(check, world):
     """The main program of a worker: ``check(rank, store)`` in a process group of gloo.
 
     Plain models under "unit" are cast without scales here, as in the suite (pyproject.toml).

@@ -6,8 +6,6 @@ commit. A name that its module still has, or that another one lists, is not gone
 Needs the whole history, and a second or two for each commit that it looks at.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util
@@ -19,7 +17,6 @@ import sys
 import tarfile
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +54,7 @@ TABLED = (
 EVERY = 20
 
 
-def public(modules: Iterable[str]) -> set[str]:
+def public(modules):
     """The public names of the packages that can be imported: "module fp8.optim", "fp8.autocast",
     "format e4m3"."""
     found = set()
@@ -76,7 +73,7 @@ def public(modules: Iterable[str]) -> set[str]:
     return found
 
 
-def documented(root: Path) -> list[str]:
+def documented(root):
     """The modules of the API reference, MODULES of a file in docs/, and all adapters."""
     found = list(PACKAGES)
     for path in root.glob("docs/*.py"):
@@ -87,7 +84,7 @@ def documented(root: Path) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def is_here(name: str, now: set[str]) -> bool:
+def is_here(name, now):
     """Whether a public name is still there, or listed by another module. now: `public` of today."""
     kind, _, module = name.rpartition(" ")
     if kind == "module":
@@ -98,29 +95,29 @@ def is_here(name: str, now: set[str]) -> bool:
     return name in now or (not kind and (_last(name) in map(_last, now) or _is_read(name)))
 
 
-def _is_read(name: str) -> bool:
+def _is_read(name):
     """Whether a module has the name, listed or not."""
     home, _, last = name.rpartition(".")
     return is_here(f"module {home}", set()) and hasattr(importlib.import_module(home), last)
 
 
-def _last(name: str) -> str:
+def _last(name):
     return name.rpartition(".")[2]
 
 
-def commits() -> list[str]:
+def commits():
     """Those of the main line to look at, oldest first."""
     every = _log()
     chosen = {*every[::EVERY], *_log(f"-G{LINES}", "--", *TABLED)}
     return [commit for commit in every if commit in chosen]
 
 
-def _log(*args: str) -> list[str]:
+def _log(*args):
     log = ["git", "log", "--first-parent", "-m", "--format=%h", "--reverse", *args]
     return subprocess.check_output(log, cwd=ROOT, text=True).split()
 
 
-def of_commit(commit: str) -> set[str]:
+def of_commit(commit):
     """`public` of a commit, in a process of its own, which has torch already."""
     read, write = os.pipe()
     if os.fork() == 0:
@@ -145,7 +142,7 @@ def of_commit(commit: str) -> set[str]:
     return set(json.loads(text or "[]"))
 
 
-def as_text(gone: Iterable[str]) -> str:
+def as_text(gone):
     """A line for each module, "fp8.optim: Muon SGD", or kind, "format: e1m2". A name that several
     modules exported is in the line of the first."""
     lines = defaultdict[str, list[str]](list)
@@ -158,7 +155,7 @@ def as_text(gone: Iterable[str]) -> str:
     return "".join(f"{home}: {' '.join(leaves)}\n" for home, leaves in sorted(lines.items()))
 
 
-def read() -> list[str]:
+def read():
     """The names in the list, as `public` has them."""
     text = GONE.read_text(encoding="utf-8")
     lines = [line.split(": ") for line in text.splitlines() if not line.startswith("#")]
@@ -170,7 +167,7 @@ def read() -> list[str]:
     ]
 
 
-def main() -> None:
+def main():
     importlib.import_module("torch.distributed.fsdp")  # before the forks, as what takes long
     looked_at = commits()
     seen = set().union(*map(of_commit, looked_at))

@@ -1,17 +1,15 @@
 """Slow, obvious float64 oracles of the matrix products and of what happens to their operands."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fp8 import Cast, Format, Recipe
+from fp8 import Cast, Recipe
 from fp8.formats.format import get_format
 from fp8.recipes.recipe import get_recipe
 
@@ -20,7 +18,7 @@ Product = Callable[..., Tensor]
 NONE = Recipe(name="none")
 
 
-def rounded(x: Tensor, format: Format) -> Tensor:
+def rounded(x, format):
     """x to the nearest value of the format, ties to even, in float64, by definition: what is finite
     saturates, Inf stays Inf where the format has it, and is NaN elsewhere."""
     magnitude = x.double().abs()
@@ -32,7 +30,7 @@ def rounded(x: Tensor, format: Format) -> Tensor:
     return torch.copysign(value, x.double())
 
 
-def rounded_number(x: float, format: Format) -> float:
+def rounded_number(x, format):
     """`rounded` of a positive number."""
     exponent = max(math.frexp(x)[1] - 1, format.min_exponent)
     step = 2.0 ** (exponent - format.mantissa_bits)
@@ -40,13 +38,13 @@ def rounded_number(x: float, format: Format) -> float:
 
 
 def scale_of(
-    amax: float,
-    format: Format,
-    rule: str,
-    whole: float = 0.0,
-    real: type = np.float32,
-    least: int = -126,
-) -> float:
+    amax,
+    format,
+    rule,
+    whole=0.0,
+    real=np.float32,
+    least=-126,
+):
     """The scale of a tile by its definition. whole: the largest magnitude of the tensor; real: the
     type that is calculated in; least: the exponent of the smallest power of two; that of the
     largest is -least."""
@@ -83,9 +81,7 @@ def scale_of(
     return 2.0 ** min(max(exponent - top, least), -least)
 
 
-def scale_by_error(
-    x: Tensor, format: Format, rule: str, whole: float, real: type = np.float32, least: int = -126
-) -> float:
+def scale_by_error(x, format, rule, whole, real=np.float32, least=-126):
     """`scale_of` of a tile; under "e4m3_4_6" and "e4m3_4_6_up" the better one of it and of that for
     1.5 * amax."""
     largest = _largest(x)
@@ -98,7 +94,7 @@ def scale_by_error(
     return other if errors[1] < errors[0] else scale
 
 
-def rotation(size: int) -> Tensor:
+def rotation(size):
     """Sylvester's matrix by its recursion, with the signs that the package documents."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
@@ -108,7 +104,7 @@ def rotation(size: int) -> Tensor:
     return matrix * signs.double() / size**0.5
 
 
-def cast(x: Tensor, how: Cast | None, axis: int = -1) -> Tensor:
+def cast(x, how, axis=-1):
     """What a cast (nearest, saturating) makes of an operand (..., rows, columns), in float64.
 
     Scales are those of what is finite; one that is stored in eight bits (MX, NV) is NaN where its
@@ -121,9 +117,7 @@ def cast(x: Tensor, how: Cast | None, axis: int = -1) -> Tensor:
     if axis == -2:
         return cast(x.mT, how).mT
     if how.hadamard:
-        padded = torch.zeros(*x.shape[:-1], -(-x.shape[-1] // how.hadamard) * how.hadamard)
-        padded = padded.double()
-        padded[..., : x.shape[-1]] = x
+        padded = torch.nn.functional.pad(x.double(), (0, -x.shape[-1] % how.hadamard))
         turned = padded.unflatten(-1, (-1, how.hadamard)) @ rotation(how.hadamard).mT
         x = turned.flatten(-2).to(x.dtype)
     format = get_format(how.format)
@@ -160,56 +154,55 @@ def cast(x: Tensor, how: Cast | None, axis: int = -1) -> Tensor:
     return _tile(x, format, scales)
 
 
-def _largest(x: Tensor) -> float:
+def _largest(x):
     """The largest magnitude of what is finite."""
     return _finite(x).abs().max().item()
 
 
-def _finite(x: Tensor) -> Tensor:
+def _finite(x):
     """x with zeros for what is not finite, in float64."""
     return torch.where(x.double().abs() < math.inf, x.double(), 0.0)
 
 
-def _tile(x: Tensor, format: Format, scale: float | Tensor) -> Tensor:
+def _tile(x, format, scale):
     """x under a scale: the quotient that is rounded is that of float32, or float64 for float64."""
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
     return rounded((x.to(work) / torch.as_tensor(scale, dtype=work)).double(), format) * scale
 
 
-def unrotated(recipe: Recipe) -> Recipe:
-    casts = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
-    fixed = {"hadamard": 0, "signs": "fixed"}
-    return dataclasses.replace(
-        recipe,
-        **{n: dataclasses.replace(c, **fixed) for n, c in casts.items() if isinstance(c, Cast)},
-    )
+def _changed(recipe, change):
+    """The recipe with the fields of each of its casts that ``change`` returns."""
+    casts = {}
+    for field in dataclasses.fields(recipe):
+        cast = getattr(recipe, field.name)
+        if isinstance(cast, Cast):
+            casts[field.name] = dataclasses.replace(cast, **change(cast))
+    return dataclasses.replace(recipe, **casts)
 
 
-def nearest(recipe: Recipe) -> Recipe:
+def unrotated(recipe):
+    return _changed(recipe, lambda cast: {"hadamard": 0, "signs": "fixed"})
+
+
+def nearest(recipe):
     """The recipe with casts rounding to nearest, fixed rotations and torch's sums: what has one
     right answer."""
-    fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-    casts = {
-        name: dataclasses.replace(
-            cast,
-            rounding="nearest",
-            signs="fixed",
-            rule="e4m3" if cast.rule == "e4m3_eden" else cast.rule,
-        )
-        for name, cast in fields.items()
-        if isinstance(cast, Cast)
-    }
-    return dataclasses.replace(recipe, accumulate=None, promote=0, **casts)
+
+    def fixed(cast):
+        rule = "e4m3" if cast.rule == "e4m3_eden" else cast.rule
+        return {"rounding": "nearest", "signs": "fixed", "rule": rule}
+
+    return _changed(dataclasses.replace(recipe, accumulate=None, promote=0), fixed)
 
 
 def product(
-    function: Product,
-    operands: Sequence[Tensor],
-    grad: Tensor,
-    scales: tuple[float, float, float] = (1.0, 1.0, 1.0),
-    recipe: Recipe | str = NONE,
-    layer: bool = True,
-) -> tuple[list[Tensor], list[Tensor]]:
+    function,
+    operands,
+    grad,
+    scales=(1.0, 1.0, 1.0),
+    recipe=NONE,
+    layer=True,
+):
     """[y, da, db] of ``y = s * function(a, b)`` and the same sums of magnitudes, in float64.
 
     The second list bounds the rounding errors of any order of summation. layer: whether function is
@@ -217,12 +210,13 @@ def product(
     """
     recipe = get_recipe(recipe)
     a, b = operands
-    values: list[Tensor] = []
-    magnitudes: list[Tensor] = []
+    values = []
+    magnitudes = []
     convolution = layer and b.dim() > 2
-    six = (
-        _maps(function, a, b, grad, recipe) if convolution else _matrices(a, b, grad, recipe, layer)
-    )
+    if convolution:
+        six = _maps(function, a, b, grad, recipe)
+    else:
+        six = _matrices(a, b, grad, recipe, layer)
     shapes = (grad.shape, a.shape, b.shape)
     for scale, shape, compute, pair in zip(scales, shapes, *six, strict=True):
         values.append(scale * compute(*pair).sum_to_size(shape))
@@ -231,12 +225,12 @@ def product(
     return values, magnitudes
 
 
-def _matrices(
-    a: Tensor, b: Tensor, g: Tensor, recipe: Recipe, layer: bool
-) -> tuple[list[Product], list[tuple[Tensor, Tensor]]]:
+def _matrices(a, b, g, recipe, layer):
     """How to compute the three results of a product of matrices, and from which operands."""
     batch = () if layer or b.dim() < 3 else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    transposed = b if layer else b[None] if b.dim() == 1 else b.mT  # (..., n, k)
+    transposed = b  # (..., n, k)
+    if not layer:
+        transposed = b.mT if b.dim() > 1 else b[None]
     inner, outputs = transposed.shape[-1], transposed.shape[-2]
     rows = (1 if a.dim() == 1 else a.shape[-2],) if batch else (a.numel() // max(inner, 1),)
     if not inner and not batch:
@@ -254,7 +248,7 @@ def _matrices(
         (cast(grad, recipe.grad_weight[0], -2), cast(left, recipe.grad_weight[1], -2)),
     ]
 
-    def to(shape: torch.Size) -> Callable[[Tensor], Tensor]:
+    def to(shape):
         # before a sum over broadcast dimensions there may be more of them
         return lambda y: y.reshape(shape) if y.numel() == shape.numel() else y
 
@@ -266,31 +260,29 @@ def _matrices(
     return computes, pairs
 
 
-def _turned(how: Cast | None, like: Cast | None) -> Cast | None:
+def _turned(how, like):
     """A cast with the rotation of another one, which casts the other operand."""
     return how and dataclasses.replace(how, hadamard=like.hadamard if like else 0)
 
 
-def _maps(
-    function: Product, x: Tensor, w: Tensor, g: Tensor, recipe: Recipe
-) -> tuple[list[Product], list[tuple[Tensor, Tensor]]]:
+def _maps(function, x, w, g, recipe):
     """As `_matrices`, of a convolution. Operands are matrices with the channels last."""
     recipe = unrotated(recipe)
     batched = x.dim() == w.dim()
     transposed = function(x.double(), w.double()).shape[-w.dim() + 1] != w.shape[0]
 
-    def maps(t: Tensor, how: Cast | None, axis: int) -> Tensor:
+    def maps(t, how, axis):
         t = t if batched else t[None]
         last = t.detach().movedim(1, -1)
         y = cast(last.flatten(0, -2), how, axis).reshape(last.shape).movedim(-1, 1)
         return y if batched else y[0]
 
-    def kernel(t: Tensor, how: Cast | None, axis: int) -> Tensor:
+    def kernel(t, how, axis):
         last = t.detach().movedim(1, -1)
         return cast(last.flatten(1), how, axis).reshape(last.shape).movedim(-1, 1)
 
-    def vjp(of: int) -> Product:
-        def compute(g: Tensor, other: Tensor) -> Tensor:
+    def vjp(of):
+        def compute(g, other):
             one = torch.zeros((x, w)[of].shape, dtype=torch.float64, requires_grad=True)
             y = function(one, other) if of == 0 else function(other, one)
             return torch.autograd.grad(y, one, g)[0]
@@ -306,14 +298,12 @@ def _maps(
     return [function, vjp(0), vjp(1)], pairs
 
 
-def unit(dtype: torch.dtype) -> float:
+def unit(dtype):
     """Half a unit in the last place of 1: the relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
 
 
-def assert_within(
-    got: Tensor, value: Tensor, magnitude: Tensor, dtype: torch.dtype, roundings: int = 3
-) -> None:
+def assert_within(got, value, magnitude, dtype, roundings=3):
     """``got`` is ``value`` up to a sum in float32 and ``roundings`` in ``dtype``.
 
     A sum of n terms in precision u is off by at most n u times the sum of magnitudes, in any order

@@ -1,11 +1,8 @@
 """Arguments of a wrong type are refused where they come in: the error is ours, and names them."""
 
-from __future__ import annotations
-
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -25,11 +22,11 @@ from unit_scaling.transforms import simulate_format, simulate_fp8, unit_scale
 OURS = tuple(str(Path(__file__).parents[1] / name) for name in ("fp8", "unit_scaling"))
 
 
-def model() -> nn.Module:
+def model():
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
 
 
-def parameters() -> list[nn.Parameter]:
+def parameters():
     return list(uu.Linear(4, 4).parameters())
 
 
@@ -38,16 +35,12 @@ X = torch.ones(4, 8)
 AdamW = fp8.optim.AdamW
 
 #: A call, what its error says.
-CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
+CALLS = (
     (lambda: fp8.scaled([1.0], "e4m3"), "x must be a Tensor, got list"),
     (lambda: fp8.scaled(X, 5), "format is a int"),
-    (lambda: FPFormat(99, 99), "exponent_bits must be 1 to 8, got 99"),
-    (lambda: FPFormat("a", 3), "exponent_bits must be 1 to 8, got 'a'"),
     (lambda: FPFormat(4.5, 3), "exponent_bits must be 1 to 8, got 4.5"),
     (lambda: FPFormat(4, 3, srbits="a"), "srbits .* must be 0 to 20, got 'a'"),
     (lambda: AdamW(parameters(), lr="a"), "lr must be a number, got 'a'"),
-    (lambda: AdamW(parameters(), eps="a"), "eps must be a number"),
-    (lambda: AdamW(parameters(), weight_decay="a"), "weight_decay must be a number"),
     (lambda: AdamW(parameters(), betas=("a", 0.9)), r"betas\[0\] must be a number, got 'a'"),
     (
         lambda: AdamW(parameters(), stochastic_weights="yes"),
@@ -58,21 +51,14 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
         lambda: uu.optim.scaled_parameters(nn.Sequential(uu.Linear(4, 4)), "adam", lr=1.0),
         "params must be parameters or groups of them, got a Linear",
     ),
-    (
-        lambda: uu.optim.scaled_parameters(parameters(), 5, lr=1.0),
-        "unknown learning-rate rule 5; choose one of 'adam'",
-    ),
-    (lambda: unit_scale(model(), replace=5), "replace: a dict .*, got 5"),
     (lambda: unit_scale(model(), replace=[1]), r"replace: a dict .*\[1\]"),
     (lambda: U.rms_norm(X, 8), "normalized_shape must be .*, got int 8"),
     (lambda: fp8.reduce_amax(5), "reduce_amax needs an nn.Module, got int"),
     (lambda: uu.batch_multiplier("a").__enter__(), "n must be a whole number from 1, got 'a'"),
-    (lambda: uu.batch_multiplier(True).__enter__(), "n must be a whole number from 1, got True"),
     (lambda: fp8.stats(model(), every=True), "every must be a whole number from 1"),
     (lambda: uu.verify(model(), X, loss=5), "loss must be a function .*, got 5"),
     (lambda: uu.verify(model(), X, seed="a"), "seed must be a whole number"),
     (lambda: tag(5, "weight"), "a parameter must be a Tensor, got int"),
-    (lambda: tag(parameters()[0], "weight", "a"), "mup_scaling_depth must be a whole"),
     (lambda: tag(parameters()[0], "weight", True), "must be a whole number from 1"),
     (lambda: set_depth(5, 2), "set_depth needs an nn.Module, got int"),
     (lambda: uu.transformer_residual_scaling_rule("a"), "residual_mult must be a number, got 'a'"),
@@ -95,7 +81,7 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
-def test_a_bad_call_is_refused_by_name(call: Callable[[], Any], message: str):
+def test_a_bad_call_is_refused_by_name(call, message):
     with pytest.raises((TypeError, ValueError), match=message) as caught:
         call()
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
@@ -104,7 +90,7 @@ def test_a_bad_call_is_refused_by_name(call: Callable[[], Any], message: str):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_every_tensor_of_an_op_is_refused_by_name_if_it_is_none(name: str):
+def test_every_tensor_of_an_op_is_refused_by_name_if_it_is_none(name):
     kwargs = op_kwargs(OPS[name], torch.float32)
     hints = get_type_hints(OPS[name].fn)
     tensors = [key for key in kwargs if hints.get(key) is torch.Tensor]

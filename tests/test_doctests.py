@@ -1,7 +1,5 @@
 """Every example in a docstring is run."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import pkgutil
@@ -19,7 +17,7 @@ MODULES = sorted(
 )
 
 
-def examples(name: str) -> list[doctest.DocTest]:
+def examples(name):
     module = importlib.import_module(name)
     globs = {**vars(module), "torch": torch}
     found = doctest.DocTestFinder().find(module, globs=globs)
@@ -34,9 +32,9 @@ def test_there_are_examples():
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_examples(name: str):
+def test_examples(name):
     torch.manual_seed(0)
-    output: list[str] = []
+    output = []
     runner = doctest.DocTestRunner(verbose=False)
     for test in examples(name):
         runner.run(test, out=output.append)

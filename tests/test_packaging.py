@@ -1,8 +1,6 @@
 """The sdist, and the wheel made of it: what they contain, and that the wheel imports with the core
 dependencies alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -26,7 +24,7 @@ EXTRAS = set(
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """Built from the sdist, and that from a copy, since a build leaves files in the tree."""
     folder = tmp_path_factory.mktemp("wheel")
     skip = shutil.ignore_patterns(".*", "build", "dist", "out", "__pycache__", "*.egg-info")
@@ -38,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def python(code: str, *args: str, flags: tuple[str, ...] = ()) -> object:
+def python(code, *args, flags=()):
     """What the code prints, as JSON, run in a new interpreter."""
     command = [sys.executable, "-W", "error", *flags, "-c", code, *args]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -46,22 +44,19 @@ def python(code: str, *args: str, flags: tuple[str, ...] = ()) -> object:
     return json.loads(done.stdout)
 
 
-def test_wheel_holds_the_packages_and_nothing_else(wheel: Path):
+def test_wheel_holds_the_packages_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     info = f"{wheel.name.removesuffix('-py3-none-any.whl')}.dist-info"
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     assert f"{info}/licenses/LICENSE" in names
     assert {"fp8/lab/preflight/page.html", "fp8/layers/eject.txt"} <= set(names)
-    sources = {
-        path.relative_to(ROOT).as_posix()
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-    }
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    sources = {path.relative_to(ROOT).as_posix() for path in paths}
     assert {name for name in names if name.endswith(".py")} == sources
 
 
-def test_sdist_holds_no_part_of_the_tests(wheel: Path):
+def test_sdist_holds_no_part_of_the_tests(wheel):
     (sdist,) = wheel.parent.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         tops = {name.split("/")[1] for name in archive.getnames() if "/" in name}
@@ -69,33 +64,32 @@ def test_sdist_holds_no_part_of_the_tests(wheel: Path):
     assert not tops & {"tests", "benchmarks", "notebooks", "docs"}
 
 
-def _about(wheel: Path) -> metadata.Distribution:
+def _about(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
     return metadata.PathDistribution(zipfile.Path(archive, name.removesuffix("METADATA")))
 
 
-def test_wheel_says_what_it_is(wheel: Path):
+def test_wheel_says_what_it_is(wheel):
     about = _about(wheel)
     fields = about.metadata
     assert (fields["Name"], fields["License-Expression"]) == ("unit-scaling-fp8", "Apache-2.0")
     needed = {_name(r) for r in about.requires or [] if "extra ==" not in r}
     assert needed == set(CORE)
     assert set(fields.get_all("Provides-Extra")) >= EXTRAS
-    assert {entry.value for entry in about.entry_points if entry.name == "fp8"} == {
-        "fp8.__main__:main"
-    }
+    commands = {entry.value for entry in about.entry_points if entry.name == "fp8"}
+    assert commands == {"fp8.__main__:main"}
     assert "unit_scale" in fields.get_payload()  # the README
 
 
-def _name(requirement: str) -> str:
+def _name(requirement):
     """The distribution of a requirement, spelled one way."""
     found = re.match(r"[\w.-]+", requirement)
     assert found is not None
     return re.sub(r"[-_.]+", "-", found[0]).lower()
 
 
-def core_distributions() -> set[str]:
+def core_distributions():
     """The core dependencies and all that they depend on themselves."""
     known, queue = set(), list(CORE)
     while queue:
@@ -141,7 +135,7 @@ print(json.dumps([fp8.__file__, unit_scaling.__file__]))
 
 
 @pytest.mark.proves("unit-scaling", "pip install", how="own")
-def test_wheel_works_with_core_dependencies_alone(wheel: Path, tmp_path: Path):
+def test_wheel_works_with_core_dependencies_alone(wheel, tmp_path):
     """In an interpreter that sees the wheel, torch, numpy, einops and what these need.
 
     -S: no .pth file of this environment is read, so that an editable install is out of reach.

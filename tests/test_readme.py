@@ -33,7 +33,7 @@ NATIVE = [
 """Print what the FP8 products of this CPU do."""
 
 
-def each(documents: list[Path]) -> pytest.MarkDecorator:
+def each(documents):
     """Parametrizes a test by ``path``."""
     params = [pytest.param(p, marks=[pytest.mark.native] if p in NATIVE else []) for p in documents]
     return pytest.mark.parametrize(
@@ -56,18 +56,13 @@ class Block:
     adjacent: bool
 
 
-def blocks(path: Path) -> list[Block]:
+def blocks(path):
     document = path.read_text(encoding="utf-8")
     found, end = [], 0
     for match in FENCE.finditer(document):
-        found.append(
-            Block(
-                language=match[1],
-                text=match[2],
-                line=document.count("\n", 0, match.start(2)) + 1,
-                adjacent=not document[end : match.start()].strip(),
-            )
-        )
+        line = document.count("\n", 0, match.start(2)) + 1
+        adjacent = not document[end : match.start()].strip()
+        found.append(Block(language=match[1], text=match[2], line=line, adjacent=adjacent))
         end = match.end()
     return found
 
@@ -81,7 +76,7 @@ def blocks(path: Path) -> list[Block]:
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.usefixtures("own_rows")
 @each([path for path in DOCUMENTS if path != CONTRIBUTING])
-def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_python_blocks_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Without a C compiler, and in a tenth of the time; other tests compile to the end.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -100,7 +95,7 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
             printed = ""
 
 
-def apply(diff: str, root: Path) -> None:
+def apply(diff, root):
     """Applies a diff without line numbers: the lines of a hunk must be in the file exactly once. A
     file is new after ``--- /dev/null``."""
     hunks = re.compile(r"^--- (.*)\n\+\+\+ (.*)\n((?:[ +-](?!-- ).*\n)+)", re.MULTILINE)
@@ -113,7 +108,7 @@ def apply(diff: str, root: Path) -> None:
         (root / new).write_text(text.replace(before, after) if before else after, encoding="utf-8")
 
 
-def test_the_diffs_of_contributing_add_what_they_say(tmp_path: Path):
+def test_the_diffs_of_contributing_add_what_they_say(tmp_path):
     """A format, a recipe, a kernel, an operation, an adapter: the code below each runs with all."""
     for package in ("fp8", "unit_scaling"):
         shutil.copytree(
@@ -131,7 +126,7 @@ def test_the_diffs_of_contributing_add_what_they_say(tmp_path: Path):
 
 
 @each_document
-def test_blocks_name_their_language_and_links_lead_somewhere(path: Path):
+def test_blocks_name_their_language_and_links_lead_somewhere(path):
     document = path.read_text(encoding="utf-8")
     assert document.count("```") == 2 * len(blocks(path))
     assert {block.language for block in blocks(path)} <= {"python", "text", "bash", "diff"}
@@ -140,7 +135,7 @@ def test_blocks_name_their_language_and_links_lead_somewhere(path: Path):
     assert not [target for target in local if not (path.parent / target).exists()]
 
 
-def test_make_targets_exist_and_install_what_they_need(tmp_path: Path):
+def test_make_targets_exist_and_install_what_they_need(tmp_path):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     documents = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", documents, re.MULTILINE))

@@ -1,7 +1,5 @@
 """The site: built without a warning, complete, and without anything loaded from elsewhere."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
@@ -17,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """The site, built with warnings (broken links, pages that nothing leads to) as errors."""
     for name in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(name, reason="the extra docs is not installed")
@@ -29,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_page_is_there(site: Path):
+def test_every_page_is_there(site):
     for path in (ROOT / "docs").rglob("*.md"):
         page = path.relative_to(ROOT / "docs").with_suffix(".html")
         assert (site / page).is_file(), f"{page} was not built"
@@ -38,7 +36,7 @@ def test_every_page_is_there(site: Path):
         assert "data:image/png" in text, f"{path.name} has no figure"
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path):
+def test_nothing_is_loaded_from_elsewhere(site):
     loading = re.compile(r'<(?:script|img|link rel="(?:stylesheet|preconnect)")[^>]*"https?://')
     imported = re.compile(r"""(?:@import|\bimport\b[^\n;]*\bfrom|url\()\s*['"]?https?://""")
     for path in site.rglob("*.html"):
@@ -47,7 +45,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path):
         assert not imported.search(text), path.name
 
 
-def test_every_public_name_has_an_entry(site: Path):
+def test_every_public_name_has_an_entry(site):
     from docs.reference import MODULES
 
     for name in MODULES:
@@ -59,7 +57,7 @@ def test_every_public_name_has_an_entry(site: Path):
         assert missing == modules, f"without an entry: {sorted(missing - modules)}"
 
 
-def test_the_reference_has_the_docstrings(site: Path):
+def test_the_reference_has_the_docstrings(site):
     """Also of functions that only the imported module has, and the rules of ops."""
     text = (site / "api" / "unit_scaling.functional.html").read_text(encoding="utf-8")
     entry = text.partition('id="unit_scaling.functional.relu"')[2].partition("<h2")[0]
@@ -68,7 +66,7 @@ def test_the_reference_has_the_docstrings(site: Path):
     assert "quadrature" in entry
 
 
-def test_the_reference_shows_docstrings_as_they_are_written(site: Path):
+def test_the_reference_shows_docstrings_as_they_are_written(site):
     """Doctests are code, a sentence of several lines is one item, an attribute has its type."""
     for path in (site / "api").glob("*.html"):
         assert "<blockquote>" not in path.read_text(encoding="utf-8"), path.name
@@ -79,7 +77,7 @@ def test_the_reference_shows_docstrings_as_they_are_written(site: Path):
     assert "snapshot step -&gt; update error" in text
 
 
-def test_links_of_the_reference_lead_somewhere(site: Path):
+def test_links_of_the_reference_lead_somewhere(site):
     for path in (site / "api").glob("*.html"):
         links = re.findall(r'href="((?:fp8|unit_scaling)[\w.]*\.html)#([\w.]+)"', path.read_text())
         for page, anchor in set(links):

@@ -16,7 +16,7 @@ PAGES = sorted(Path(build.__file__).parent.glob("*.md"))
 
 
 @pytest.mark.parametrize("path", build.GENERATED, ids=lambda path: path.name)
-def test_generated_files_are_up_to_date(path: Path):
+def test_generated_files_are_up_to_date(path):
     assert path.read_text(encoding="utf-8") == build.GENERATED[path](), "run `make docs`"
 
 
@@ -67,7 +67,7 @@ def test_every_figure_is_shown_and_none_is_left_over():
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
-def test_figures_are_drawn_for_light_and_dark(name: str):
+def test_figures_are_drawn_for_light_and_dark(name):
     """Well-formed, with colours in the variables of the style alone, and nothing outside."""
     root = ElementTree.fromstring(figures.FIGURES[name]())
     space = "{http://www.w3.org/2000/svg}"

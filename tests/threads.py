@@ -2,29 +2,27 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 TIMEOUT = 20
 """Seconds after which a thread that waits for the others gives up."""
 
-_BARRIERS: list[threading.Barrier] = []
+_BARRIERS = []
 
 
 class Meet(nn.Module):
     """The identity, in which threads wait for each other inside of `meeting`."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for barrier in _BARRIERS:
             barrier.wait(TIMEOUT)
         return x
 
 
 @contextmanager
-def meeting(threads: int) -> Iterator[None]:
+def meeting(threads):
     """Within the block each `Meet` waits until so many threads are in one."""
     _BARRIERS.append(threading.Barrier(threads))
     try:
@@ -34,7 +32,7 @@ def meeting(threads: int) -> Iterator[None]:
 
 
 @contextmanager
-def switching() -> Iterator[None]:
+def switching():
     """Within the block Python changes threads as often as it can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -44,12 +42,12 @@ def switching() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def together(*calls: Callable[[], Any]) -> list[Any]:
+def together(*calls):
     """The results of the calls, each in a thread of its own, all begun at once. Raises the first of
     their errors."""
     start, results, errors = threading.Barrier(len(calls)), {}, []
 
-    def run(i: int, call: Callable[[], Any]) -> None:
+    def run(i, call):
         try:
             start.wait(TIMEOUT)
             results[i] = call()

@@ -1,17 +1,14 @@
 """Published wheels that cannot be imported here: fetched, and their signatures read."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
 
-def unpacked(requirement: str, folder: Path) -> Path:
+def unpacked(requirement, folder):
     """The unpacked wheel of ``name==version``, without what it needs. Skips the test, with the
     reason, where the package index cannot be reached."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
@@ -29,9 +26,9 @@ def unpacked(requirement: str, folder: Path) -> Path:
     return folder / "unpacked"
 
 
-def _body(path: Path, name: str) -> ast.stmt:
+def _body(path, name):
     """The class, function or method of that dotted name."""
-    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    body = ast.parse(path.read_text(encoding="utf-8")).body
     for part in name.split("."):
         found = [node for node in body if getattr(node, "name", None) == part]
         node = found[-1]  # of several, the one that stays
@@ -39,7 +36,7 @@ def _body(path: Path, name: str) -> ast.stmt:
     return node
 
 
-def signature(path: Path, name: str) -> str:
+def signature(path, name):
     """The parameters of a function or method, with their defaults and without annotations."""
     node = _body(path, name)
     assert isinstance(node, ast.FunctionDef)

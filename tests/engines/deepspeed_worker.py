@@ -3,12 +3,9 @@
 ZeRO of a converted model, against DistributedDataParallel in the same processes.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import sys
-from pathlib import Path
 
 WORLD = 2
 os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": sys.argv[1], "LOCAL_RANK": sys.argv[1]}
@@ -16,7 +13,7 @@ os.environ |= {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
@@ -24,18 +21,18 @@ import fp8  # noqa: E402
 from tests.launch import as_rank  # noqa: E402
 
 
-def make(recipe: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(recipe):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     model = fp8.convert(model, recipe)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def batches(rank: int) -> list[Tensor]:
+def batches(rank):
     return list(torch.randn(5, 8, 32, generator=torch.Generator().manual_seed(rank)))
 
 
-def of_ddp(recipe: str, rank: int) -> list[float]:
+def of_ddp(recipe, rank):
     model, optimizer = make(recipe)
     ddp, losses = DistributedDataParallel(model), []
     for x in batches(rank):
@@ -47,14 +44,14 @@ def of_ddp(recipe: str, rank: int) -> list[float]:
     return losses
 
 
-def of_zero(recipe: str, rank: int, stage: int, folder: Path) -> list[float]:
+def of_zero(recipe, rank, stage, folder):
     """The engine is saved and loaded into another one in between."""
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
-    losses: list[float] = []
+    losses = []
     for part, rows in enumerate((batches(rank)[:3], batches(rank)[3:])):
         model, optimizer = make(recipe)
         engine = deepspeed.initialize(
@@ -72,7 +69,7 @@ def of_zero(recipe: str, rank: int, stage: int, folder: Path) -> list[float]:
     return losses
 
 
-def main(rank: int, store: Path) -> None:
+def main(rank, store):
     deepspeed.init_distributed("gloo")
     for recipe in ("tensor", "mxfp8"):
         expected = of_ddp(recipe, rank)

@@ -40,7 +40,7 @@ class Engine(NamedTuple):
     """The oldest Python."""
 
 
-ENGINES: dict[str, Engine] = {
+ENGINES = {
     # It imports triton, which torch for CPUs does not bring.
     "torchtitan": Engine(("torchtitan==0.3.0", "triton"), python=(3, 11)),
     # It asks for a huggingface_hub that transformers 5 cannot use.
@@ -69,7 +69,7 @@ ENGINES: dict[str, Engine] = {
 """Name, that of the module and of tests/engines/test_NAME.py -> what its environment has."""
 
 
-def create(name: str) -> Path:
+def create(name):
     """The interpreter of the engine's environment, which is made if it is not complete."""
     engine, folder = ENGINES[name], FOLDER / name
     python, done = folder / "bin" / "python", folder / "complete"
@@ -93,7 +93,7 @@ def create(name: str) -> Path:
     return python
 
 
-def _cuda(python: Path) -> dict[str, str]:
+def _cuda(python):
     """The environment of a compilation against CUDA's headers and libraries in pip's packages."""
     inside = [python, "-c", "import nvidia; print(list(nvidia.__path__)[0])"]
     root = Path(subprocess.check_output(inside, text=True).strip())
@@ -110,7 +110,7 @@ def _cuda(python: Path) -> dict[str, str]:
     }
 
 
-def main(names: list[str]) -> int:
+def main(names):
     """Runs the tests of the engines; returns the number of those that failed."""
     failed = 0
     for name in names or ENGINES:

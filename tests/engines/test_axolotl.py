@@ -1,14 +1,9 @@
 """axolotl, run for real: its plugin manager and its Trainer, on a tiny model."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fp8
 from tests.fp8.adapters import hub_models
@@ -31,12 +26,12 @@ ROWS = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS])
 LORA = peft.LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
 
 
-def llama() -> Any:
+def llama():
     torch.manual_seed(0)
     return hub_models.llama()
 
 
-def loaded() -> nn.Module:
+def loaded():
     """As `axolotl.loaders.ModelLoader` gives a model to the plugins of a configuration."""
     manager = PluginManager.get_instance()
     manager.register("tests.engines.fp8_plugin.FP8Plugin")
@@ -45,7 +40,7 @@ def loaded() -> nn.Module:
     return model
 
 
-def losses(folder: Path, model: nn.Module, kind: Any, arguments: Any) -> list[float]:
+def losses(folder, model, kind, arguments):
     settings = arguments(
         str(folder),
         max_steps=4,
@@ -67,7 +62,7 @@ def losses(folder: Path, model: nn.Module, kind: Any, arguments: Any) -> list[fl
 def test_plugin(lora, tmp_path):
     """To the bit as transformers' Trainer with a model that the caller has converted."""
 
-    def adapted(model: Any) -> Any:
+    def adapted(model):
         torch.manual_seed(1)
         return peft.get_peft_model(model, LORA) if lora else model
 

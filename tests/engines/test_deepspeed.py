@@ -1,7 +1,5 @@
 """DeepSpeed, run for real on the CPU: ZeRO of converted models, and what of a level it refuses."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -23,7 +21,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _group(tmp_path_factory: pytest.TempPathFactory):
+def _group(tmp_path_factory):
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
     store = tmp_path_factory.mktemp("store") / "file"
@@ -33,17 +31,17 @@ def _group(tmp_path_factory: pytest.TempPathFactory):
     torch.distributed.destroy_process_group()
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def batches(n: int = 6) -> list[torch.Tensor]:
+def batches(n=6):
     return list(torch.randn(n, 8, 32, generator=torch.Generator().manual_seed(1)))
 
 
-def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> nn.Module:
+def engine_of(model, optimizer, stage):
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "zero_optimization": {"stage": stage},
@@ -85,7 +83,7 @@ def test_levels_are_refused(level, stage):
         engine_of(model, optimizer, stage)
 
 
-def test_two_processes(tmp_path: Path):
+def test_two_processes(tmp_path):
     """The losses are those of DistributedDataParallel, to the bit, over a checkpoint too."""
     worker = Path(__file__).with_name("deepspeed_worker.py")
     run_ranks(worker, 2, tmp_path / "store", timeout=600, warnings="ignore")

@@ -1,14 +1,9 @@
 """litgpt, run for real: its pretraining, with our plugin of Lightning's Fabric."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 import fp8
@@ -42,23 +37,23 @@ CONFIG = {
 
 
 class Tokens(DataModule):
-    def connect(self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: Any = 0) -> None:
+    def connect(self, tokenizer=None, batch_size=1, max_seq_length=0):
         self.batch_size = batch_size
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    def train_dataloader(self):
         return DataLoader(ROWS, self.batch_size)
 
-    def val_dataloader(self) -> DataLoader[Tensor]:
+    def val_dataloader(self):
         return DataLoader(ROWS[:BATCH], self.batch_size)
 
 
 @pytest.fixture(autouse=True)
-def _command(monkeypatch: pytest.MonkeyPatch) -> None:
+def _command(monkeypatch):
     """litgpt saves the arguments of its command line beside the weights."""
     monkeypatch.setattr(sys, "argv", ["litgpt", "pretrain", "tiny"])
 
 
-def pretrained(folder: Path, plugins: list[Any]) -> dict[str, Tensor]:
+def pretrained(folder, plugins):
     """The weights that ``litgpt pretrain`` saves, whose main function this is."""
     fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugins)
     fabric.launch()
@@ -91,7 +86,7 @@ def pretrained(folder: Path, plugins: list[Any]) -> dict[str, Tensor]:
     return torch.load(folder / "final" / "lit_model.pth", weights_only=False)["model"]
 
 
-def differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def differs(one, other):
     assert one.keys() == other.keys()
     return any(not torch.equal(weight, other[name]) for name, weight in one.items())
 

@@ -1,14 +1,11 @@
 """torchtitan, run for real: its Trainer on the CPU, with our converter, on its debug models."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("torchtitan_worker.py")
 
 
-def run(folder: Path, model: str, *cases: str) -> dict[str, Any]:
+def run(folder, model, *cases):
     command = [sys.executable, "-W", "ignore", WORKER, folder, model, *cases]
     settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=settings)
@@ -31,7 +28,7 @@ def run(folder: Path, model: str, *cases: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def llama(tmp_path_factory):
     return run(tmp_path_factory.mktemp("llama"), "llama", "plain", "hand", "tensor", "policy")
 
 

@@ -1,10 +1,7 @@
 """TransformerEngine with its compiled part, on a machine without a GPU. The tests of the adapter,
 which elsewhere run its Python alone, run here too."""
 
-from __future__ import annotations
-
 import importlib.metadata
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ if te is None:
 
 
 @pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> None:
+def _device(monkeypatch):
     pretend_device(monkeypatch)
 
 
@@ -31,7 +28,7 @@ def test_version():
         assert importlib.metadata.version(name) == VERSION
 
 
-LAYERS: dict[str, Any] = {
+LAYERS = {
     "Linear": lambda: te.Linear(32, 32, device="cpu"),
     "LayerNorm": lambda: te.LayerNorm(32, device="cpu"),
     "RMSNorm": lambda: te.RMSNorm(32, device="cpu"),

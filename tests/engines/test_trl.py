@@ -1,15 +1,9 @@
 """trl, run for real: its SFTTrainer with LoRA of PEFT, on a tiny model with random weights."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fp8
 from tests.fp8.adapters import hub_models
@@ -27,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of trl and what it imports
 STEPS = 6
 
 
-def tokenizer() -> Any:
+def tokenizer():
     """Of bytes."""
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {name: i for i, name in enumerate([*names, "<pad>", "<eos>"])}
@@ -37,12 +31,12 @@ def tokenizer() -> Any:
     return kind(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-def llama() -> nn.Module:
+def llama():
     torch.manual_seed(0)
     return hub_models.llama(vocab_size=258, pad_token_id=256, eos_token_id=257)
 
 
-def tuned(model: nn.Module, folder: Path, lora: bool = True) -> Any:
+def tuned(model, folder, lora=True):
     rows = [{"text": f"after {i} comes {i + 1}"} for i in range(32)]
     arguments = trl.SFTConfig(
         str(folder),
@@ -69,20 +63,20 @@ def tuned(model: nn.Module, folder: Path, lora: bool = True) -> Any:
     return trainer
 
 
-def losses(trainer: Any) -> list[float]:
+def losses(trainer):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def stored(model: nn.Module) -> nn.Module:
+def stored(model):
     return fp8.store_frozen(model.requires_grad_(False))
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def plain(tmp_path_factory):
     return losses(tuned(llama(), tmp_path_factory.mktemp("plain")))
 
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+WAYS = {
     "fp8": fp8.convert,
     "stored, fp8": lambda model: fp8.convert(stored(model)),
 }

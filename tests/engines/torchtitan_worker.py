@@ -6,15 +6,12 @@ torch has none, and the attention that its own tests use where FlexAttention has
 All else is torchtitan's: the models, their sharding by FSDP2, the loop.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch._utils
@@ -49,7 +46,7 @@ POLICIES = {
 STEPS = 4
 
 
-def assets(folder: Path) -> None:
+def assets(folder):
     """A tokenizer of bytes, and a text."""
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {name: i for i, name in enumerate([*names, "<s>", "</s>"])}
@@ -63,7 +60,7 @@ def assets(folder: Path) -> None:
     (folder / "data" / "data.json").write_text("\n".join(lines))
 
 
-def config_of(name: str, folder: Path, converters: list[Any] | None) -> Any:
+def config_of(name, folder, converters):
     """The debug configuration of torchtitan's own registry, with small batches."""
     make = {"llama": llama3_debugmodel, "deepseek": deepseek_v3_debugmodel}[name]
     registry = {"llama": llama3, "deepseek": deepseek_v3}[name].model_registry
@@ -82,11 +79,11 @@ def config_of(name: str, folder: Path, converters: list[Any] | None) -> Any:
 
 
 @contextlib.contextmanager
-def by_hand(recipe: str) -> Any:
+def by_hand(recipe):
     """Each product of torchtitan's Linear under a mode, with no converted layer."""
     before = Linear.forward
 
-    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input):
         with fp8.autocast(recipe):
             return F.linear(input, self.weight, self.bias)
 
@@ -95,11 +92,11 @@ def by_hand(recipe: str) -> Any:
     Linear.forward = before
 
 
-def losses(config: Any) -> list[float]:
+def losses(config):
     trainer, found = config.build(), []
     step = trainer.fwd_bwd_fn
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args, **kwargs):
         loss = step(*args, **kwargs)
         found.append(float(loss))
         return loss
@@ -111,13 +108,13 @@ def losses(config: Any) -> list[float]:
     return found
 
 
-def main(folder: Path, model: str, cases: list[str]) -> None:
+def main(folder, model, cases):
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
     assets(folder)
     os.chdir(folder)
-    recipes: dict[str, Any] = {"tensor": "tensor", "policy": POLICIES[model]}
-    found: dict[str, Any] = {}
+    recipes = {"tensor": "tensor", "policy": POLICIES[model]}
+    found = {}
     for case in cases:
         converters = [FP8Converter(recipes[case])] if case in recipes else None
         with by_hand("tensor") if case == "hand" else contextlib.nullcontext():

@@ -1,7 +1,5 @@
 """Blocks under any recipe, also one that keeps scales, for products that no layer computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import fp8
 from fp8 import Cast, Recipe
-from tests.fp8.products.test_matmul import randn
+from tests.fp8.operands import normal
 
 A, B, V = (5, 8), (8, 6), (8,)
 BATCH = ((3, 5, 8), (3, 8, 6))
@@ -88,7 +88,7 @@ def name_of(function) -> str:
 
 
 def operands(row: Row, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [(randn(*s, seed=i).detach() * OFF).to(dtype) for i, s in enumerate(row.shapes)]
+    return [(normal(*s, seed=i) * OFF).to(dtype) for i, s in enumerate(row.shapes)]
 
 
 def forms(function, row: Row, tensors: list[Tensor]):

@@ -1,7 +1,5 @@
 """What a call computes: its result and gradients, and what autograd keeps of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Independent judges of the casts: ml_dtypes for nearest rounding, gfloat for the other modes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 
@@ -38,11 +36,6 @@ GFLOAT = {
     "fp16": gf.format_info_binary16,
 }
 """gfloat has no fnuz rows of its own."""
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    """Standard normal numbers."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @contextlib.contextmanager

@@ -2,43 +2,43 @@
 computes alone."""
 
 import asyncio
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp8
-from fp8.frame import FRAMES, Frame, close_frame, framed, open_frame
+from tests.fp8.operands import normal
 from tests.threads import Meet, meeting, together
 
-X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
-W = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+X = normal(16, 32)
+W = normal(32, 32, seed=1)
 RECIPES = ("unit", "tensor", "row")
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(32, 32), Meet(), nn.GELU(), Meet(), nn.Linear(32, 8))
 
 
-def step(model: nn.Module, x: Tensor = X) -> list[Tensor]:
+def step(model, x=X):
     x = x.clone().requires_grad_()
     y = model(x)
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
 
 
-def assert_same(got: list, expected: list) -> None:
+def assert_same(got, expected):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def within(block: AbstractContextManager, call, *args):
+def within(block, call, *args):
     with block:
         return call(*args)
 
 
-def nothing_is_cast() -> bool:
+def nothing_is_cast():
     return torch.equal(F.linear(X, W), torch.ops.aten.linear(X, W))
 
 
@@ -53,7 +53,7 @@ def test_a_recipe_for_each_thread():
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
-def test_one_block_or_one_converted_model_in_several_threads(recipe: str | None):
+def test_one_block_or_one_converted_model_in_several_threads(recipe):
     block, net = fp8.autocast("unit") if recipe is None else nullcontext(), model()
     net = net if recipe is None else fp8.convert(net, recipe)
     calls = [lambda i=i: within(block, step, net, X * i) for i in (1, 2, 3)]
@@ -62,57 +62,10 @@ def test_one_block_or_one_converted_model_in_several_threads(recipe: str | None)
         assert_same(together(*calls), alone)
 
 
-def test_backward_in_another_thread():
-    net = model()
-    expected = within(fp8.autocast("unit"), step, net)[2:]
-    with fp8.autocast("unit"):
-        y = net(X.clone().requires_grad_()).square().sum()
-    (got,) = together(lambda: torch.autograd.grad(y, list(net.parameters())))
-    assert_same(list(got), expected)
-
-
-# The stack
-
-
-def test_a_frame_is_the_one_around_it_with_some_fields_changed():
-    with framed(kept=1, batch="a"), framed(batch="b"):
-        assert (FRAMES.items[-1].kept, FRAMES.items[-1].batch) == (1, "b")
-        assert together(lambda: FRAMES.items) == [[Frame()]]
-    assert FRAMES.items == [Frame()]
-
-
-def test_a_frame_that_closes_before_those_inside_takes_its_own_changes():
-    open_frame("outer", kept=1, batch="a")
-    open_frame("inner", batch="b")
-    closed, inside = close_frame("outer")
-    assert (closed.kept, closed.batch) == (1, "a")
-    assert [frame.opener for frame in inside] == ["inner"]
-    assert (FRAMES.items[-1].kept, FRAMES.items[-1].batch) == (0, "b")
-    close_frame("inner")
-    assert FRAMES.items == [Frame()]
-    with pytest.raises(RuntimeError, match="a block is closed in the thread that has opened it"):
-        close_frame("outer")
-
-
-def test_passes_that_overlap_count_for_the_last_that_is_open():
-    net = fp8.convert(nn.Linear(32, 32), "row")
-    first, second = fp8.stats(net, every=1), fp8.stats(net, every=1)
-    first.__enter__()
-    second.__enter__()
-    net(X)
-    first.__exit__(None, None, None)
-    with fp8.autocast("unit"):
-        net(X)
-        second.__exit__(None, None, None)
-        net(X)
-    assert not first.rows()
-    assert {row.elements for row in second.rows()} == {2 * X.numel(), 2 * net.weight.numel()}
-
-
 # What holds a block open
 
 
-def held(recipe: str):
+def held(recipe):
     with fp8.autocast(recipe):
         yield F.linear(X, W)
         yield F.linear(X, W)
@@ -143,7 +96,7 @@ def test_a_block_is_closed_in_its_thread():
 def test_a_block_in_each_task():
     expected = [within(fp8.autocast(r), F.linear, X, W) for r in RECIPES]
 
-    async def calls(recipe: str) -> list[Tensor]:
+    async def calls(recipe):
         outputs = []
         for _ in range(3):
             await asyncio.sleep(0)
@@ -152,20 +105,20 @@ def test_a_block_in_each_task():
             assert nothing_is_cast()
         return outputs
 
-    async def main() -> list[list[Tensor]]:
+    async def main():
         return await asyncio.gather(*map(calls, RECIPES))
 
     assert_same(asyncio.run(main()), [[y] * 3 for y in expected])
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["nothing", "enabled=False"])
-def test_a_block_of_another_task_is_refused(enabled: bool):
+def test_a_block_of_another_task_is_refused(enabled):
     """Whichever of the two is innermost, neither computes under the recipe of the other."""
 
-    async def main() -> None:
+    async def main():
         opened, close = asyncio.Event(), asyncio.Event()
 
-        async def hold() -> None:
+        async def hold():
             with fp8.autocast("unit", enabled=enabled):
                 opened.set()
                 await close.wait()
@@ -188,8 +141,7 @@ def test_a_block_of_another_task_is_refused(enabled: bool):
 
 def counted(function, **options):
     """``function`` compiled, and a list with an entry for each graph."""
-    torch._dynamo.reset()
-    graphs: list[int] = []
+    graphs = []
     backend = lambda graph, _: graphs.append(1) or graph  # noqa: E731
     return torch.compile(function, backend=backend, **options), graphs
 

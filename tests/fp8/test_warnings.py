@@ -1,7 +1,5 @@
 """Warnings that appear once for each object, and are errors under `fp8.strict`."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref
@@ -13,7 +11,7 @@ import fp8
 from fp8.warnings import warn_once
 
 
-def test_it_is_shown_once_for_each_object_and_key() -> None:
+def test_it_is_shown_once_for_each_object_and_key():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -25,7 +23,7 @@ def test_it_is_shown_once_for_each_object_and_key() -> None:
     assert all(issubclass(w.category, fp8.PitfallWarning) for w in seen)
 
 
-def test_it_holds_no_object() -> None:
+def test_it_holds_no_object():
     model = nn.Linear(2, 2)
     with pytest.warns(fp8.warnings.ScaleWarning):
         warn_once(fp8.warnings.ScaleWarning, "small", about=model)
@@ -35,7 +33,7 @@ def test_it_holds_no_object() -> None:
     assert alive() is None
 
 
-def test_strict_raises_each_time_and_ends_with_its_block() -> None:
+def test_strict_raises_each_time_and_ends_with_its_block():
     model = nn.Linear(2, 2)
     with fp8.strict():
         for _ in range(2):

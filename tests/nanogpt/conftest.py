@@ -1,7 +1,6 @@
 """A text and options small enough to train on in a fraction of a second."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -27,10 +26,10 @@ def _alone(one_thread):
 
 
 @pytest.fixture
-def argv(text_file: Path):
+def argv(text_file):
     """`argv(variants=..., iters=...)`: a command line of the tiny run, with changes."""
 
-    def build(*flags: str, **changes: object) -> list[str]:
+    def build(*flags, **changes):
         options = {"data": text_file, "variants": "fp32", **TINY}
         options.update({name.replace("_", "-"): value for name, value in changes.items()})
         return [*(f"--{name}={value}" for name, value in options.items()), *flags]
@@ -42,7 +41,7 @@ def argv(text_file: Path):
 def losses():
     """`losses(out)`: every loss of every run in a folder, to compare to the bit."""
 
-    def read(out: Path) -> dict[tuple[str, int], tuple]:
+    def read(out):
         runs = json.loads((out / "results.json").read_text())["runs"]
         return {
             (r["variant"], r["seed"]): (r["batch_loss"], r["curves"], r["sample"]) for r in runs
@@ -52,11 +51,11 @@ def losses():
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]):
+def refused(capsys):
     """`refused(argv, unchanged=folder)`: the one line on stderr with which a command exits 2."""
     from notebooks.nanogpt.cli import main
 
-    def run(command: list[str], unchanged: Path | None = None) -> str:
+    def run(command, unchanged=None):
         before = _contents(unchanged)
         with pytest.raises(SystemExit) as exit:
             main(command)
@@ -70,7 +69,7 @@ def refused(capsys: pytest.CaptureFixture[str]):
     return run
 
 
-def _contents(folder: Path | None) -> dict[Path, bytes]:
+def _contents(folder):
     if folder is None:
         return {}
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

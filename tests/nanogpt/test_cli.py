@@ -1,7 +1,6 @@
 """The command line: what it writes, and one line for whatever is wrong."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,25 +8,21 @@ from notebooks.nanogpt import cli
 from notebooks.nanogpt.settings import PRESETS
 
 
-def test_a_run_writes_results_a_plot_and_a_table(tmp_path: Path, argv, capsys) -> None:
+def test_a_run_writes_results_a_plot_and_a_table(tmp_path, argv, capsys):
     command = argv(out=tmp_path / "run", variants="fp32,bf16", seeds="0,1", lr="bf16=0.003")
     assert cli.main(command) == 0
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [(run["variant"], run["seed"]) for run in results["runs"]] == [
-        ("fp32", 0), ("fp32", 1), ("bf16", 0), ("bf16", 1),
-    ]  # fmt: skip
+    runs = [f"{run['variant']} {run['seed']}" for run in results["runs"]]
+    assert runs == ["fp32 0", "fp32 1", "bf16 0", "bf16 1"]
     for run in results["runs"]:
         assert run["curves"]["step"] == [0, 5, 10, 15, 20]
         assert len(run["batch_loss"]) == 20
         assert run["val_loss"] == run["curves"]["val"][-1] < run["curves"]["val"][0]
-        assert run["tokens_per_second"] == pytest.approx(4 * 16 / run["ms_per_step"] * 1000)
         assert len(run["sample"]) == 9
     assert results["lr"] == {"fp32": PRESETS["small"].lr, "bf16": 0.003}
     assert results["machine"].keys() >= {"cpu", "threads", "device", "python", "torch"}
     out, err = capsys.readouterr()
-    rows = [line.split() for line in out.splitlines() if line.startswith(("FP32  ", "BF16  "))]
-    assert [row[0] for row in rows if len(row) == 7] == ["FP32", "BF16"]
     assert out.rstrip().endswith("loss.png")
     assert err.count("\n") == 4 * 5  # not a terminal: one line an evaluation
 
@@ -38,39 +33,32 @@ def test_a_run_writes_results_a_plot_and_a_table(tmp_path: Path, argv, capsys) -
         ({"data": "missing.txt"}, "cannot read missing.txt: No such file or directory"),
         ({"context": 4000}, "words.txt is too short: 4,000 tokens, a context of 4000 needs 40,010"),
         ({"variants": "fp32,fp9"}, "unknown variant 'fp9'; choose from fp32, bf16, fp8"),
-        ({"preset": "huge"}, "unknown preset 'huge'; choose one of small, shakespeare"),
         ({"heads": 3}, "width must be a multiple of heads, got width 16 and 3 heads"),
         ({"iters": 0}, "iters must be at least 1, got 0"),
-        ({"iters": "x"}, "invalid int value: 'x'"),
         ({"weight-decay": "nan"}, "weight_decay must be finite and not negative, got nan"),
         ({"seeds": "0,one"}, "--seeds must be whole numbers separated by commas, got '0,one'"),
-        ({"seeds": "-1"}, "--seeds must be from 0 to 2**63 - 1, got '-1'"),
         ({"seeds": 2**63}, "--seeds must be from 0 to 2**63 - 1"),
-        ({"lr": "fast"}, "--lr must be finite and not negative, got 'fast'"),
         ({"lr": "fp8=0.1"}, "--lr names 'fp8', which is not among --variants fp32"),
         ({"lr": "0.1,0.2"}, "--lr must be a number or variant=number,..., got '0.1,0.2'"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
-        ({"device": "meta"}, "unsupported device 'meta'"),
-        ({"threads": 0}, "--threads must be at least 1, got 0"),
         ({"sample": -1}, "--sample must not be negative, got -1"),
         ({"optimizer": "sgd"}, "invalid choice: 'sgd'"),
-        ({"colour": "red"}, "unrecognized arguments: --colour=red"),
     ],
 )
-def test_bad_input(tmp_path: Path, argv, refused, changes, message: str) -> None:
+def test_bad_input(tmp_path, argv, refused, changes, message):
     out = tmp_path / "run"
     assert message in refused(argv(**{"out": out, **changes}))
     assert not out.exists()
 
 
-def test_text_that_is_not_utf8(tmp_path: Path, argv, refused) -> None:
+def test_text_that_is_not_utf8(tmp_path, argv, refused):
     path = tmp_path / "latin.txt"
     path.write_bytes("caf\u00e9 ".encode("latin-1") * 100)
     message = refused(argv(data=path, out=tmp_path / "run"))
     assert "latin.txt is not UTF-8 text (at byte 3); --tokens byte trains on its bytes" in message
 
 
-def test_out_that_is_a_file(tmp_path: Path, argv, refused) -> None:
+def test_out_that_is_a_file(tmp_path, argv, refused):
     path = tmp_path / "taken"
     path.write_text("mine")
     assert "is not a folder" in refused(argv(out=path))
@@ -78,22 +66,7 @@ def test_out_that_is_a_file(tmp_path: Path, argv, refused) -> None:
     assert path.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("text", "rates"),
-    [
-        (None, {"fp32": 2.0, "unit_scaled": 4.0}),
-        ("0.5", {"fp32": 0.5, "unit_scaled": 0.5}),
-        ("unit_scaled=0.5", {"fp32": 2.0, "unit_scaled": 0.5}),
-        ("unit_scaled=0.5,fp32=1", {"fp32": 1.0, "unit_scaled": 0.5}),
-    ],
-)
-def test_learning_rates(text: str | None, rates: dict[str, float]) -> None:
-    from notebooks.nanogpt.settings import Settings
-
-    assert cli._learning_rates(text, list(rates), Settings(lr=2.0, unit_lr=4.0)) == rates
-
-
-def test_optimizers(tmp_path: Path, argv, losses) -> None:
+def test_optimizers(tmp_path, argv, losses):
     """They train alike, but for what their states are rounded to."""
     found = {}
     for name in ("adamw", "fp8", "8bit"):

@@ -1,20 +1,17 @@
 """A folder continues after its last finished run, or is refused and left as it is."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from notebooks.nanogpt import session
 from notebooks.nanogpt.cli import main
 
 
-def test_finished_runs_are_not_trained_again(tmp_path: Path, argv, monkeypatch, losses) -> None:
+def test_finished_runs_are_not_trained_again(tmp_path, argv, monkeypatch, losses):
     options = {"variants": "fp32,fp8_static", "dropout": 0.2, "sample": 0}
     command = argv("--resume", out=tmp_path / "stopped", **options)
     train, calls = session._train_one, iter("a")
 
-    def stops(*args: object) -> object:
+    def stops(*args):
         if next(calls, None) is None:
             raise KeyboardInterrupt
         return train(*args)
@@ -22,27 +19,22 @@ def test_finished_runs_are_not_trained_again(tmp_path: Path, argv, monkeypatch, 
     monkeypatch.setattr(session, "_train_one", stops)
     with pytest.raises(KeyboardInterrupt):
         main(command)
-    monkeypatch.setattr(session, "_train_one", lambda *args: train(*args))
-    first = json.loads((tmp_path / "stopped" / "results.json").read_text())["runs"]
-    assert [run["variant"] for run in first] == ["fp32"]
+    monkeypatch.undo()
+    assert [variant for variant, _ in losses(tmp_path / "stopped")] == ["fp32"]
     main(command)
-    assert json.loads((tmp_path / "stopped" / "results.json").read_text())["runs"][:1] == first
     main(argv(out=tmp_path / "undisturbed", **options))
     assert losses(tmp_path / "stopped") == losses(tmp_path / "undisturbed")
     monkeypatch.setattr(session, "_train_one", None)
     assert main(command) == 0
 
 
-def test_what_is_no_run_to_continue_is_left_as_it_is(tmp_path: Path, argv, refused, capsys) -> None:
+def test_what_is_no_run_to_continue_is_left_as_it_is(tmp_path, argv, refused, capsys):
     out = tmp_path / "run"
     main(argv(out=out, iters=1, eval_batches=1, sample=0))
     capsys.readouterr()
     same = {"iters": 1, "eval_batches": 1, "sample": 0}
-    for changes, message in (
-        ({}, "settings.eval_batches was 1, is 2"),
-        (same | {"variants": "fp32,bf16"}, "lr.bf16 was None, is 0.004"),
-    ):
-        assert message in refused(argv("--resume", out=out, **changes), unchanged=out)
+    message = refused(argv("--resume", out=out), unchanged=out)
+    assert "settings.eval_batches was 1, is 2" in message
     message = refused(argv(out=out, **same), unchanged=out)
     assert "holds a run already; pass --resume to continue it, or another --out" in message
     for flags in ([], ["--resume"]):  # tmp_path holds the folder of the run

@@ -1,41 +1,38 @@
 """Measurements of products, gradients and kept bytes, for the rows of `docs.papers.NUMBERS`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp8
-from tests.published.tensors import GUARDED, NVFP4, Measured, in_units, measured, normal
+from tests.published.tensors import GUARDED, NVFP4, in_units, measured, normal
 from tests.reference import rotation
 
 COUNTS = (1, 4, 16, 64)
 
 
-def run_under(recipe: fp8.Recipe | None) -> contextlib.AbstractContextManager[object]:
+def run_under(recipe):
     """Under the recipe, or as it is."""
     return fp8.autocast(recipe) if recipe else contextlib.nullcontext()
 
 
-def squared_errors(draws: Tensor, exact: Tensor, counts: Sequence[int] = COUNTS) -> list[Tensor]:
+def squared_errors(draws, exact, counts=COUNTS):
     """For each count the relative squared errors of means of so many draws."""
     draws, exact = draws.double(), exact.double()
     means = [draws.unflatten(0, (-1, count)).mean(1) - exact for count in counts]
     return [mean.square().mean((1, 2)) / exact.square().mean() for mean in means]
 
 
-def bits(errors: list[Tensor]) -> list[float]:
+def bits(errors):
     """-log2 of the relative error."""
     return [float(-0.5 * error.mean().log2()) for error in errors]
 
 
-def two_way(cast: fp8.Cast, forward: fp8.Cast | None = None) -> fp8.Recipe:
+def two_way(cast, forward=None):
     """``cast`` for both operands of both gradients."""
     return fp8.Recipe(
         name="backward",
@@ -47,7 +44,7 @@ def two_way(cast: fp8.Cast, forward: fp8.Cast | None = None) -> fp8.Recipe:
     )
 
 
-def averages(cast: fp8.Cast, counts: Sequence[int]) -> Measured:
+def averages(cast, counts):
     """Of products of (128, 256) by (256, 128). The mean square of 16,384 results has a standard
     error of (2 / 16384)**0.5, and that of the errors too: 0.011 bits together."""
     x, w = normal(128, 256), normal(128, 256, seed=1)
@@ -58,7 +55,7 @@ def averages(cast: fp8.Cast, counts: Sequence[int]) -> Measured:
     return measured(found, [0.0113] * len(found))
 
 
-def better_of_two(x: Tensor) -> Tensor:
+def better_of_two(x):
     """As the published code of Quartet II: each block rounded stochastically under both scales, and
     of these the one with the smaller error."""
     blocks, scales, unit = in_units(x, 17 / 16)
@@ -70,13 +67,13 @@ def better_of_two(x: Tensor) -> Tensor:
     return torch.where(six <= four, *found).flatten(-2) * unit
 
 
-def four_over_six_emulated() -> Measured:
+def four_over_six_emulated():
     """As `averages`."""
     x, w = normal(128, 256), normal(128, 256, seed=1)
     matrix = rotation(128).float()
     torch.manual_seed(0)
 
-    def product(cast: Callable[[Tensor], Tensor]) -> Tensor:
+    def product(cast):
         signs = torch.randint(0, 2, (128,)) * 2.0 - 1
         a, b = (((t.unflatten(1, (-1, 128)) * signs) @ matrix).flatten(1) for t in (x, w))
         return cast(a) @ cast(b).mT
@@ -87,7 +84,7 @@ def four_over_six_emulated() -> Measured:
 
 
 @functools.cache
-def quartet2() -> tuple[Measured, Measured]:
+def quartet2():
     """Bits of the gradients of input and weight; forward in float32, as in the notebook. Their
     standard errors: the deviation between groups of draws, which is that of the published run."""
     cast = fp8.RECIPES["quartet2"].grad
@@ -97,7 +94,7 @@ def quartet2() -> tuple[Measured, Measured]:
     layer, head = nn.Linear(256, 256, bias=False), nn.Linear(256, 1)
     target = torch.randn(384, 1)
 
-    def gradients(recipe: fp8.Recipe | None) -> tuple[Tensor, ...]:
+    def gradients(recipe):
         with run_under(recipe):
             y = layer(x)
         return torch.autograd.grad((head(y) - target).square().mean(), (x, layer.weight))
@@ -113,7 +110,7 @@ def quartet2() -> tuple[Measured, Measured]:
     return found[0], found[1]
 
 
-def concentration() -> Measured:
+def concentration():
     """The first weight of two layers. NVIDIA's recipe as the published code has it: signs are
     drawn anew for each product, and the scales of stochastic casts are guarded. Standard errors:
     of 16,384 squared errors, which a few directions of the gradient dominate: 2 %."""
@@ -122,7 +119,7 @@ def concentration() -> Measured:
     model = nn.Sequential(*(module for part in parts for module in part))
     x, weight = torch.randn(128, 128), parts[0][0].weight
 
-    def gradient(recipe: fp8.Recipe | None) -> Tensor:
+    def gradient(recipe):
         with run_under(recipe):
             y = model(x)
         return torch.autograd.grad(F.cross_entropy(y, torch.arange(128)), weight)[0]
@@ -142,81 +139,39 @@ def concentration() -> Measured:
     return measured(found, [0.02 * r for r in found])
 
 
-WIDTH, HEADS, HIDDEN, TOKENS = 192, 3, 512, 64  # HIDDEN: 8/3 of the width, as in the table
+WIDTH, TOKENS = 192, 64
 
 
-class Norm(nn.Module):
-    """RMSNorm of transformers' Llama: in float32."""
+def kept(recipe):
+    """Bytes of a Llama block of transformers in BF16, without those of the weights, which do not
+    grow with the tokens, and without numbers for each token. The published table cuts its digits:
+    0.005 more."""
+    from transformers.models.llama import LlamaConfig, modeling_llama
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": 3}
+    inner = 512  # 8/3 of the width, as in the table
+    config = LlamaConfig(**sizes, intermediate_size=inner, attn_implementation="sdpa")
+    block = modeling_llama.LlamaDecoderLayer(config, 0).bfloat16()
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    angles = modeling_llama.LlamaRotaryEmbedding(config)(x, torch.arange(TOKENS)[None])
+    held = {}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., WIDTH)."""
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
-        return self.weight * y.to(x.dtype)
-
-
-class Block(nn.Module):
-    """A Llama block in BF16: separate projections, rotary positions, SwiGLU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        linear = functools.partial(nn.Linear, bias=False, dtype=torch.bfloat16)
-        self.norms = nn.ModuleList([Norm(), Norm()])
-        self.q, self.k, self.v, self.out = (linear(WIDTH, WIDTH) for _ in range(4))
-        self.gate, self.up, self.down = (
-            *(linear(WIDTH, HIDDEN) for _ in "ab"),
-            linear(HIDDEN, WIDTH),
-        )
-        size = WIDTH // HEADS
-        angles = torch.outer(torch.arange(TOKENS), 1e-4 ** (torch.arange(0, size, 2) / size))
-        self.register_buffer("angles", torch.cat([angles, angles], -1))
-
-    def turned(self, x: Tensor) -> Tensor:
-        """Rotary positions of a query or key."""
-        a, b = x.chunk(2, -1)
-        cos, sin = (f(self.angles).to(x.dtype) for f in (torch.cos, torch.sin))
-        return x * cos + torch.cat([-b, a], -1) * sin
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (batch, TOKENS, WIDTH)."""
-        y = self.norms[0](x)
-        q, k, v = (
-            f(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
-        y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        y = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-def kept(recipe: fp8.Recipe | None) -> Measured:
-    """Bytes, without those of the weights, which do not grow with the tokens, and without numbers
-    for each token. The published table cuts its digits: 0.005 more."""
-    torch.manual_seed(0)
-    block, x = Block(), torch.randn(2, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    held: dict[int, Tensor] = {}
-
-    def keep(t: Tensor) -> Tensor:
+    def keep(t):
         if t.shape not in shapes and t.numel() >= x.numel():
             held.setdefault(t.untyped_storage().data_ptr(), t)
         return t
 
-    shapes = {p.shape for p in block.parameters()} | {
-        p.mT.shape for p in block.parameters() if p.dim() > 1
-    }
+    weights = [p for p in block.parameters() if p.dim() > 1]
+    shapes = {p.shape for p in weights} | {p.mT.shape for p in weights}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), run_under(recipe):
-        block(x.clone())
+        block(x.clone(), position_embeddings=angles)
     size = sum(t.untyped_storage().nbytes() for t in held.values())
     return measured([size / (2 * x.numel())], [0.0], [0.001])
 
 
 FOUR_OVER_SIX = dataclasses.replace(GUARDED, rule="e4m3_4_6", hadamard=128, signs="random")
 
-MEASURES: dict[str, Callable[[], Measured]] = {
+MEASURES = {
     "averages": lambda: averages(GUARDED, (*COUNTS, 256)),
     "four_over_six_averages": lambda: averages(FOUR_OVER_SIX, COUNTS),
     "four_over_six_emulated": four_over_six_emulated,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp8
@@ -27,19 +29,17 @@ class Measured(NamedTuple):
     published_errors: list[float]
 
 
-def measured(
-    values: list[float], errors: list[float], published: list[float] | None = None
-) -> Measured:
+def measured(values, errors, published=None):
     """`Measured`, with a published sample that is so large that its error does not count."""
     return Measured(values, errors, published or [0.0] * len(values))
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
+def normal(*shape, seed=0):
     """N(0, 1), float32."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def quantized(x: Tensor, cast: fp8.Cast) -> Tensor:
+def quantized(x, cast):
     """``x`` in the format of ``cast``: a product with the identity, whose sums are exact.
     Rotated, it is a multiple of a matrix of signs, which fp16 represents."""
     size = cast.hadamard
@@ -52,7 +52,7 @@ def quantized(x: Tensor, cast: fp8.Cast) -> Tensor:
         return F.linear(x, torch.eye(x.shape[1]) * root) / root
 
 
-def e2m1() -> Measured:
+def e2m1():
     """An integral over the density of the normal distribution."""
     x = torch.linspace(-9, 9, 1_000_001, dtype=torch.float64)
     density = torch.exp(-x.square() / 2)
@@ -60,7 +60,7 @@ def e2m1() -> Measured:
     return measured([float((error * density).sum() / density.sum())], [0.0])
 
 
-def statistics(cast: fp8.Cast, *, spread: float, rows: int) -> Tensor:
+def statistics(cast, *, spread, rows):
     """(2, rows): for each row of 128 values its relative squared error, and 1 - <x, Q(x)> / <x, x>.
     Magnitudes of rows go up to 2**spread, as in the notebook."""
     torch.manual_seed(0)
@@ -70,19 +70,19 @@ def statistics(cast: fp8.Cast, *, spread: float, rows: int) -> Tensor:
     return torch.stack([(y - x).square().sum(1) / square, 1 - (x * y).sum(1) / square])
 
 
-def means(casts: list[fp8.Cast], which: int, *, spread: float = 0.0, rows: int = 16384) -> Measured:
+def means(casts, which, *, spread=0.0, rows=16384):
     """Means over rows of one of the `statistics`."""
     found = torch.stack([statistics(cast, spread=spread, rows=rows)[which] for cast in casts])
     return measured(found.mean(1).tolist(), (found.std(1) / found.shape[1] ** 0.5).tolist())
 
 
-def by_blocks(rule: str) -> Measured:
+def by_blocks(rule):
     """Errors in blocks of 1 x 16 and 16 x 16."""
     row = dataclasses.replace(NVFP4, rule=rule)
     return means([row, dataclasses.replace(row, tile=(16, 16))], 0)
 
 
-def in_units(x: Tensor, guard: float) -> tuple[Tensor, Tensor, Tensor]:
+def in_units(x, guard):
     """As the published code of Quartet II: blocks of 16, and their scales before they are rounded,
     for ``guard`` times the largest magnitude; both in the unit in which the largest scale is 256,
     and the unit."""
@@ -92,7 +92,7 @@ def in_units(x: Tensor, guard: float) -> tuple[Tensor, Tensor, Tensor]:
     return blocks / unit, scales / unit, unit
 
 
-def eden_emulated() -> Measured:
+def eden_emulated():
     """The published correction: <y, y> / <y, Q(y)>, y the values divided by the scales."""
     rows = 65536
     x = normal(rows, 128) * torch.logspace(0, 8, rows, base=2)[:, None]
@@ -110,12 +110,12 @@ def eden_emulated() -> Measured:
 class Attention(nn.Module):
     """The product of probabilities and values, of scores less the largest one, as in kernels."""
 
-    def forward(self, scores: Tensor, top: float, v: Tensor) -> Tensor:
+    def forward(self, scores, top, v):
         """scores: (queries, keys); top: the largest score of each query."""
         return (scores - top).exp() @ v
 
 
-def flushed() -> Measured:
+def flushed():
     """Shares of binomial samples of 2**17 probabilities."""
     scores, v, attention = normal(128, 1024), normal(1024, 8, seed=1), Attention()
     shares = []
@@ -131,7 +131,7 @@ def flushed() -> Measured:
     return measured(shares, errors, [rounding] * 4)
 
 
-def sums() -> Measured:
+def sums():
     """Largest errors, which have no standard error."""
     cast = fp8.Cast(format="e4m3", scaling="tensor")
     hopper = fp8.Recipe(name="sums", input=cast, weight=cast, grad=cast, accumulate="hopper")
@@ -149,7 +149,7 @@ def sums() -> Measured:
     return measured(found, [0.0, 0.0])
 
 
-def converted_twice() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def converted_twice():
     """Scales of MXFP8 and those after BF16, values the same way."""
     x = normal(1024, 1024) * torch.logspace(0, 1, 1024, base=2)[:, None]
     cast = fp8.RECIPES["mxfp8"].input
@@ -160,7 +160,7 @@ def converted_twice() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return before, after, y, quantized(y, cast)
 
 
-def mx_scales() -> Measured:
+def mx_scales():
     """A binomial share of 2**15 blocks; the published one is of 1024."""
     before, after, y, _ = converted_twice()
     changed = before != after
@@ -172,13 +172,13 @@ def mx_scales() -> Measured:
     return measured([share], [deviation / 2**7.5], [deviation / 2**5])
 
 
-def mx_values() -> Measured:
+def mx_values():
     """A count."""
     *_, y, again = converted_twice()
     return measured([float((y != again).sum())], [0.0])
 
 
-def moments() -> tuple[Tensor, Tensor]:
+def moments():
     """Adam's moments, (0.9, 0.95), after 60 steps of normal gradients of log-normal sizes."""
     size = torch.exp(0.5 * normal(256, 1024, seed=1))
     m, v = torch.zeros(256, 1024), torch.zeros(256, 1024)
@@ -188,7 +188,7 @@ def moments() -> tuple[Tensor, Tensor]:
     return m, v
 
 
-def stored(x: Tensor, format: str, *, expanded: bool = False) -> Tensor:
+def stored(x, format, *, expanded=False):
     """In blocks of 128 with scales amax / max; expanded: to the power that fills the range of the
     format, around the geometric mean of the block's extremes (COAT's published kernel)."""
     cast = fp8.Cast(format=format, scaling="block", rule="exact")
@@ -203,7 +203,7 @@ def stored(x: Tensor, format: str, *, expanded: bool = False) -> Tensor:
     return (cast_power ** (1 / power) * middle).flatten(1) * x.sign()
 
 
-def update_errors(firsts: list[Tensor], seconds: list[Tensor]) -> Tensor:
+def update_errors(firsts, seconds):
     """(256, first moments, second moments): mean squared errors of m / sqrt(v) in each row."""
     m, v = moments()
     exact = m / v.sqrt()
@@ -211,7 +211,7 @@ def update_errors(firsts: list[Tensor], seconds: list[Tensor]) -> Tensor:
     return torch.stack([torch.stack(row, 1) for row in pairs], 1)
 
 
-def ratios(errors: Tensor, to: Tensor) -> Measured:
+def ratios(errors, to):
     """Roots of the means of ``errors`` over those of ``to``, which are of the same moments.
 
     Published ones: sqrt((a + b / 4) / (a' + b' / 4)), a and b the squared relative errors of m and
@@ -222,24 +222,31 @@ def ratios(errors: Tensor, to: Tensor) -> Measured:
     return measured(found.tolist(), (found * spread).tolist(), (0.004 * found).tolist())
 
 
-def adam() -> Measured:
+@functools.cache
+def errors_of_pairs():
+    """Of all pairs of formats, each without expansion and with it."""
+    found = []
+    for x in moments():
+        kinds = itertools.product(("e4m3", "e5m2"), (False, True))
+        found.append([stored(x, format, expanded=expanded) for format, expanded in kinds])
+    return update_errors(*found)
+
+
+def adam():
     """The pairs of formats without expansion."""
-    m, v = moments()
-    errors = update_errors(*([stored(x, f) for f in ("e4m3", "e5m2")] for x in (m, v)))
+    errors = errors_of_pairs()[:, ::2, ::2]
     found = ratios(errors, errors[:, :1, :1])
-    return Measured(*(numbers[1:] for numbers in found))
+    return Measured(*[numbers[1:] for numbers in found])
 
 
-def adam_order() -> Measured:
+def adam_order():
     """All pairs."""
-    m, v = moments()
-    kinds = [(format, expanded) for format in ("e4m3", "e5m2") for expanded in (False, True)]
-    errors = update_errors(*([stored(x, f, expanded=e) for f, e in kinds] for x in (m, v)))
-    found = ratios(errors, errors[:, :1, :1])
-    return Measured(*([20.10 * number for number in numbers] for numbers in found))
+    errors = errors_of_pairs()
+    found = torch.tensor(ratios(errors, errors[:, :1, :1]), dtype=torch.float64)
+    return Measured(*(20.10 * found).tolist())
 
 
-def adam_encodings() -> Measured:
+def adam_encodings():
     """The optimizer's encodings, whose scales are powers of two."""
     m, v = moments()
     results = []
@@ -247,8 +254,8 @@ def adam_encodings() -> Measured:
         to = zeros(x.numel(), ENCODINGS[name], x.device)
         write(x.flatten(), to, ENCODINGS[name], None)
         results.append(decode(to).view_as(x))
-    ours = update_errors(*([x] for x in results))
-    return ratios(ours, update_errors(*([stored(x, "e4m3")] for x in (m, v))))
+    ours = update_errors(results[:1], results[1:])
+    return ratios(ours, update_errors([stored(m, "e4m3")], [stored(v, "e4m3")]))
 
 
 MEASURES = {

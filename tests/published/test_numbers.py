@@ -1,7 +1,5 @@
 """The rows of docs/papers-numbers.md: numbers of papers against what is measured here."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from decimal import Decimal
@@ -15,16 +13,16 @@ MEASURES = tensors.MEASURES | models.MEASURES
 
 
 @functools.cache
-def measure(key: str) -> tensors.Measured:
+def measure(key):
     return MEASURES[key]()
 
 
-def half_digits(numbers: tuple[str, ...]) -> list[float]:
+def half_digits(numbers):
     """Half of the last printed digit of each."""
     return [0.5 * 10.0 ** int(Decimal(number).as_tuple().exponent) for number in numbers]
 
 
-def is_near(values, numbers: tuple[str, ...], errors) -> bool:
+def is_near(values, numbers, errors):
     """Whether each value is that number within half of its last digit and five standard errors."""
     return all(
         abs(value - float(number)) <= half + 5 * error
@@ -34,7 +32,7 @@ def is_near(values, numbers: tuple[str, ...], errors) -> bool:
     )
 
 
-def is_in_order(found: tensors.Measured, published: list[float]) -> bool:
+def is_in_order(found, published):
     """Whether all pairs that differ by 10 % in the publication have its order, by five standard
     errors."""
     return all(
@@ -49,12 +47,12 @@ def test_every_number_is_measured():
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-def test_ours(key: str):
+def test_ours(key):
     found = measure(key)
     assert is_near(found.values, NUMBERS[key].ours, found.errors), found
 
 
-def misses(reason: str) -> list[pytest.MarkDecorator]:
+def misses(reason):
     mark = pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
     return [mark] if reason else []
 
@@ -63,7 +61,7 @@ ROWS = [pytest.param(key, marks=misses(row.miss)) for key, row in NUMBERS.items(
 
 
 @pytest.mark.parametrize("key", ROWS)
-def test_theirs(key: str):
+def test_theirs(key):
     row, found = NUMBERS[key], measure(key)
     published = [float(number) for number in row.theirs]
     if row.compare == "value":

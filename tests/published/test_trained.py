@@ -1,7 +1,5 @@
 """`benchmarks.papers`: the casts of its runs, and what its rows say."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -17,7 +15,7 @@ from fp8.lab.preflight.training import Problem
 
 
 @pytest.mark.parametrize("recipe", [NVIDIA, QUARTET2], ids=lambda recipe: recipe.name)
-def test_each_product_is_cast_in_one_of_the_halves(recipe: fp8.Recipe):
+def test_each_product_is_cast_in_one_of_the_halves(recipe):
     forward, backward = forward_only(recipe), backward_only(recipe)
     assert forward.forward == recipe.forward
     assert {*forward.grad_input, *forward.grad_weight} == {None}
@@ -25,7 +23,7 @@ def test_each_product_is_cast_in_one_of_the_halves(recipe: fp8.Recipe):
     assert (backward.grad_input, backward.grad_weight) == (recipe.grad_input, recipe.grad_weight)
 
 
-def test_a_late_switch_changes_the_last_third(monkeypatch: pytest.MonkeyPatch):
+def test_a_late_switch_changes_the_last_third(monkeypatch):
     """And no step before it."""
     monkeypatch.setattr(papers, "STEPS", 8)
     problem = Problem(papers.setup, 8, 2)
@@ -36,7 +34,7 @@ def test_a_late_switch_changes_the_last_third(monkeypatch: pytest.MonkeyPatch):
         assert losses[6:] != whole[6:]
 
 
-def runs(**losses: list[float]) -> list[Run]:
+def runs(**losses):
     return [Run(n, seed, [x] * 3, x) for n, held in losses.items() for seed, x in enumerate(held)]
 
 
@@ -46,7 +44,6 @@ def runs(**losses: list[float]) -> list[Run]:
         ([0.3, 0.31, 0.32], [0.1, 0.11, 0.12], 3.0, "seen", 2.82),
         ([0.1, 0.11, 0.12], [0.3, 0.31, 0.32], 3.0, "opposite", 0.35),
         ([0.3, 0.2, 0.2], [0.2, 0.2, 0.2001], 3.0, "not seen", 1.17),
-        ([0.3, 0.2, 0.2], [0.2, 0.2, 0.2001], 1.0, "seen", 1.17),
         ([0.3, 0.1, 0.2], [-0.1, 0.2, 0.1], 3.0, "not seen", None),
     ],
 )

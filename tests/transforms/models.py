@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -22,7 +21,7 @@ class Block(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def attend(self, x: Tensor) -> Tensor:
+    def attend(self, x):
         batch, length, width = x.shape
         q, k, v = (
             t.view(batch, length, self.heads, -1).transpose(1, 2)
@@ -31,29 +30,25 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.attend(self.norm1(x))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
 class GPT(nn.Module):
-    """Tied weights, learned positions, a loss inside, one-token logits without targets. recomputed:
-    whether its blocks are checkpoints."""
+    """Tied weights, learned positions, a loss inside, one-token logits without targets."""
 
-    def __init__(
-        self, vocab: int = 65, width: int = 32, heads: int = 2, layers: int = 2, context: int = 64
-    ) -> None:
+    def __init__(self, vocab=65, width=32, heads=2, layers=2, context=64):
         super().__init__()
-        self.recomputed = False
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -63,10 +58,10 @@ class GPT(nn.Module):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, ids, targets=None):
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
+            x = block(x)
         x = self.norm(x)
         if targets is None:
             return self.head(x[:, [-1], :]), None
@@ -77,21 +72,21 @@ class GPT(nn.Module):
 class Net(nn.Module):
     """A module from a function of (self, x)."""
 
-    def __init__(self, fn, **modules: nn.Module) -> None:
+    def __init__(self, fn, **modules):
         super().__init__()
         self.fn = fn
         for name, module in modules.items():
             self.add_module(name, module)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.fn(self, x)
 
 
-def own(value: Callable[..., Tensor], slope: Callable[..., Any]) -> Callable[..., Tensor]:
+def own(value, slope):
     """A function that computes its gradient itself. slope: of the gradient and the arguments."""
-    kind: Any = type("Function", (torch.autograd.Function,), {})
+    kind = type("Function", (torch.autograd.Function,), {})
 
-    def forward(ctx: Any, *args: Tensor) -> Tensor:
+    def forward(ctx, *args):
         ctx.save_for_backward(*args)
         return value(*args)
 
@@ -104,34 +99,34 @@ class OfLayer(torch.autograd.Function):
     """Calls a layer without a bias, and reads its weight in its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: nn.Module) -> Tensor:
+    def forward(ctx, x, weight, layer):
         ctx.save_for_backward(x)
         ctx.layer = layer
         return layer(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
+    def backward(ctx, g):
         return g @ ctx.layer.weight, g.mT @ ctx.saved_tensors[0], None
 
 
 class Image(Tensor):
     """As MONAI and torchvision have. Results have its class."""
 
-    def new_empty(self, size: tuple[int, ...], **options: object) -> Tensor:
+    def new_empty(self, size, **options):
         return self.as_subclass(Tensor).new_empty(size=size, **options)
 
 
-def hooks_of(model: nn.Module) -> list[Any]:
+def hooks_of(model):
     """All hooks of its modules."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [hook for m in model.modules() for kind in kinds for hook in getattr(m, kind).values()]
 
 
-def graphs(model: nn.Module, args: tuple[Any, ...], calls: int = 1, **options: Any) -> list[str]:
+def graphs(model, args, calls=1, **options):
     """The calls in the graphs that torch.compile makes of a model."""
-    found: list[str] = []
+    found = []
 
-    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def keep(graph, inputs):
         found.extend(f"{n.op} {n.target} {n.args}" for n in graph.graph.nodes if n.op != "output")
         return graph.forward
 
@@ -142,34 +137,28 @@ def graphs(model: nn.Module, args: tuple[Any, ...], calls: int = 1, **options: A
     return found
 
 
-def rms(x: Tensor) -> float:
+def rms(x):
     return x.detach().double().square().mean().sqrt().item()
 
 
-def gpt(seed: int = 0) -> GPT:
+def gpt(seed=0):
     torch.manual_seed(seed)
     return GPT()
 
 
-def tiny() -> GPT:
+def tiny():
     """One block: compiling takes time in proportion."""
     torch.manual_seed(0)
     return GPT(width=16, layers=1)
 
 
-def no_block() -> GPT:
-    """An embedding, a norm, a product and the loss."""
-    torch.manual_seed(0)
-    return GPT(width=16, layers=0)
-
-
-def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+def batch(seed=0):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 65, (2, 17), generator=generator)
     return ids[:, :-1], ids[:, 1:]
 
 
-def step(model: nn.Module) -> list[Tensor]:
+def step(model):
     """The loss and every gradient of one step, as float64."""
     model.zero_grad()
     _, loss = model(*batch())
@@ -181,7 +170,7 @@ def step(model: nn.Module) -> list[Tensor]:
     return result
 
 
-def same(ours: list[Tensor], theirs: list[Tensor], rtol: float = 0.0, atol: float = 0.0) -> None:
+def same(ours, theirs, rtol=0.0, atol=0.0):
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
@@ -193,76 +182,22 @@ def same(ours: list[Tensor], theirs: list[Tensor], rtol: float = 0.0, atol: floa
 WIDTH, LENGTH = 16, 6
 
 
-class Llama(nn.Module):
-    """Rotary positions, grouped queries, gated units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, 12, bias=False)
-        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(3))
-        self.q, self.o = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.k, self.v = nn.Linear(WIDTH, 8, bias=False), nn.Linear(WIDTH, 8, bias=False)
-        self.gate, self.up = nn.Linear(WIDTH, 32, bias=False), nn.Linear(WIDTH, 32, bias=False)
-        self.down = nn.Linear(32, WIDTH, bias=False)
-        angles = torch.outer(torch.arange(LENGTH), 100.0 ** -torch.arange(2)).repeat(1, 2)
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
-
-    def rotate(self, x: Tensor) -> Tensor:
-        a, b = x.chunk(2, -1)
-        return x * self.cos + torch.cat([-b, a], -1) * self.sin
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        h = self.norms[0](x)
-        q, k, v = (w(h).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        k, v = (t.repeat_interleave(2, 1) for t in (self.rotate(k), v))
-        h = F.scaled_dot_product_attention(self.rotate(q), k, v, is_causal=True)
-        x = x + self.o(h.transpose(1, 2).flatten(2))
-        h = self.norms[1](x)
-        x = x + self.down(F.silu(self.gate(h)) * self.up(h))
-        logits = self.head(self.norms[2](x))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-class ViT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.block = nn.Conv2d(3, WIDTH, 4, 4), Block(WIDTH, 2)
-        self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.positions = nn.Parameter(0.02 * torch.randn(1, 5, WIDTH))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).mT
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
-        logits = self.head(self.norm(self.block(x)[:, 0]))
-        return F.cross_entropy(logits, torch.arange(len(x)) % 4)
-
-
-def perceptron(m: Any, x: Tensor) -> Tensor:
+def perceptron(m, x):
     return m.c(F.relu(m.b(F.gelu(m.a(x)))))
 
 
-def decoder(m: Any, ids: Tensor) -> Tensor:
+def decoder(m, ids):
     return m.body(ids[:, :-1], ids[:, 1:])[1]
 
 
-def resnet(m: Any, x: Tensor) -> Tensor:
+def resnet(m, x):
     x = F.max_pool2d(F.relu(m.norm1(m.stem(x))), 2)
     y = m.norm3(m.conv2(F.relu(m.norm2(m.conv1(x)))))
     y += x
     return m.head(F.adaptive_avg_pool2d(F.relu(y), 1).flatten(1))
 
 
-def convnext(m: Any, x: Tensor) -> Tensor:
-    x = m.stem(x)
-    y = m.norm(m.depthwise(x).permute(0, 2, 3, 1))
-    y = m.gain * m.down(F.gelu(m.up(y)))
-    return m.head((x + y.permute(0, 3, 1, 2)).mean([-2, -1]))
-
-
-def unet(m: Any, x: Tensor) -> Tensor:
+def unet(m, x):
     time = torch.linspace(0, 3, len(x), dtype=x.dtype)[:, None] * torch.ones(8, dtype=x.dtype)
     high = F.silu(m.enter(x))
     low = F.silu(m.down(high) + m.time(time.sin())[:, :, None, None])
@@ -270,25 +205,12 @@ def unet(m: Any, x: Tensor) -> Tensor:
     return m.leave(torch.cat([high, F.silu(m.up(low))], 1))
 
 
-def lstm(m: Any, ids: Tensor) -> Tensor:
+def lstm(m, ids):
     logits = m.head(m.body(m.tokens(ids))[0])
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def mamba(m: Any, x: Tensor) -> Tensor:
-    x, gate = m.enter(x).chunk(2, -1)
-    x = F.silu(m.conv(x.mT)[..., : x.shape[1]].mT)
-    step, b, c = m.select(x).split([WIDTH, 4, 4], -1)
-    step, decay = F.softplus(step)[..., None], -m.log_decay.exp()
-    state, outputs = x.new_zeros(len(x), WIDTH, 4), []
-    for t in range(x.shape[1]):
-        state = state * (step[:, t] * decay).exp()
-        state = state + step[:, t] * b[:, t, None] * x[:, t, :, None]
-        outputs.append((state * c[:, t, None]).sum(-1))
-    return m.leave((torch.stack(outputs, 1) + m.skip * x) * F.silu(gate))
-
-
-def experts(m: Any, x: Tensor) -> Tensor:
+def experts(m, x):
     x = m.enter(x).flatten(0, 1)
     weights, chosen = m.gate(x).softmax(-1).topk(2)
     mixed = torch.zeros_like(x)
@@ -298,22 +220,14 @@ def experts(m: Any, x: Tensor) -> Tensor:
     return m.head(x + mixed)
 
 
-def graph(m: Any, x: Tensor) -> Tensor:
-    source, target = torch.arange(24) % LENGTH, torch.arange(24) * 5 % LENGTH
-    x = m.enter(x[0])
-    messages = F.relu(m.edge(torch.cat([x[source], x[target]], -1)))
-    x = x + m.node(torch.zeros_like(x).index_add(0, target, messages))
-    return m.head(F.relu(x))
-
-
-def vector_quantized(m: Any, x: Tensor) -> Tensor:
+def vector_quantized(m, x):
     y = m.enter(x)
     code = m.codes(torch.cdist(y.flatten(0, 1), m.codes.weight).argmin(-1)).view_as(y)
     loss = F.mse_loss(code, y.detach()) + 0.25 * F.mse_loss(y, code.detach())
     return F.mse_loss(m.leave(y + (code - y).detach()), x) + loss
 
 
-def encoder(m: Any, ids: Tensor) -> Tensor:
+def encoder(m, ids):
     """Some tokens are hidden, and others are padding."""
     hidden, padding = ids % 3 == 0, ids == 1
     x = m.tokens(ids.masked_fill(hidden, 0)) + m.positions.weight[:LENGTH]
@@ -321,36 +235,33 @@ def encoder(m: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.masked_fill(~hidden, -100).flatten())
 
 
-def einsum_attention(m: Any, x: Tensor) -> Tensor:
+def einsum_attention(m, x):
     q, k, v = m.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5
     return x + m.out(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2))
 
 
-def _net(fn: Callable[..., Tensor], modules: dict[str, nn.Module], **values: Tensor) -> nn.Module:
+def _net(fn, modules, **values):
     net = Net(fn, **modules)
     for name, value in values.items():
         setattr(net, name, nn.Parameter(value))
     return net
 
 
-def _linears(**sizes: tuple[int, int]) -> dict[str, nn.Module]:
+def _linears(**sizes):
     return {name: nn.Linear(*size) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """make: a model whose forward takes one tensor. like: "tokens", "values" or "images". smooth:
-    whether gradients are slopes of the loss. whole: whether it compiles in one graph. modes:
-    whether it computes in evaluation what it does in training."""
+    """make: a model whose forward takes one tensor. like: "tokens", "values" or "images". whole:
+    whether it compiles in one graph."""
 
     make: Callable[[], nn.Module]
     like: str = "values"
-    smooth: bool = True
     whole: bool = True
-    modes: bool = True
 
-    def batch(self, seed: int = 0) -> Tensor:
+    def batch(self, seed=0):
         generator = torch.Generator().manual_seed(seed)
         if self.like == "tokens":
             return torch.randint(12, (8, LENGTH), generator=generator)
@@ -358,7 +269,7 @@ class Kind:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def loss_of(model: Any, x: Tensor) -> Tensor:
+def loss_of(model, x):
     """The loss that a model returns, or the distance of its result from a fixed one."""
     torch.manual_seed(0)
     y = model(x)
@@ -366,96 +277,72 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
     return F.mse_loss(y, target) if y.dim() else y
 
 
-_QKV: dict[str, tuple[int, int]] = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)}
-_ENDS: dict[str, tuple[int, int]] = {"enter": (WIDTH, WIDTH), "head": (WIDTH, WIDTH)}
+_QKV = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)}
+_ENDS = {"enter": (WIDTH, WIDTH), "head": (WIDTH, WIDTH)}
 
 
-def _gpt() -> nn.Module:
+def _gpt():
     return _net(decoder, {"body": GPT(vocab=12, width=WIDTH, layers=1, context=LENGTH)})
 
 
-def _mlp() -> nn.Module:
+def _mlp():
     sizes = {"a": (WIDTH, 32), "b": (32, 32), "c": (32, 4)}
     return _net(perceptron, _linears(**sizes))
 
 
-def _resnet() -> nn.Module:
+def _resnet():
     convs = {f"conv{i}": nn.Conv2d(WIDTH, WIDTH, 3, 1, 1, bias=False) for i in (1, 2)}
     norms = {f"norm{i}": nn.BatchNorm2d(WIDTH) for i in (1, 2, 3)}
     stem = nn.Conv2d(3, WIDTH, 3, 1, 1, bias=False)
     return _net(resnet, {"stem": stem, **convs, **norms, "head": nn.Linear(WIDTH, 4)})
 
 
-def _convnext() -> nn.Module:
-    depthwise = nn.Conv2d(WIDTH, WIDTH, 3, 1, 1, groups=WIDTH)
-    modules = {"stem": nn.Conv2d(3, WIDTH, 2, 2), "depthwise": depthwise}
-    modules |= {"norm": nn.LayerNorm(WIDTH), **_linears(up=(WIDTH, 64), down=(64, WIDTH))}
-    return _net(convnext, {**modules, "head": nn.Linear(WIDTH, 4)}, gain=torch.full((WIDTH,), 1e-6))
-
-
-def _unet() -> nn.Module:
+def _unet():
     modules = {"enter": nn.Conv2d(3, 8, 3, 1, 1), "down": nn.Conv2d(8, WIDTH, 4, 2, 1)}
     modules |= {"time": nn.Linear(8, WIDTH), "middle": nn.Conv2d(WIDTH, WIDTH, 3, 1, 1)}
     up, leave = nn.ConvTranspose2d(WIDTH, 8, 4, 2, 1), nn.Conv2d(16, 3, 3, 1, 1)
     return _net(unet, {**modules, "up": up, "leave": leave})
 
 
-def _lstm() -> nn.Module:
+def _lstm():
     ends = {"tokens": nn.Embedding(12, WIDTH), "head": nn.Linear(WIDTH, 12)}
     return _net(lstm, {**ends, "body": nn.LSTM(WIDTH, WIDTH, batch_first=True)})
 
 
-def _mamba() -> nn.Module:
-    sizes = {"enter": (WIDTH, 32), "select": (WIDTH, WIDTH + 8), "leave": (WIDTH, WIDTH)}
-    conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
-    decay = torch.arange(1.0, 5).log().repeat(WIDTH, 1)
-    modules = {**_linears(**sizes), "conv": conv}
-    return _net(mamba, modules, log_decay=decay, skip=torch.ones(WIDTH))
-
-
-def _experts() -> nn.Module:
+def _experts():
     each = (nn.Sequential(nn.Linear(WIDTH, 32), nn.SiLU(), nn.Linear(32, WIDTH)) for _ in range(3))
     modules = {**_linears(**_ENDS, gate=(WIDTH, 3)), "experts": nn.ModuleList(each)}
     return _net(experts, modules)
 
 
-def _graph() -> nn.Module:
-    return _net(graph, _linears(**_ENDS, edge=(2 * WIDTH, WIDTH), node=(WIDTH, WIDTH)))
-
-
-def _quantized() -> nn.Module:
+def _quantized():
     modules = _linears(enter=(WIDTH, WIDTH), leave=(WIDTH, WIDTH))
     return _net(vector_quantized, {**modules, "codes": nn.Embedding(8, WIDTH)})
 
 
-def _encoder() -> nn.Module:
+def _encoder():
     body = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
     modules = {"tokens": nn.Embedding(12, WIDTH), "positions": nn.Embedding(LENGTH, WIDTH)}
     return _net(encoder, {**modules, "body": body, "head": nn.Linear(WIDTH, 12)})
 
 
-def _parametrized() -> nn.Module:
-    net: Any = _mlp()
+def _parametrized():
+    net = _mlp()
     weight_norm(net.b)
     return net
 
 
-KINDS: dict[str, Kind] = {
+KINDS = {
     "MLP": Kind(_mlp),
     "GPT": Kind(_gpt, "tokens"),
-    "Llama": Kind(Llama, "tokens"),
-    "ViT": Kind(ViT, "images"),
-    "ResNet": Kind(_resnet, "images", modes=False),
-    "ConvNeXt": Kind(_convnext, "images"),
+    "ResNet": Kind(_resnet, "images"),
     "U-Net": Kind(_unet, "images"),
     "LSTM": Kind(_lstm, "tokens", whole=False),
-    "Mamba": Kind(_mamba),
-    "experts": Kind(_experts, smooth=False, whole=False),
-    "graph network": Kind(_graph),
-    "VQ": Kind(_quantized, smooth=False),
+    "experts": Kind(_experts, whole=False),
+    "VQ": Kind(_quantized),
     "encoder": Kind(_encoder, "tokens"),
-    "parametrized": Kind(_parametrized),
     "einsum attention": Kind(lambda: _net(einsum_attention, _linears(**_QKV))),
+    "parametrized": Kind(_parametrized),
 }
 
 
@@ -467,11 +354,11 @@ ROWS = 6
 EDGES = torch.stack([torch.arange(16) % ROWS, torch.arange(16) * 5 % ROWS])
 
 
-def sparse(values: Tensor) -> Tensor:
+def sparse(values):
     """A graph of the rows."""
     return torch.sparse_coo_tensor(EDGES, values, (ROWS, ROWS)).coalesce()
 
 
-def attention_of_a_graph(h: Tensor) -> Tensor:
+def attention_of_a_graph(h):
     scores = sparse((h[EDGES[0]] * h[EDGES[1]]).sum(-1))
     return torch.sparse.mm(torch.sparse.softmax(scores, 1), h)

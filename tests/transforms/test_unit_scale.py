@@ -1,31 +1,25 @@
 """What `unit_scale` makes of a model: values, kinds, rates and a report."""
 
-from __future__ import annotations
-
 import importlib
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.testing import assert_close
 
 import unit_scaling as uu
 from tests.transforms.models import GPT, KINDS, Net, batch, gpt, graphs, own, rms
-from unit_scaling.optim import lr_scale_func_adam
-from unit_scaling.parameter import set_depth, tag
+from unit_scaling.parameter import tag
 from unit_scaling.transforms import unit_scale
 
 attention = F.scaled_dot_product_attention
 
 
 @pytest.mark.proves("unit-scaling", "the unit-scaled MLP", how="own")
-def test_mlp_is_the_hand_written_one() -> None:
+def test_mlp_is_the_hand_written_one():
     """With the factors of its products in the weights."""
-    torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8)).double()
     x = torch.randn(32, 16, requires_grad=True, dtype=torch.float64)
     model = unit_scale(plain, batch=x)
@@ -33,34 +27,25 @@ def test_mlp_is_the_hand_written_one() -> None:
     hidden = F.gelu(F.linear(x, units[0]) / 4)
     number = model[2].weight.mup_scale * 64  # of an operand off RMS 1
     expected = number * F.linear(hidden, units[1]) / 64
-    torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-9)
+    assert_close(model(x), expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.proves("unit-scaling", "unit_scale(model)", how="own")
 @pytest.mark.proves("unit-scaling", "skip and residual additions", how="own")
 @pytest.mark.proves("the field", "unit scaling", how="own")
-def test_every_operand_has_unit_scale() -> None:
-    torch.manual_seed(0)
+def test_every_operand_has_unit_scale():
     plain, ids = GPT(width=128, heads=2), torch.randint(0, 65, (8, 64))
     model = unit_scale(plain, batch=(ids, ids.roll(-1, 1)))
     found = uu.verify(model, (ids, ids.roll(-1, 1)))
     assert found.share("activation") > 0.9
     assert found.share("weight") == 1
-    sizes = {row.path: row.why.split("RMS ")[1].split(";")[0] for row in uu.report(model)
-             if "RMS" in row.why}  # fmt: skip
-    for path in ("blocks.0.qkv", "blocks.0.up", "blocks.1.qkv", "blocks.1.up"):
-        assert float(sizes[path]) == pytest.approx(1, abs=0.3)
-    # Of 4 branches each has the weight of its rule, 1 / sqrt(2) at most, times the stream.
-    for path in ("blocks.0.out", "blocks.0.down", "blocks.1.out", "blocks.1.down"):
-        assert 0.4 < float(sizes[path]) < 1.5
 
 
 @pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
 @pytest.mark.proves("unit-scaling", "skip and residual additions", how="own")
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.whole])
-def test_a_compiled_graph_is_that_of_the_plain_model(name: str) -> None:
+def test_a_compiled_graph_is_that_of_the_plain_model(name):
     """Also of a model that has run."""
-    torch.manual_seed(0)
     kind, plain = KINDS[name], KINDS[name].make().double()
     x = kind.batch()
     model = unit_scale(plain)
@@ -71,7 +56,7 @@ def test_a_compiled_graph_is_that_of_the_plain_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4, 16])
-def test_branches_of_completep_are_equal_parts_of_the_stream(layers: int) -> None:
+def test_branches_of_completep_are_equal_parts_of_the_stream(layers):
     """Of 4 / branches of its input, and of at most 1 / sqrt(2)."""
     rule, branches = uu.completep_residual_scaling_rule(), 2 * layers
     stream = 1.0
@@ -84,23 +69,18 @@ def test_branches_of_completep_are_equal_parts_of_the_stream(layers: int) -> Non
     assert {p.mup_scaling_depth for p in stack.parameters()} == {None}
 
 
-def layers() -> dict[str, nn.Module]:
+def layers():
     linear = {name: nn.Linear(16, 16) for name in "abc"}
     return {**linear, "rnn": nn.GRU(16, 16), "head": nn.Linear(16, 16)}
 
 
-RESIDUAL: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+RESIDUAL = {
     "pre-norm": (lambda m, x: x + m.a(F.layer_norm(x, (16,))), "a"),
-    "branch first": (lambda m, x: m.a(x) + x, "a"),
-    "method": (lambda m, x: x.add(m.a(x)), "a"),
     "two": (lambda m, x: (y := x + m.a(x)) + m.b(y), "ab"),
     "through a view": (lambda m, x: (x.view(2, 4, 16) + m.a(x).view(2, 4, 16)).view(8, 16), "a"),
     "attention": (lambda m, x: x + m.a(attention(x, x, x)), "a"),
     "nested": (lambda m, x: x + m.a(x + m.b(x)), "ab"),
     "parallel": (lambda m, x: x + m.a(x) + m.b(x), "ab"),
-    "parallel, joined": (lambda m, x: m.a(x) + m.b(x) + x, "ab"),
-    "a number": (lambda m, x: m.a(x) + 1, ""),
-    "doubled": (lambda m, x: m.a(x + x), ""),
     "in place": (lambda m, x: F.gelu(x).add_(m.a(F.gelu(x))) + 0, ""),
     "gelu by hand": (lambda m, x: m.a(x + 0.044715 * x**3), ""),
     "not residual": (lambda m, x: m.a(x) + m.b(x), ""),
@@ -109,7 +89,7 @@ RESIDUAL: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", RESIDUAL)
-def test_residual_branches_are_found(name: str) -> None:
+def test_residual_branches_are_found(name):
     """Their last weights have less than their rule, RMS 1, or are not alone in it."""
     forward, inside = RESIDUAL[name]
     torch.manual_seed(0)
@@ -119,11 +99,11 @@ def test_residual_branches_are_found(name: str) -> None:
     assert found == set(inside)
 
 
-def batch_of(*shape: int) -> Tensor:
+def batch_of(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def _delta_rule(m: Any, x: Tensor) -> Tensor:
+def _delta_rule(m, x):
     k, v = F.normalize(m.a(x), dim=-1), m.b(x)
     state = x.new_zeros(16, 16)
     for i in range(len(x)):
@@ -131,14 +111,14 @@ def _delta_rule(m: Any, x: Tensor) -> Tensor:
     return x @ state
 
 
-def _solver(m: Any, x: Tensor) -> Tensor:
+def _solver(m, x):
     for _ in range(4):
         k = m.a(torch.tanh(x))
         x = x + (k + m.a(torch.tanh(x + k / 4))) / 8
     return m.b(x)
 
 
-def _ladder(m: Any, x: Tensor) -> Tensor:
+def _ladder(m, x):
     """Of exponentially many paths."""
     for _ in range(60):
         x = m.a(x) + m.b(x)
@@ -146,28 +126,25 @@ def _ladder(m: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [_delta_rule, _solver, _ladder])
-def test_sums_in_a_loop_keep_their_coefficients(forward: Any) -> None:
+def test_sums_in_a_loop_keep_their_coefficients(forward):
     """With weights of the terms, a delta rule grew without bound and a solver diverged."""
-    torch.manual_seed(0)
     model = unit_scale(Net(forward, **layers()), batch=batch_of(64, 16))
     assert model.a.weight.mup_scale == pytest.approx(1 / 4, rel=0.5)
     assert model(batch_of(64, 16)).isfinite().all()
 
 
-READS_OF_GAINS: dict[str, tuple[Any, Any, bool]] = {
+READS_OF_GAINS = {
     "multiplied": ((32,), lambda m, x: m.gain * m.layer(x), True),
     "of a residual branch": ((32,), lambda m, x: m.layer(x + m.gain * m.layer(x)), True),
-    "of two dimensions": ((1, 32), lambda m, x: m.gain * m.layer(x), True),
     "of three dimensions": ((1, 1, 32), lambda m, x: m.gain * m.layer(x), True),
     "of a norm": ((32,), lambda m, x: F.rms_norm(m.layer(x), (32,), m.gain), True),
     "one plus it": ((32,), lambda m, x: m.layer(x) * (1 + m.gain), False),
     "of a formula": ((32,), lambda m, x: m.layer(x) * (m.gain * m.gain).sum().exp(), False),
-    "in two ways": ((32,), lambda m, x: m.gain * m.layer(x) + m.gain.exp(), False),
 }
 
 
 @pytest.mark.parametrize("name", READS_OF_GAINS)
-def test_a_gain_that_multiplies_values_alone_is_scaled(name: str) -> None:
+def test_a_gain_that_multiplies_values_alone_is_scaled(name):
     """Whatever its shape (vit-pytorch's are (1, 1, n), torchvision's (n, 1, 1)). One that does more
     keeps its values."""
     shape, forward, scaled = READS_OF_GAINS[name]
@@ -182,15 +159,14 @@ def test_a_gain_that_multiplies_values_alone_is_scaled(name: str) -> None:
     assert kept == ([] if scaled else ["gain"])
 
 
-def _beside(m: Any, x: Tensor) -> Tensor:
+def _beside(m, x):
     return m.head(torch.cat([m.added.expand(len(x), -1, -1), m.layer(x)], 1))
 
 
-READS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+READS = {
     "positions": (lambda m, x: m.head(m.layer(x) + m.added[:, :6]), "bias"),
     "positions of large values": (lambda m, x: m.head(64 * m.layer(x) + m.added), "bias"),
     "class token": (_beside, "bias"),
-    "mask token": (lambda m, x: m.head(torch.where(x > 0, m.layer(x), m.added)), "bias"),
     "bias of attention": (
         lambda m, x: m.head(attention(*[m.layer(x)] * 3, m.added[..., :6])),
         "bias",
@@ -201,10 +177,9 @@ READS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 
 @pytest.mark.parametrize("start", [0.0, 0.02])
 @pytest.mark.parametrize("name", READS)
-def test_what_is_added_to_values_learns_as_a_bias(name: str, start: float) -> None:
+def test_what_is_added_to_values_learns_as_a_bias(name, start):
     """By its own size, its rate is too low to reach that of the values: a DiT ended at .76 for .35,
     as its positions did not learn."""
-    torch.manual_seed(0)
     forward, kind = READS[name]
     net = Net(forward, layer=nn.Linear(16, 16, bias=False), head=nn.Linear(16, 4, bias=False))
     net.added = nn.Parameter(start * torch.randn(1, 6, 16))
@@ -212,27 +187,25 @@ def test_what_is_added_to_values_learns_as_a_bias(name: str, start: float) -> No
     optimizer = uu.optim.AdamW(model.parameters(), lr=0.5)
     (model(torch.randn(8, 6, 16)) - 1).square().sum().backward()
     assert model.added.mup_type == kind
-    torch.testing.assert_close(model.added.detach(), net.added.detach())
+    assert_close(model.added.detach(), net.added.detach())
     optimizer.step()
     if kind == "bias":
         size = 64 if "large" in name else 1
-        change = (model.added - net.added).abs().max().item()
-        assert change == pytest.approx(0.5 / 32 * size, rel=0.01)
+        change = (model.added - net.added).abs().max()
+        assert change.item() == pytest.approx(0.5 / 32 * size, rel=0.01)
 
 
 @pytest.mark.parametrize("inputs", [1, 8, 15, 16, 64])
-def test_biases_of_few_inputs_are_scaled_as_the_result(inputs: int) -> None:
+def test_biases_of_few_inputs_are_scaled_as_the_result(inputs):
     """There they are no small part of it: features of one input differ by them."""
-    torch.manual_seed(0)
     plain, x = nn.Linear(inputs, 64), batch_of(256, inputs)
     model = unit_scale(nn.Sequential(plain, nn.ReLU(), nn.Linear(64, 4)), batch=x)
     expected = plain(x) if inputs < 16 else plain(x) - plain.bias
     result = model[0](x)
-    torch.testing.assert_close(result * (rms(plain.weight) / rms(model[0].weight)), expected)
+    assert_close(result * (rms(plain.weight) / rms(model[0].weight)), expected)
 
 
-def test_tags_and_optimizer() -> None:
-    torch.manual_seed(0)
+def test_tags_and_optimizer():
     model = unit_scale(nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4)))
     model(batch_of(64, 16))
     tags = {name: p.mup_type for name, p in model.named_parameters()}
@@ -244,88 +217,70 @@ def test_tags_and_optimizer() -> None:
     assert rates["2.weight"] == pytest.approx(output * model[2].weight.mup_scale)
 
 
-@pytest.mark.parametrize(
-    ("cls", "settings"),
-    [
-        (uu.optim.AdamW, {"weight_decay": 1e-3, "eps": 1e-30}),
-        (uu.optim.Adam, {"eps": 1e-30}),
-        (uu.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-3}),
-    ],
-)
-def test_steps_are_those_of_weights_at_unit_scale(cls: Any, settings: dict[str, Any]) -> None:
+ADAM = {"eps": 1e-30}
+STEPPED = [
+    (uu.optim.AdamW, {"weight_decay": 1e-3, **ADAM}),
+    (uu.optim.Adam, ADAM),
+    (uu.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-3}),
+]
+
+
+@pytest.mark.parametrize(("cls", "settings"), STEPPED)
+def test_steps_are_those_of_weights_at_unit_scale(cls, settings):
     """w = f u moves as u, an independent weight of RMS 1 with the learning rate of its rule."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8)).double()
-    scales = [2.0**-i for i in range(2, 6)]
+    w = nn.Linear(64, 32).double()
+    scales, kinds = [2.0**-2, 2.0**-3], ["weight", "bias"]
     u = []
-    for p, f in zip(model.parameters(), scales, strict=True):
-        kind = "weight" if p.dim() > 1 else "bias"
+    for p, f, kind in zip(w.parameters(), scales, kinds, strict=True):
         tag(p, kind, mup_scale=f)
         u.append(uu.Parameter(p.detach() / f, kind))
-    x, y = torch.randn(2, 16, 64, dtype=torch.float64)
-    ours, theirs = cls(model.parameters(), lr=0.1, **settings), cls(u, lr=0.1, **settings)
-
-    def loss(weights: list[Tensor]) -> Tensor:
-        hidden = F.gelu(F.linear(x, *weights[:2]))
-        return (F.linear(hidden, *weights[2:]) - y[:, :8]).square().sum()
-
+    x, y = torch.randn(16, 64).double(), torch.randn(16, 32).double()
+    ours, theirs = cls(w.parameters(), lr=0.1, **settings), cls(u, lr=0.1, **settings)
     for _ in range(3):
         ours.zero_grad()
-        (model(x) - y[:, :8]).square().sum().backward()
-        slopes = torch.autograd.grad(loss([f * q for f, q in zip(scales, u, strict=True)]), u)
-        for q, g in zip(u, slopes, strict=True):
-            q.grad = g
+        theirs.zero_grad()
+        (w(x) - y).square().sum().backward()
+        (F.linear(x, scales[0] * u[0], scales[1] * u[1]) - y).square().sum().backward()
         ours.step()
         theirs.step()
-    for p, q, f in zip(model.parameters(), u, scales, strict=True):
-        torch.testing.assert_close(p.detach(), f * q.detach(), rtol=1e-6, atol=1e-9)
+    for p, q, f in zip(w.parameters(), u, scales, strict=True):
+        assert_close(p.detach(), f * q.detach(), rtol=1e-6, atol=1e-9)
 
 
-def test_rates_of_stacked_experts_are_those_of_one() -> None:
-    experts, single = Net(lambda m, x: x), nn.Parameter(torch.empty(16, 32))
+def test_weights_of_experts_are_stacks():
+    experts = Net(lambda m, x: x)
     experts.up = nn.Parameter(torch.randn(3, 16, 32))
     experts.up_bias = nn.Parameter(torch.randn(3, 32))
     model = unit_scale(nn.Sequential(nn.Linear(8, 16), experts, nn.Linear(16, 4)))
-    up = model[1].up
-    tag(single, "weight", mup_scale=up.mup_scale)
-    assert [p.mup_stacked for p in (up, model[0].weight)] == [True, False]
-    assert lr_scale_func_adam(up) == lr_scale_func_adam(single)
+    assert [p.mup_stacked for p in (model[1].up, model[0].weight)] == [True, False]
     assert model[1].up_bias.mup_type == "bias"
 
 
-def test_a_depth_that_is_set_stays() -> None:
-    model = unit_scale(gpt(), batch=batch())
-    set_depth(model.blocks, 7)
-    assert {p.mup_scaling_depth for p in model.parameters()} == {None, 7}
-
-
-LAST: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]] = {
+LAST = {
     "lstm": (lambda: nn.LSTM(32, 32, batch_first=True), lambda m, x: m.head(m.body(x)[0])),
     "cnn": (lambda: nn.Conv1d(32, 32, 3, padding=1), lambda m, x: m.head(m.body(x).mT)),
     "embedding": (lambda: nn.Embedding(16, 32), lambda m, x: m.head(m.body(x))),
-    "residual": (lambda: nn.Linear(32, 32), lambda m, x: x + m.head2(F.relu(m.body(x)))),
+    "residual": (lambda: nn.Linear(32, 32), lambda m, x: x + m.head(F.relu(m.body(x)))),
 }
 
 
 @pytest.mark.parametrize("kind", LAST)
-def test_the_last_linear_layer_is_the_readout_after_layers_with_weights(kind: str) -> None:
+def test_the_last_linear_layer_is_the_readout_after_layers_with_weights(kind):
     """A linear layer on an embedding alone is a table of logits, none of which is a hidden one; one
     inside of a residual branch is none either."""
-    torch.manual_seed(0)
     body, forward = LAST[kind]
+    x = torch.randn(64, 32, 32)
+    if kind == "embedding":
+        x = torch.randint(16, (64, 32))
+    model = unit_scale(Net(forward, body=body(), head=nn.Linear(32, 32)), batch=x)
     readout = kind in ("lstm", "cnn")
-    head = {"head2": nn.Linear(32, 32)} if kind == "residual" else {"head": nn.Linear(32, 8)}
-    table = kind == "embedding"
-    x = torch.randint(16, (64, 32)) if table else torch.randn(64, 32, 32)
-    model = unit_scale(Net(forward, body=body(), **head), batch=x)
-    weight = next(iter(model.get_submodule(name).weight for name in head))
-    assert weight.mup_type == ("output" if readout else "weight")
+    assert (model.head.weight.mup_type == "output") == readout
     if kind in ("cnn", "embedding"):
         expected = 32**-0.5 if readout else 1.0  # of inputs of RMS 1
         assert expected / 2 < rms(model(x)) < 2 * expected
 
 
-def test_what_an_autograd_function_computes_keeps_its_values() -> None:
+def test_what_an_autograd_function_computes_keeps_its_values():
     """It computes its gradient itself too."""
     product = own(lambda x, w: x @ w.mT, lambda g, x, w: (g @ w, g.mT @ x))
     net = Net(lambda m, x: product(torch.relu(m.first(x)), m.last.weight))
@@ -336,16 +291,8 @@ def test_what_an_autograd_function_computes_keeps_its_values() -> None:
     assert kept == {("last", "weight"), ("last", "bias")}
 
 
-def test_a_checkpoint_of_a_function_is_recorded() -> None:
-    plain = Net(lambda m, x: m.b(checkpoint(lambda y: m.a(y).tanh(), x, use_reentrant=False)))
-    plain.a, plain.b = nn.Linear(8, 8), nn.Linear(8, 4)
-    straight = Net(lambda m, x: m.b(m.a(x).tanh()), a=plain.a, b=plain.b)
-    ours, theirs = (unit_scale(each, batch=batch_of(8, 8)) for each in (plain, straight))
-    assert torch.equal(ours(batch_of(8, 8)), theirs(batch_of(8, 8)))
-
-
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-def test_odd_parameters_are_left_with_a_row() -> None:
+def test_odd_parameters_are_left_with_a_row():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(1, 1))
     nn.init.ones_(model[0].weight)
     model = unit_scale(model, batch=batch_of(4, 8))
@@ -356,9 +303,8 @@ def test_odd_parameters_are_left_with_a_row() -> None:
     assert unit_scale(net)(torch.ones(2, 4)).shape == (2, 0)
 
 
-def test_layers_of_uu_are_left_as_they_are() -> None:
+def test_layers_of_uu_are_left_as_they_are():
     """Their weights, kinds and depths."""
-    torch.manual_seed(0)
     stack = uu.DepthSequential(uu.Linear(16, 16), nn.Sequential(uu.LayerNorm(16), uu.GELU()))
     plain = nn.Sequential(nn.Linear(16, 16), stack, uu.LinearReadout(16, 4)).double()
     model = unit_scale(plain, batch=batch_of(64, 16).double())
@@ -370,28 +316,7 @@ def test_layers_of_uu_are_left_as_they_are() -> None:
         assert before.mup_scaling_depth == after.mup_scaling_depth
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_weight_of_zeros_takes_the_steps_of_others(layer: int) -> None:
-    """It has its number, without which its learning rate is too high, a readout's by the width."""
-    width, steps = 256, []
-    for zeros in (False, True):
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 4, bias=False))
-        if zeros:
-            nn.init.zeros_(plain[layer].weight)
-        model, x = unit_scale(plain), torch.randn(64, width)
-        optimizer = uu.optim.AdamW(model.parameters())
-        model(x)
-        before = model[0](x) if layer == 0 else model(x)
-        F.cross_entropy(model(x), torch.arange(64) % 4).backward()
-        optimizer.step()
-        after = model[0](x) if layer == 0 else model(x)
-        steps.append((after - before).square().mean().sqrt())
-        assert not uu.report(model).left_alone
-    assert 0.5 < steps[1] / steps[0] < 2
-
-
-def test_report_counts_every_weight() -> None:
+def test_report_counts_every_weight():
     model = unit_scale(gpt())
     assert "not run yet" in str(uu.report(model))
     model(*batch())
@@ -409,14 +334,9 @@ def test_report_counts_every_weight() -> None:
     [
         (lambda: unit_scale("model"), TypeError, "needs an nn.Module, got str"),
         (lambda: uu.report(nn.Linear(2, 2)), ValueError, "report needs a model of unit_scale"),
-        (lambda: unit_scale(unit_scale(gpt())), ValueError, "is unit-scaled already"),
-        (
-            lambda: unit_scale(gpt(), batch=(torch.ones(2, 4),)),
-            RuntimeError,
-            "to have one of the following",
-        ),
+        (lambda: unit_scale(gpt(), batch=(torch.ones(2, 4),)), RuntimeError, "to have one of the"),
     ],
 )
-def test_bad_input(call: Any, error: type[Exception], match: str) -> None:
+def test_bad_input(call, error, match):
     with pytest.raises(error, match=match):
         call()

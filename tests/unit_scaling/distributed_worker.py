@@ -5,20 +5,16 @@ Each trains on its half of a batch, and compares with the whole batch in one pro
 
 import copy
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.testing import assert_close
 
 import unit_scaling as uu
 from tests.launch import as_rank
@@ -29,25 +25,23 @@ WORLD, CALLS, BATCH, VOCAB, WIDTH = 2, 2, 8, 6, 4
 
 
 class Block(nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(uu.Linear(WIDTH, WIDTH, bias=True), uu.GELU())
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = uu.Embedding(VOCAB, WIDTH)
         self.blocks = uu.DepthSequential(Block(), Block())
         self.norm = uu.LayerNorm(WIDTH, elementwise_affine=True)
         self.readout = uu.LinearReadout(WIDTH, VOCAB, constraint="to_output_scale")
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return self.readout(self.norm(self.blocks(self.embedding(tokens))))
 
 
-def train(
-    model: nn.Module, batches: list[Tensor], steps: int = 2, loss: Any = U.cross_entropy
-) -> dict[str, Tensor]:
+def train(model, batches, steps=2, loss=U.cross_entropy):
     """The parameters after some steps of SGD, each over all batches, gathered."""
     opt = uu.optim.SGD(model.parameters(), 0.01, 0.9, readout_constraint="to_output_scale")
     for _ in range(steps):
@@ -62,17 +56,17 @@ def train(
     }
 
 
-def tags(model: nn.Module) -> list[tuple[str, int | None]]:
+def tags(model):
     return [(p.mup_type, p.mup_scaling_depth) for p in model.parameters()]
 
 
-def rates(model: nn.Module) -> list[float]:
+def rates(model):
     """The learning rate of each parameter."""
     opt = uu.optim.SGD(model.parameters(), 1.0, readout_constraint="to_output_scale")
     return list(opt.param_groups[0]["mup_lr_scales"])
 
 
-def sharded(model: nn.Module, parts: list[nn.Module]) -> nn.Module:
+def sharded(model, parts):
     """Weights by their second dimension, so that what is here is not the fan-in."""
     for part in (*parts, model):
         fully_shard(part, shard_placement_fn=lambda p: Shard(p.dim() - 1))
@@ -81,11 +75,11 @@ def sharded(model: nn.Module, parts: list[nn.Module]) -> nn.Module:
 
 
 def check(
-    model: nn.Module,
-    distribute: Callable[[nn.Module], nn.Module],
-    calls: int,
-    loss: Any = U.cross_entropy,
-) -> None:
+    model,
+    distribute,
+    calls,
+    loss=U.cross_entropy,
+):
     """Tags, learning rates, and weights after training equal those of one process."""
     tokens = torch.randint(VOCAB, (BATCH, 5), generator=torch.Generator().manual_seed(0))
     plain = copy.deepcopy(model)
@@ -99,11 +93,11 @@ def check(
     with uu.batch_multiplier(WORLD * calls, averaged_over=WORLD):
         result = train(model, list(mine), loss=loss)
     assert tags(model) == expected_tags
-    torch.testing.assert_close(result, expected)
+    assert_close(result, expected)
 
 
-def check_zero() -> None:
-    """ZeroRedundancyOptimizer, under a schedule that sets a rate: the steps of one process."""
+def check_zero():
+    """ZeroRedundancyOptimizer, under a rate that is set: the steps of one process."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit
 
     torch.manual_seed(0)
@@ -111,20 +105,19 @@ def check_zero() -> None:
     other = copy.deepcopy(model)
     shared = ZeroRedundancyOptimizer(model.parameters(), uu.optim.AdamW, lr=0.5)
     for net, opt in ((model, shared), (other, uu.optim.AdamW(other.parameters(), lr=0.5))):
-        schedule = OneCycleLR(opt, 0.5, total_steps=9, cycle_momentum=False)
         for step in range(4):
             for p in net.parameters():
                 p.grad = torch.linspace(-1, 1 + step, p.numel()).reshape(p.shape)
+            opt.param_groups[0]["lr"] /= 2
             opt.step()
-            schedule.step()
-    torch.testing.assert_close(list(model.parameters()), list(other.parameters()))
+    assert_close(list(model.parameters()), list(other.parameters()))
 
 
-def check_flattened(scaled: nn.Module) -> None:
+def check_flattened(scaled):
     """FullyShardedDataParallel hides the shapes and the tags of weights: trained as in one process,
     or refused by name."""
 
-    def wrapped(model: nn.Module, **options: Any) -> nn.Module:
+    def wrapped(model, **options):
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
     tokens = torch.randint(VOCAB, (BATCH, 5), generator=torch.Generator().manual_seed(0))
@@ -139,15 +132,12 @@ def check_flattened(scaled: nn.Module) -> None:
         opt.step()
     with FullyShardedDataParallel.summon_full_params(whole):
         result = {n: p.detach().clone() for n, p in model.named_parameters()}
-    torch.testing.assert_close(result, expected)
+    assert_close(result, expected)
     with pytest.raises(ValueError, match="make the optimizer before wrapping the model"):
         uu.optim.SGD(whole.parameters(), 0.01)
-    part = ModuleWrapPolicy({nn.LayerNorm})
-    parts = wrapped(copy.deepcopy(scaled), use_orig_params=True, auto_wrap_policy=part)
-    torch.testing.assert_close(parts(mine), scaled(mine))
 
 
-def main(rank: int, store: Path) -> None:
+def main(rank, store):
     torch.manual_seed(0)
     model = Model().double()
     for calls in (1, CALLS):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import unit_scaling as uu
 import unit_scaling.functional as U
@@ -17,7 +16,7 @@ RECORDED = json.loads(Path(__file__).with_name("golden.json").read_text(encoding
 GOLDEN, GOLDEN_MODULES = RECORDED["functions"], RECORDED["modules"]
 
 
-def wave(*shape: int, seed: int = 1) -> Tensor:
+def wave(*shape, seed=1):
     """RMS about 1, and the same everywhere: no random number generator involved."""
     steps = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64)
     return (torch.sin(steps**2 * 0.37 * seed + seed) * math.sqrt(2)).reshape(shape)
@@ -30,11 +29,11 @@ SIGNAL, KERNEL, KERNEL_BIAS = wave(2, 4, 9), wave(6, 4, 3, seed=2), wave(6, seed
 TARGET = torch.tensor([1, 3, 0, 7, 2, 2])
 
 
-def qkv(queries: int, keys: int) -> tuple[Tensor, ...]:
+def qkv(queries, keys):
     return wave(2, 3, queries, 4), wave(2, 3, keys, 4, seed=2), wave(2, 3, keys, 4, seed=3)
 
 
-def fewer_uses(x: Tensor) -> Tensor:
+def fewer_uses(x):
     """The recorded gradient counts 3 uses of each of the 9 inputs of the kernel of 3.
 
     There are only 7 outputs, so that the mean is 7/3, which the factor here is for.
@@ -42,7 +41,7 @@ def fewer_uses(x: Tensor) -> Tensor:
     return scale_bwd(x, (7 / 9) ** 0.5)
 
 
-def constrained(name: str | None) -> dict:
+def constrained(name):
     c = {"constraint": name}
     return {
         f"linear/{name}": (lambda *a: U.linear(*a, **c), X, WEIGHT, BIAS),
@@ -133,13 +132,13 @@ for reduction in ("mean", "sum"):
     CASES[f"mse_loss/{reduction}"] = (lambda x, y, r=r: U.mse_loss(x, y, **r), X, Y)
 
 
-def first_two(*tensors: Tensor) -> list[float]:
+def first_two(*tensors):
     return [value for t in tensors for value in t.flatten()[:2].tolist()]
 
 
 @pytest.mark.proves("unit-scaling", "names, parameters and defaults", how="own")
 @pytest.mark.parametrize("name", GOLDEN)
-def test_function(name: str):
+def test_function(name):
     f, *inputs = CASES[name]
     inputs = [x.clone().requires_grad_() for x in inputs]
     output = f(*inputs)
@@ -149,7 +148,7 @@ def test_function(name: str):
     assert first_two(output, *(x.grad for x in inputs)) == expected
 
 
-def filled(module: nn.Module) -> nn.Module:
+def filled(module):
     for i, parameter in enumerate(module.parameters()):
         parameter.data = wave(*parameter.shape, seed=i + 2)
     return module
@@ -165,7 +164,7 @@ MODULES = {
 
 @pytest.mark.proves("unit-scaling", "the unit-scaled MLP", how="own")
 @pytest.mark.parametrize("name", GOLDEN_MODULES)
-def test_module(name: str):
+def test_module(name):
     values, gradients = GOLDEN_MODULES[name]
     module, x = filled(MODULES[name]()), wave(2, 5, 8).requires_grad_()
     output = module(x)

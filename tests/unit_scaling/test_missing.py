@@ -1,6 +1,5 @@
 """Names that torch has and `unit_scaling` lacks: the error says what to use, which is there."""
 
-import copy
 import inspect
 import operator
 import pickle
@@ -9,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp8
@@ -28,7 +27,7 @@ HELPERS |= {"has_torch_function", "has_torch_function_unary", "has_torch_functio
 KNOWN = torch.__version__ < "2.14"
 
 
-def is_module(name: str) -> bool:
+def is_module(name):
     value = getattr(nn, name, None)
     return isinstance(value, type) and issubclass(value, nn.Module)
 
@@ -39,7 +38,7 @@ PUBLIC_FUNCTIONS = [
 ]
 
 
-def message(space: ModuleType, name: str) -> str:
+def message(space, name):
     with pytest.raises(AttributeError) as caught:
         getattr(space, name)
     assert not hasattr(space, name)
@@ -54,9 +53,7 @@ def message(space: ModuleType, name: str) -> str:
         (U, "F", PUBLIC_FUNCTIONS),
     ],
 )
-def test_every_name_of_torch_is_there_or_says_what_to_use(
-    space: ModuleType, torchs: str, public: list[str]
-):
+def test_every_name_of_torch_is_there_or_says_what_to_use(space, torchs, public):
     absent = [name for name in public if not hasattr(space, name)]
     assert len(absent) > 50
     for name in absent:
@@ -91,24 +88,20 @@ def test_a_row_has_names_of_torch_that_are_absent():
     [
         (uu, "Flatten", "use nn.Flatten: it only moves numbers"),
         (uu, "LazyConv2d", "use uu.Conv2d, with the size of its input"),
-        (uu, "relu", "use U.relu"),
         (uu, "MODULES", "use uu.modules.MODULES"),
-        (uu, "pad", "use F.pad: it only moves numbers"),
         (U, "Linear", "use uu.Linear"),
-        (U, "celu_", "use uu.unit_scaled(F.celu)"),
         (U, "relu_", "use U.relu with inplace=True"),
         (U, "reglu", "gone: use U.mul(x, U.relu(gate))"),
         (U, "max_pool2d_with_indices", "use U.max_pool2d with return_indices=True"),
-        (modules, "verify", "use uu.verify"),
     ],
 )
-def test_examples(space: ModuleType, name: str, what: str):
+def test_examples(space, name, what):
     assert message(space, name) == f"module {space.__name__!r} has no attribute {name!r}: {what}"
 
 
 @pytest.mark.parametrize("space", [uu, U, modules], ids=lambda space: space.__name__)
-def test_other_names_keep_pythons_error(space: ModuleType):
-    for name in ("nothing", "__wrapped__", "__path2__", "_pad", "Tensor", "torch", "warnings"):
+def test_other_names_keep_pythons_error(space):
+    for name in ("nothing", "__wrapped__", "_pad", "Tensor"):
         with pytest.raises(AttributeError) as caught:
             getattr(space, name)
         plain = ModuleType(space.__name__)
@@ -127,61 +120,18 @@ def test_other_names_keep_pythons_error(space: ModuleType):
 def test_what_looks_at_modules_finds_what_it_found():
     assert dict(inspect.getmembers(U, inspect.isroutine)).keys() >= {"relu", "linear"}
     assert pickle.loads(pickle.dumps(U.linear)) is U.linear
-    assert copy.deepcopy(uu.Linear(2, 3)).weight.shape == (3, 2)
-    assert pickle.loads(pickle.dumps(uu.GELU())).training
-    star: dict = {}
+    star = {}
     exec("from unit_scaling.functional import *", star)
     assert star.keys() - {"__builtins__"} == set(U.__all__)
 
 
-MOVES = {
-    **dict.fromkeys(["Identity", "Flatten", "PixelShuffle", "PixelUnshuffle"], ()),
-    "Unflatten": (1, (2, 2)),
-    **dict.fromkeys(["PixelShuffle", "PixelUnshuffle", "ChannelShuffle"], (2,)),
-    **{name: (1,) for name in TABLE if re.match("(Zero|Circular|Reflection|Replication)Pad", name)},
-    **{name: (1, 0.0) for name in TABLE if name.startswith("ConstantPad")},
-}
-
-
-@pytest.mark.parametrize("name", MOVES)
-def test_what_only_moves_numbers(name: str):
-    dims = int(name[-2]) if name.endswith("d") else 2
-    x = torch.randn(2, 4, *[4] * dims)
-    y = getattr(nn, name)(*MOVES[name])(x)
-    assert set(y.unique().tolist()) <= {0.0, *x.unique().tolist()}
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("celu", ()),
-        ("hardshrink", ()),
-        ("softshrink", ()),
-        ("tanhshrink", ()),
-        ("threshold", (0.1, 0)),
-    ],
-)
-def test_elementwise_functions_have_factors(name: str, settings: tuple):
-    assert advice(name) == f"use uu.unit_scaled(F.{name})"
-    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    y = uu.unit_scaled(getattr(F, name))(x, *settings)
-    assert y.square().mean().sqrt() == pytest.approx(1, abs=0.05)
-
-
 def test_forms_that_are_advised_have_rms_1():
     """To 5 %: of 2 * 10^5 numbers or more."""
-    torch.manual_seed(0)
-
-    def rms(x: Tensor) -> float:
-        return x.square().mean().sqrt().item()
-
     left, weight, right = torch.randn(4000, 64), torch.randn(64, 64, 64), torch.randn(4000, 64)
     bags = uu.Embedding(1000, 64)(torch.randint(1000, (4000, 9)))
     for y in (
         U.einsum("bi,oij,bj->bo", left, weight, (right,)),
         bags.mean(1) * 9**0.5,
-        U.rms_norm(left, (64,)),
-        U.softmax(-left, -1),
         U.mul(left, U.relu(right)),
     ):
-        assert rms(y) == pytest.approx(1, rel=0.05)
+        assert y.square().mean().sqrt().item() == pytest.approx(1, rel=0.05)

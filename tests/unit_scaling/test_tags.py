@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -29,42 +28,42 @@ from unit_scaling.transforms import unit_scale
 class Own(nn.Module):
     """A module of anyone's with a tagged parameter of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain = Parameter(torch.ones(4), "norm", 3)
         self.inner = uu.Linear(4, 4, bias=True)
 
 
-def plain() -> nn.Module:
+def plain():
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
 #: Name -> a tagged model. Modules of `uu` restore tags; other modules have to be asked.
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS = {
     "uu": lambda: uu.TransformerDecoder(8, 5, layers=2, heads=2),
     "unit_scale": lambda: unit_scale(plain(), batch=torch.randn(8, 4)),
     "own": Own,
 }
 
 
-def tags(model: nn.Module) -> dict[str, Tags]:
+def tags(model):
     """Fails for a parameter without tags."""
     assert all(map(has_parameter_data, model.parameters()))
     return {n: tags_of(p) for n, p in model.named_parameters()}
 
 
-def load(model: nn.Module, **settings: bool) -> None:
+def load(model, **settings):
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, **settings)
 
 
-def assign(model: nn.Module) -> None:
+def assign(model):
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(parameter.detach().clone()))
 
 
 #: Name -> what happens to a model, in place.
-EVENTS: dict[str, Callable[[nn.Module], object]] = {
+EVENTS = {
     "assign": assign,
     "dtype": lambda model: model.to(torch.bfloat16),
     "load": load,
@@ -79,7 +78,7 @@ COPIES = {
 
 
 @pytest.fixture
-def swaps(request: pytest.FixtureRequest) -> Iterator[bool]:
+def swaps(request):
     """Whether conversions swap a parameter for another one, and put no new data into it."""
     torch.__future__.set_swap_module_params_on_conversion(request.param)
     yield request.param
@@ -93,7 +92,7 @@ CASES += [(name, "dtype", "itself", True) for name in MODELS]
 
 
 @pytest.mark.parametrize(("name", "event", "copied", "swaps"), CASES, indirect=["swaps"])
-def test_tags_survive(name: str, event: str, copied: str, swaps: bool):
+def test_tags_survive(name, event, copied, swaps):
     model = MODELS[name]()
     before = tags(model)
     if swaps and name == "own":
@@ -118,36 +117,25 @@ def test_what_was_tagged_by_hand_stays():
     assert tags(layer) == {"weight": Tags("output", 7)}
 
 
-@pytest.mark.parametrize("name", ["uu", "unit_scale"])
-def test_weight_norm(name: str):
+@pytest.mark.parametrize("layer", [lambda: uu.Linear(4, 3), lambda: MODELS["unit_scale"]()[0]])
+def test_weight_norm(layer):
     """The direction is the weight, the length a gain; a parametrization without parts is itself."""
-    model = MODELS[name]()
-    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    before = {n: tags_of(model.get_submodule(n).weight) for n in linears}
-    for path in linears:
-        parametrizations.weight_norm(model.get_submodule(path))
-    restore_tags(model)
-    for path in linears:
-        parts = model.get_submodule(path).parametrizations.weight
-        split = before[path]._replace(mup_divisor=None)
-        assert tags(parts) == {"original0": split._replace(mup_type="norm"), "original1": split}
-        parametrize.remove_parametrizations(model.get_submodule(path), "weight")
-        restore_tags(model)
-        assert tags_of(model.get_submodule(path).weight) == before[path]
+    layer = layer()
+    before = tags_of(layer.weight)
+    parametrizations.weight_norm(layer)
+    restore_tags(layer)
+    split = before._replace(mup_divisor=None)
+    parts = {"original0": split._replace(mup_type="norm"), "original1": split}
+    assert tags(layer.parametrizations.weight) == parts
+    parametrize.remove_parametrizations(layer, "weight")
+    restore_tags(layer)
+    assert tags_of(layer.weight) == before
     layer = uu.Linear(4, 3)
     tag(layer.weight, "weight", mup_stacked=True)
     remember_tags(layer)
     restore_tags(parametrizations.spectral_norm(layer))
     own = {"parametrizations.weight.original": Tags("weight", mup_stacked=True)}
     assert tags(layer) == own
-    uu.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def test_transformed_model_that_is_parametrized_can_be_copied():
-    model, x = unit_scale(plain(), batch=torch.randn(8, 4)), torch.ones(2, 4)
-    parametrizations.weight_norm(model[0])
-    restore_tags(model)
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
 def test_depth_of_a_stack_of_anyones():
@@ -195,7 +183,6 @@ def test_restoring_leaves_others_alone():
 
 def test_tags_of_a_parameter():
     p = Parameter(torch.ones(2, 3), "weight", 4)
-    assert type(p) is nn.Parameter
     assert (p.mup_type, p.mup_scaling_depth, p.requires_grad) == ("weight", 4, True)
     bare = nn.Parameter(torch.ones(2))
     assert not has_parameter_data(bare)
@@ -214,13 +201,13 @@ REFUSED = [  # a call, its error
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_bad_tags(call: Callable[[], object], message: str):
+def test_bad_tags(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_copies_of_tied_parameters(requires_grad: bool):
+def test_copies_of_tied_parameters(requires_grad):
     """In modules of anyone's: the tags are the parameter's own. A copy of a copy, too."""
     p = Parameter(torch.randn(2, 2), "output", 4, requires_grad)
     module = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"})
@@ -228,10 +215,7 @@ def test_copies_of_tied_parameters(requires_grad: bool):
     for again in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))) * 2:
         module = again(module)
         w = module["a"].weight
-        assert w is module["b"].weight
-        assert w is not p
-        assert type(w) is nn.Parameter
-        assert torch.equal(w, p)
+        assert w is module["b"].weight is not p
         assert (tags_of(w), w.requires_grad) == (Tags("output", 4), requires_grad)
 
 

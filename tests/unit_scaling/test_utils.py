@@ -1,28 +1,24 @@
 """The code of a model with its scales: names, lines and numbers."""
 
-from __future__ import annotations
-
 import re
 import sys
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn import functional as F
 
-import unit_scaling as uu
 import unit_scaling.functional as U
 from tests.transforms.models import Net
 from unit_scaling.scale import scale_bwd, scale_fwd
-from unit_scaling.transforms import unit_scale
 from unit_scaling.utils import ScalePair, ScaleTracker, ScaleTrackingInterpreter, analyse_module
 
 
-def without_scales(code: str) -> list[str]:
+def without_scales(code):
     return re.sub(r"\(-> [^,]+, <- [^)]+\)", "(_)", code).splitlines()
 
 
-def scales(code: str, line: str) -> tuple[float, float]:
+def scales(code, line):
     (found,) = [text for text in code.splitlines() if text.strip().startswith(line)]
     forward, backward = re.search(r"\(-> ([^,]+), <- ([^)]+)\)", found).groups()
     return float(forward), float(backward)
@@ -34,7 +30,6 @@ def test_scale_pair():
 
 
 def test_scale_tracker_is_the_identity():
-    torch.manual_seed(0)
     x, pair = torch.randn(64, requires_grad=True), ScalePair()
     y = ScaleTracker.track(x, pair)
     assert pair == ScalePair(pytest.approx(x.std().item()))
@@ -47,7 +42,6 @@ def test_scale_tracker_is_the_identity():
 
 
 def test_interpreter():
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     interpreter = ScaleTrackingInterpreter(fx.symbolic_trace(net))
     x = torch.randn(4, 8, requires_grad=True)
@@ -58,18 +52,17 @@ def test_interpreter():
 
 
 class Shifted(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width, bias=False)
         self.register_buffer("shift", torch.ones(width))
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         y = self.fc2(F.relu(self.fc1(x)).masked_fill(mask, 0.0)) + self.shift
         return torch.stack(y.split([2, y.shape[1] - 2], dim=1)[1:] * 2).mT[0]
 
 
 def test_every_line():
-    torch.manual_seed(0)
     x, mask = torch.randn(32, 16), torch.rand(32, 64) < 0.5
     net = Shifted(16)
     backward = torch.randn(14, 32)
@@ -93,6 +86,8 @@ def test_every_line():
         "    getitem_2 = getattr_1[0];  (_)",
         "    return getitem_2",
     ]
+    assert x.grad is None
+    assert all(p.grad is None for p in net.parameters())
     copies = x.clone().requires_grad_()
     net(copies, mask).backward(backward)
     three_digits = {"rel": 0.006}
@@ -118,22 +113,10 @@ def test_one_line_for_a_module():
     ]
 
 
-def test_modules_of_unit_scaling():
-    torch.manual_seed(0)
-    x, backward = torch.randn(256, 256), torch.randn(256, 256)
-    module = uu.MLP(256)
-    code = analyse_module(module, x, backward, syntax_highlight=False)
-    assert without_scales(code)[2].startswith("    linear = U.linear(input, linear_1_weight")
-    assert "= U.silu_glu(linear, linear_1)" in code
-    assert 0.9 < scales(code, "linear_2 =")[0] < 1.1
-    assert all(p.grad is None for p in module.parameters())
-    assert x.grad is None
-
-
 def test_residual_connections_and_scales_are_a_line_each_with_their_gradients():
     """What an autograd function does inside has no gradient of its own to show."""
 
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
+    def forward(m, x):
         branch, skip = U.residual_split(x, 0.5)
         branch = scale_fwd(scale_bwd(branch, 2.0).relu(), 3.0)
         return U.residual_add(branch, skip, 0.5)
@@ -159,15 +142,7 @@ def test_residual_connections_and_scales_are_a_line_each_with_their_gradients():
     assert scales(code, "getitem =")[1] == pytest.approx(2 * inside, rel=0.01)
 
 
-def test_what_a_transformed_model_computes():
-    torch.manual_seed(0)
-    model = unit_scale(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))).bfloat16()
-    x = torch.randn(64, 64).bfloat16()
-    code = analyse_module(model, x, torch.randn(64, 64).bfloat16(), syntax_highlight=False)
-    assert scales(code, "linear_1 =")[0] == pytest.approx(model(x).float().std().item(), rel=0.006)
-
-
-def test_colours_are_optional(monkeypatch: pytest.MonkeyPatch):
+def test_colours_are_optional(monkeypatch):
     arguments = (nn.ReLU(), torch.ones(2), torch.ones(2))
     plain = analyse_module(*arguments, syntax_highlight=False)
     monkeypatch.setitem(sys.modules, "pygments", None)

@@ -1,13 +1,10 @@
 """Small models of the library transformers; a test file that imports them is skipped without it."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from typing import Any
 
 import pytest
-import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -17,7 +14,6 @@ with warnings.catch_warnings():
 @pytest.fixture(autouse=True)
 def quiet() -> None:
     """Of each file that imports it."""
-    torch.manual_seed(0)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
 

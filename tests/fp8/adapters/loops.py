@@ -1,7 +1,5 @@
 """A small model and its batches, and the loops of Accelerate and of torch that train it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -5,8 +5,6 @@ A layer asks torch for a device when it is made. Its kernels cannot run: torch's
 its products here, after TransformerEngine's own checks of recipe, shapes and dtypes.
 """
 
-from __future__ import annotations
-
 import ast
 import enum
 import importlib

@@ -1,17 +1,13 @@
 """bitsandbytes, run for real on the CPU: its optimizers on our weights, its layers beside ours."""
 
-from __future__ import annotations
-
-import copy
 import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp8
-import unit_scaling as uu
 from unit_scaling.transforms import unit_scale
 
 with warnings.catch_warnings():
@@ -21,7 +17,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+def train(model, optimizer, steps):
     x, target = torch.randn(256, 64), torch.randn(256, 32)
     losses = []
     for _ in range(steps):
@@ -33,30 +29,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
     return losses
 
 
-def test_learning_rates_follow_the_tags():
-    """In the first step of Adam every element moves by its learning rate."""
-    model = uu.Linear(64, 64, bias=True)
-    before = copy.deepcopy(model)
-    groups = uu.optim.scaled_parameters(model.parameters(), "adam", lr=0.125)
-    optimizer = library.optim.Adam8bit(groups)
-    model(torch.randn(64, 64)).square().mean().backward()
-    optimizer.step()
-
-    def moved(name: str) -> Tensor:
-        return (getattr(model, name) - getattr(before, name)).abs().median()
-
-    assert moved("weight").item() == pytest.approx(0.125 / 64**0.5, rel=1e-3)
-    assert moved("bias").item() == pytest.approx(0.125 / 32, rel=1e-3)
-
-
 class Lora(nn.Module):
     """A frozen layer and one that is trained beside it."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base, self.beside = base, nn.Linear(64, 32, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + self.beside(x)
 
 

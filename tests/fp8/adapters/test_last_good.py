@@ -1,16 +1,12 @@
 """The state before a loss spike, kept by real trainers, and `fp8.blame` from there."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8
 from fp8.adapters.last_good import LastGood, lightning_callback, transformers_callback
@@ -30,7 +26,7 @@ UNSCALED = fp8.Recipe(name="no scales", input=TO_NAN, weight=TO_NAN)
 """e4m3 without scales: a value above 448 becomes NaN."""
 
 
-def drive(losses: list[float], every: int, **options: Any) -> LastGood:
+def drive(losses, every, **options):
     """A training whose weight is the number of steps so far."""
     model, good = nn.Linear(1, 1, bias=False), LastGood(every=every, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -43,7 +39,7 @@ def drive(losses: list[float], every: int, **options: Any) -> LastGood:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3.0])
 @pytest.mark.parametrize(("every", "step"), [(1, 5), (4, 4)])
-def test_the_last_state_whose_loss_was_fine(bad: float, every: int, step: int, tmp_path: Path):
+def test_the_last_state_whose_loss_was_fine(bad, every, step, tmp_path):
     good = drive([1.0] * 6 + [bad, 1.0, 1.0], every, path=tmp_path / "good.pt")
     assert good.spiked
     model = nn.Linear(1, 1, bias=False)
@@ -68,22 +64,22 @@ def test_without_a_spike_and_at_the_first_step():
             LastGood(**{name: value})
 
 
-def test_lightning(tmp_path: Path):
+def test_lightning(tmp_path):
     pl = importlib.import_module("lightning.pytorch")
     torch.manual_seed(0)
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.layers(x).square().mean()
 
-        def training_step(self, x: Tensor, index: int) -> Tensor:
+        def training_step(self, x, index):
             return self(x)
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
     data = torch.randn(8, 4, 16)
@@ -110,15 +106,14 @@ def test_lightning(tmp_path: Path):
     assert [(rule.layers, rule.product) for rule in result.rules] == [("layers.0", "input")]
 
 
-def test_transformers(tmp_path: Path):
+def test_transformers(tmp_path):
     """A weight that overflows from the second step on, as one that grew does."""
-    torch.manual_seed(0)
     ids = torch.randint(64, (16, 16))
     model = fp8.convert(gpt2(), UNSCALED, backend="simulate")
     callback = transformers_callback(every=1)
 
     class Growing(transformers.TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == BAD:
                 with torch.no_grad():
                     model.lm_head.weight[0, 0] = 500.0
@@ -138,11 +133,7 @@ def test_transformers(tmp_path: Path):
     assert good.spiked
     assert good.state is not None
     assert good.state.step == BAD - 1
-    assert not any(m._forward_hooks for m in [model])
+    assert not model._forward_hooks
     good.restore(model)
     assert all(p.isfinite().all() for p in model.parameters())
     assert not fp8.blame(model, good.batches[-1]).rules
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] = 500.0
-    rules = fp8.blame(model, good.batches[-1]).rules
-    assert ("lm_head", "weight") in [(rule.layers, rule.product) for rule in rules]

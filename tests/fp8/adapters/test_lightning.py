@@ -1,18 +1,14 @@
 """Lightning, run for real on the CPU: its Trainer under both its names, and its Fabric."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
 import re
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -27,6 +23,8 @@ with warnings.catch_warnings():
 
     bnb = pytest.importorskip("bitsandbytes")
 
+parametrize = pytest.mark.parametrize
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
 BITS = ["fp8.optim", "bitsandbytes"]
@@ -36,7 +34,7 @@ class Net(nn.Module):
     """What Lightning's own conversion loses: a tie, a frozen layer, a norm without weight, a
     layer of an odd size before others, attention, a hook."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(32, 32)
         self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
@@ -47,7 +45,7 @@ class Net(nn.Module):
         self.head = nn.Linear(32, 32, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         """Logits."""
         x = self.embed(tokens)
         x = x + self.attention(self.norm(x), x, x)[0]
@@ -61,33 +59,33 @@ OPTIMIZERS = {
 }
 
 
-def module(library: str, net: nn.Module, optimizer: str = "torch") -> Any:
+def module(library, net, optimizer="torch"):
     """A LightningModule around ``net``, of that library."""
 
     class Lit(importlib.import_module(library).LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = net
             self.losses: list[float] = []
             self.seen: list[float] = []
 
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
+        def training_step(self, batch, index):
             loss = loss_of(self.net, batch)
             self.losses.append(loss.item())
             return loss
 
-        def validation_step(self, batch: Tensor, index: int) -> None:
+        def validation_step(self, batch, index):
             self.seen.append(loss_of(self.net, batch).item())
 
         test_step = predict_step = validation_step
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return OPTIMIZERS[optimizer](self.net)
 
     return Lit()
 
 
-def trainer(library: str, plugin: Any, folder: Path, epochs: int, **options: Any) -> Any:
+def trainer(library, plugin, folder, epochs, **options):
     return importlib.import_module(library).Trainer(
         plugins=plugin,
         accelerator="cpu",
@@ -100,7 +98,7 @@ def trainer(library: str, plugin: Any, folder: Path, epochs: int, **options: Any
     )
 
 
-def loader() -> Any:
+def loader():
     return DataLoader(batches(), batch_size=None)
 
 
@@ -113,7 +111,7 @@ DTYPES = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat
 @pytest.mark.proves("Lightning", "no casts by hand", how="library")
 @pytest.mark.proves("Lightning", "bf16 on CPU", how="library")
 @pytest.mark.proves("Lightning", "the 8-bit optimizer of bitsandbytes", how="library")
-@pytest.mark.parametrize(
+@parametrize(
     ("library", "optimizer", "precision"),
     [
         *(("lightning", "torch", precision) for precision in ("32-true", "16-mixed", "bf16-mixed")),
@@ -135,9 +133,7 @@ def test_the_same_losses_as_a_plain_loop(library, optimizer, precision, tmp_path
 STATES = ["delayed", "static", fp8.Policy("row", switch=[(0.4, "delayed")])]
 
 
-def fitted(
-    recipe: Any, folder: Path, epochs: int = 2, precision: str = "32-true", **options: Any
-) -> tuple[Any, Any]:
+def fitted(recipe, folder, epochs=2, precision="32-true", **options):
     """A module with layers of one product and of several, and the Trainer that has trained it."""
     torch.manual_seed(0)
     lit = module("lightning", Net())
@@ -147,7 +143,7 @@ def fitted(
     return lit, run
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("recipe", "precision"),
     [("static", "32-true"), (STATES[2], "32-true"), ("delayed", "bf16-mixed")],
 )
@@ -175,43 +171,7 @@ def test_what_follows_a_fit(recipe, precision, tmp_path):
         assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
 
 
-def test_a_checkpoint_is_evaluated_with_its_own_histories(tmp_path):
-    """In the model that was trained further since, and in a new one."""
-    recipe = "delayed"
-    lit, run = fitted(recipe, tmp_path, 1)
-    run.validate(lit, loader(), verbose=False)
-    run.save_checkpoint(tmp_path / "first.ckpt")
-    want = lit.seen[:]
-    trainer("lightning", FP8Precision(recipe), tmp_path, 2).fit(lit, loader())
-    for model in (lit, module("lightning", Net())):
-        model.seen.clear()
-        validating = trainer("lightning", FP8Precision(recipe), tmp_path, 1)
-        validating.validate(model, loader(), ckpt_path=tmp_path / "first.ckpt", verbose=False)
-        assert model.seen == want
-
-
-@pytest.mark.parametrize(
-    ("tune", "recipe"), [("lr_find", "static"), ("scale_batch_size", "delayed")]
-)
-def test_a_tuner_leaves_no_trace(tune, recipe, tmp_path):
-    lit, _ = fitted(recipe, tmp_path)
-    torch.manual_seed(0)
-    tuned = module("lightning", Net())
-    tuned.lr = tuned.batch_size = 2
-    data = lambda: DataLoader(torch.cat(batches()), batch_size=tuned.batch_size)  # noqa: E731
-    tuned.train_dataloader = tuned.val_dataloader = data
-    run = trainer("lightning", FP8Precision(recipe), tmp_path, 2, enable_checkpointing=True)
-    tuner = importlib.import_module("lightning.pytorch.tuner").Tuner(run)
-    if tune == "lr_find":
-        tuner.lr_find(tuned, num_training=4, early_stop_threshold=None)
-    else:
-        tuner.scale_batch_size(tuned, steps_per_trial=1, max_trials=2)
-    tuned.losses.clear()
-    run.fit(tuned, loader())
-    assert tuned.losses == lit.losses
-
-
-@pytest.mark.parametrize("recipe", ["unit", "static"])
+@parametrize("recipe", ["unit", "static"])
 def test_checkpoints_are_those_of_the_plain_model(recipe, tmp_path):
     """Whose weights may be in 16 bits."""
     lit = module("lightning", Model())
@@ -238,7 +198,7 @@ def test_a_policy_and_its_switch(tmp_path):
     other = fp8.convert(nn.ModuleDict({"net": copy.deepcopy(net)}), POLICY)
     done = iter(range(8))
 
-    def advance(*_: Any) -> None:
+    def advance(*_):
         fp8.advance(other, next(done) / 8)
 
     other["net"].register_forward_pre_hook(advance)
@@ -252,7 +212,7 @@ def test_a_policy_and_its_switch(tmp_path):
     assert plain_loop(plain, adam(plain), batches() * 2) != want
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("first", "second", "message"),
     [
         ("unit", "tensor", "under the recipe 'unit', goes on under 'tensor'"),
@@ -273,26 +233,7 @@ def test_another_recipe_is_said(first, second, message, tmp_path):
     assert [bool(re.search(message or "", text)) for text in said] == [True] * (message is not None)
 
 
-def test_evaluated_under_the_recipe(tmp_path):
-    """And the histories of training are not lost or changed by it, whichever Trainer it is."""
-    lit = module("lightning", Model())
-    trainer("lightning", FP8Precision("delayed"), tmp_path, 1).fit(lit, loader())
-    before = {name: buffer.clone() for name, buffer in lit.named_buffers()}
-    trainer("lightning", FP8Precision("delayed"), tmp_path, 1).validate(
-        lit, loader(), verbose=False
-    )
-    with torch.no_grad():
-        assert lit.seen == [loss_of(lit.net.eval(), tokens).item() for tokens in batches()]
-        after = dict(lit.named_buffers())
-        assert before
-        assert all(torch.equal(value, after[name]) for name, value in before.items())
-        plain = fp8.revert(lit)
-        assert lit.seen != [loss_of(plain.net, tokens).item() for tokens in batches()]
-
-
-def fabric_loop(
-    fabric: Any, model: Any, optimizer: Any, max_norm: float | None = None
-) -> list[float]:
+def fabric_loop(fabric, model, optimizer, max_norm=None):
     """The losses of a loop in Fabric; max_norm: to which gradients are clipped."""
     losses = []
     for tokens in batches():
@@ -306,7 +247,7 @@ def fabric_loop(
     return losses
 
 
-@pytest.mark.parametrize(("recipe", "precision"), [("unit", "16-mixed"), ("delayed", "32-true")])
+@parametrize(("recipe", "precision"), [("unit", "16-mixed"), ("delayed", "32-true")])
 def test_fabric(recipe, precision):
     """A root that is a layer itself among what it sets up."""
     net = Model()
@@ -323,24 +264,10 @@ def test_fabric(recipe, precision):
     assert fp8.report(fabric.setup(layer).module)[0].done == "converted"
 
 
-def test_fabric_goes_on_from_a_checkpoint(tmp_path):
-    def prepared(net: nn.Module) -> Any:
-        fabric = lightning.Fabric(plugins=FP8FabricPrecision("delayed"), accelerator="cpu")
-        return fabric, *fabric.setup(net, adam(net))
-
-    fabric, model, optimizer = prepared(Model())
-    fabric_loop(fabric, model, optimizer)
-    fabric.save(tmp_path / "checkpoint.ckpt", {"model": model, "optimizer": optimizer})
-    expected = fabric_loop(fabric, model, optimizer)
-    fabric, model, optimizer = prepared(Model())
-    fabric.load(tmp_path / "checkpoint.ckpt", {"model": model, "optimizer": optimizer})
-    assert fabric_loop(fabric, model, optimizer) == expected
-
-
 def test_mixed_precision_is_that_of_a_device_that_is_there(monkeypatch):
     """Torch built for CUDA names it without a GPU too, unless it is asked whether there is one."""
 
-    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+    def built_for_cuda(check_available=False):
         return None if check_available else torch.device("cuda")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
@@ -348,7 +275,7 @@ def test_mixed_precision_is_that_of_a_device_that_is_there(monkeypatch):
         assert torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("make", [FP8Precision, FP8FabricPrecision])
+@parametrize("make", [FP8Precision, FP8FabricPrecision])
 def test_pickled(make):
     """Processes that are spawned get it by pickle."""
     plugin = make("block", precision="bf16-mixed", device="cpu")
@@ -358,17 +285,7 @@ def test_pickled(make):
     assert other.precision == "bf16-mixed"
 
 
-@pytest.mark.parametrize("library", ["lightning", "pytorch_lightning", "lightning_fabric"])
-@pytest.mark.parametrize("precision", ["16-true", "bf16-mixed"])
-def test_it_is_a_plugin_of_that_library(library, precision):
-    make = FP8FabricPrecision if library == "lightning_fabric" else FP8Precision
-    plugin = make("unit", precision=precision, library=library)
-    base = importlib.import_module(f"{library}.fabric" if library == "lightning" else library)
-    assert isinstance(plugin, base.plugins.Precision)
-    assert plugin.precision == precision
-
-
-@pytest.mark.parametrize(
+@parametrize(
     ("recipe", "options", "message"),
     [
         *(  # Lightning's short forms are not taken, but named

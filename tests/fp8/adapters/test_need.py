@@ -1,9 +1,6 @@
 """The door to other libraries: found, missing or broken, and how to get them."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ BREAKS = {
 
 
 @pytest.fixture(autouse=True)
-def _same_modules() -> Iterator[None]:
+def _same_modules():
     """What a test imports, nothing else sees."""
     before = dict(sys.modules)
     yield
@@ -28,7 +25,7 @@ def _same_modules() -> Iterator[None]:
     sys.modules.update(before)
 
 
-def pretend(name: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend(name, body, folder, monkeypatch):
     """A package of that name, with that body."""
     top = LIBRARIES[name].module.partition(".")[0]
     for loaded in [module for module in sys.modules if module.partition(".")[0] == top]:
@@ -66,10 +63,10 @@ def test_a_missing_library_is_told_how_to_get(name, monkeypatch):
 class Without:
     """A finder that finds no package of that name."""
 
-    def __init__(self, top: str) -> None:
+    def __init__(self, top):
         self.top = top
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+    def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == self.top:
             raise ModuleNotFoundError(f"No module named {self.top!r}", name=self.top)
 

@@ -1,13 +1,8 @@
 """PEFT, run for real: LoRA and DoRA on plain and converted models, and on bases whose
 frozen weights are stored in FP8."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,11 +22,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transform
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
-def stored(model: nn.Module) -> nn.Module:
+def stored(model):
     return fp8.store_frozen(model.requires_grad_(False))
 
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+WAYS = {
     "plain": lambda model: model,
     "fp8": fp8.convert,
     "stored": stored,
@@ -45,7 +40,7 @@ each_way = pytest.mark.parametrize("way", WAYS)
 each_kind = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 
 
-def llama() -> nn.Module:
+def llama():
     torch.manual_seed(0)
     return hub_models.llama(num_hidden_layers=1, tie_word_embeddings=False)
 
@@ -54,23 +49,23 @@ X = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     return model.eval()(input_ids=X).logits
 
 
-def backward(model: Any) -> float:
+def backward(model):
     loss = model.train()(input_ids=X, labels=X).loss
     loss.backward()
     return loss.item()
 
 
-def adapted(model: nn.Module, dora: bool = False) -> Any:
+def adapted(model, dora=False):
     torch.manual_seed(2)
     config = peft.LoraConfig(r=4, target_modules=TARGETS, use_dora=dora)
     return peft.get_peft_model(model, config)
 
 
-def train(model: Any, steps: int = 3) -> list[float]:
+def train(model, steps=3):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
     for _ in range(steps):
@@ -80,22 +75,10 @@ def train(model: Any, steps: int = 3) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    ("way", "dora", "called"),
-    [*((way, False, False) for way in WAYS), ("fp8", True, False), ("fp8", False, True)],
-)
-def test_adapters_of_zero_change_nothing(way: str, dora: bool, called: bool):
-    model = WAYS[way](llama())
-    if called:
-        logits(model)
-    reference = logits(copy.deepcopy(model))
-    torch.testing.assert_close(logits(adapted(model, dora)), reference, rtol=0, atol=1e-6)
-
-
 @pytest.mark.sampled(3)
 @each_kind
 @each_way
-def test_adapters_are_trained_saved_loaded_and_merged(way: str, dora: bool, tmp_path: Path):
+def test_adapters_are_trained_saved_loaded_and_merged(way, dora, tmp_path):
     model = adapted(WAYS[way](llama()), dora)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses = train(model)
@@ -123,31 +106,6 @@ def test_adapters_are_trained_saved_loaded_and_merged(way: str, dora: bool, tmp_
     torch.testing.assert_close(logits(final), plain, rtol=0, atol=1e-6)
 
 
-def test_adapters_stay_in_high_precision():
-    before = adapted(fp8.convert(llama()))
-    after = fp8.convert(adapted(llama()), where=lambda name, layer: "lora_" not in name)
-    for model in (before, after):
-        rows = {row.path: row.done for row in fp8.report(model) if "embed" not in row.path}
-        assert len(rows) == 14
-        for name, done in rows.items():
-            assert (done == "converted") == ("lora_" not in name), name
-    train(before)
-    train(after)
-    assert torch.equal(logits(before), logits(after))
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_frozen_weights_take_one_byte(first: bool):
-    model: Any = adapted(stored(llama())) if first else fp8.store_frozen(adapted(llama()))
-    count = sum(isinstance(p, ScaledTensor) for p in model.parameters())
-    assert count == 8  # 7 linear layers of the block, and the readout
-    train(model)
-    kept = [p for p in model.parameters() if isinstance(p, ScaledTensor)]
-    assert sum(p.nbytes for p in kept) == sum(p.numel() for p in kept) + 4 * count  # a scale each
-    assert all(p.grad is None for p in kept)
-    assert all(p.dtype == torch.float32 for n, p in model.named_parameters() if "lora_" in n)
-
-
 def test_a_stored_weight_is_rounded_once_also_when_loaded():
     plain, model = llama(), stored(llama())
     weight = model.lm_head.weight
@@ -162,18 +120,6 @@ def test_a_stored_weight_is_rounded_once_also_when_loaded():
     assert not any(isinstance(p, ScaledTensor) for p in model.parameters())
     assert type(model) is type(plain)
     assert type(model.lm_head) is nn.Linear
-
-
-@each_kind
-def test_a_merge_into_stored_weights_is_exact(dora: bool):
-    model = adapted(stored(llama()), dora)
-    train(model)
-    before = logits(model)
-    merged = model.merge_and_unload(safe_merge=dora)
-    torch.testing.assert_close(logits(merged), before, rtol=0, atol=1e-6)
-    fp8.store_frozen(merged)  # rounds again
-    weight = merged.model.layers[0].self_attn.q_proj.weight
-    assert weight.nbytes == weight.numel() + 4
 
 
 def test_gpt2_stores_its_transposed_layers_and_its_tied_head():
@@ -197,14 +143,3 @@ def test_storing_nothing_warns_and_bad_formats_are_refused():
 def test_a_level_is_refused_by_name():
     with pytest.raises(ValueError, match=r"has a level already: .* is a ScaledTensor"):
         fp8.initialize(adapted(stored(llama())), opt_level="O2", recipe=None)
-
-
-def test_a_stored_layer_is_compiled_and_kept_in_bfloat16():
-    model = adapted(fp8.convert(stored(llama().bfloat16())))
-    train(model, 1)
-    assert model.base_model.model.lm_head.weight.dtype == torch.bfloat16
-    layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    x = torch.randn(16, 32, dtype=torch.bfloat16)
-    compiled = torch.compile(layer, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), layer(x), rtol=2**-7, atol=2**-8)
-    assert fp8.store_frozen(model, None).base_model.model.lm_head.weight.dtype == torch.bfloat16

@@ -1,22 +1,17 @@
 """Policies in the terms of torchao, TransformerEngine and Megatron, read by their own readers."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import enum
 import sys
 import types
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import fp8
-from fp8 import RECIPES, Policy
-from fp8.adapters import torchao
+from fp8 import Policy
 from fp8.adapters.policies import (
     as_code,
     for_megatron,
@@ -24,51 +19,15 @@ from fp8.adapters.policies import (
     for_transformer_engine,
     open_contexts,
 )
-from fp8.recipes.policy import LayerRule
 from tests.fp8.adapters.te_library import recipe_in_force
 from tests.fp8.layers.test_policies import net
+from tests.fp8.operands import normal
 from tests.wheels import unpacked
 
-X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+X = normal(32, 16, seed=1)
 
 
 # torchao
-
-
-def converted(policy: Policy, model: nn.Module, **options: Any) -> nn.Module:
-    for config, names in for_torchao(policy, model, **options)[0]:
-        torchao.convert(model, config, where=lambda name, _, names=names: name in names)
-    return model
-
-
-def test_torchao_converts_the_layers_of_each_recipe():
-    library = pytest.importorskip("torchao.float8")
-    policy = Policy("row", rules=[("*.down", None, "tensor")], first=1, keep=["readout"])
-    model, twin = converted(policy, net(), emulate=True), net()
-    parts, notes = for_torchao(policy, net(), emulate=True)
-    assert notes == []
-    for config, names in parts:
-        chosen = lambda module, name, names=names: name in names  # noqa: E731
-        library.convert_to_float8_training(twin, config=config, module_filter_fn=chosen)
-    granularity = {"row": "axiswise", "tensor": "tensorwise"}
-    for name, decision in fp8.layers.policies.resolve(policy, net()).items():
-        recipe = getattr(decision.recipe, "name", None)
-        for layer in (model.get_submodule(name), twin.get_submodule(name)):
-            assert isinstance(layer, library.float8_linear.Float8Linear) == bool(recipe)
-            if recipe:
-                kind = layer.config.cast_config_input.scaling_granularity.value
-                assert kind == granularity[recipe]
-
-
-def test_torchao_takes_single_casts_in_high_precision():
-    pytest.importorskip("torchao.float8")
-    own = fp8.Recipe(name="own", **dict.fromkeys(("input", "weight", "grad"), RECIPES["row"].input))
-    policy = Policy(own, rules=[LayerRule("*", None, "grad_weight")])
-    model, ours = converted(policy, net(), emulate=True), fp8.convert(net(), policy)
-    config = model.head.config
-    assert config.cast_config_input_for_grad_weight.scaling_type.value == "disabled"
-    assert config.cast_config_input.scaling_type.value == "dynamic"
-    torch.testing.assert_close(model(X), ours(X), rtol=1e-5, atol=1e-5)
 
 
 def test_what_torchao_does_not_have():
@@ -86,13 +45,13 @@ def test_what_torchao_does_not_have():
 # TransformerEngine
 
 
-def enabled(policy: Policy) -> dict[str, str | None]:
+def enabled(policy):
     """Module -> TransformerEngine's recipe in force during its forward."""
     model, forward = net(), nn.Linear.forward
     names = {id(module): name for name, module in model.named_modules()}
-    seen: dict[str, str | None] = {}
+    seen = {}
 
-    def see(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    def see(self, x):
         recipe = recipe_in_force()
         seen[names[id(self)]] = None if recipe is None else type(recipe).__name__
         return forward(self, x)
@@ -143,7 +102,7 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def megatron(tmp_path_factory):
     """Megatron's own readers of the file, from its published wheel: RecipeConfig, as it is, and
     TEQuantizationParams, the classes of a module that imports TransformerEngine."""
     pytest.importorskip("yaml", reason="Megatron reads YAML with it")
@@ -166,7 +125,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module
 
 
-def _classes(path: Path, names: list[str], module: types.ModuleType) -> None:
+def _classes(path, names, module):
     """Executes the statements of a file that define ``names`` in ``module``."""
     vars(module).update(enum=enum, dataclasses=dataclasses)
     exec("from typing import *", vars(module))
@@ -176,7 +135,7 @@ def _classes(path: Path, names: list[str], module: types.ModuleType) -> None:
             exec(compile(ast.Module([node], []), str(path), "exec"), vars(module))
 
 
-def read(megatron: Any, text: str, folder: Path) -> dict[str, Any]:
+def read(megatron, text, folder):
     """Module of NAMES -> what Megatron overrides for training, or None."""
     path = folder / "policy.yaml"
     path.write_text(text)
@@ -270,7 +229,7 @@ def test_the_code_makes_the_policy(policy):
     code = as_code(policy)
     assert code.keys() == {"fp8", "torchao", "transformer_engine", "megatron"}
     model = net()
-    space: dict[str, Any] = {"model": model, "step": 0, "steps": 10}
+    space = {"model": model, "step": 0, "steps": 10}
     exec(code["fp8"], space)
     assert space["policy"] == policy
     wanted = fp8.convert(net(), policy)
@@ -279,7 +238,7 @@ def test_the_code_makes_the_policy(policy):
 
 def test_the_code_for_torchao_and_transformer_engine_runs(te):
     layers = pytest.importorskip("torchao.float8.float8_linear")
-    space: dict[str, Any] = {"model": net(), "te_model": net()}
+    space = {"model": net(), "te_model": net()}
     code = as_code(Policy("tensor", rules=[("*.up", None, "mxfp8")], keep=["readout"]))
     exec(code["transformer_engine"], space)
     assert space["contexts"].keys() == {"", "head", *(f"blocks.{i}.up" for i in range(4))}

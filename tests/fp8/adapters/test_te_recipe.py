@@ -1,11 +1,8 @@
 """Recipes in TransformerEngine's terms: every field given, none ignored, none from elsewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +36,7 @@ ENVIRONMENT = {
 
 
 @pytest.fixture
-def library(te: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def library(te, monkeypatch):
     """The package's recipes, imported under that environment, which it reads at import."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -54,9 +51,9 @@ def library(te: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("name", KINDS)
 def test_every_field_is_given(library, name, monkeypatch):
     made = getattr(library, KINDS[name])
-    given: dict[str, Any] = {}
+    given = {}
 
-    def record(**fields: Any) -> Any:
+    def record(**fields):
         given.update(fields)
         return made(**fields)
 
@@ -83,20 +80,6 @@ def test_what_the_recipes_say(library):
     cast = Cast(format="e4m3", scaling="delayed", history=1, margin=3)
     own = transformer_engine.te_recipe(Recipe(name="own", input=cast, weight=cast, grad=cast))
     assert (own.margin, own.amax_history_len, own.amax_compute_algo) == (3, 1, "most_recent")
-
-
-@pytest.mark.parametrize(
-    ("scaling", "rule", "powers"), [("tensor", "exact", False), ("block", "up", True)]
-)
-def test_powers_of_two_are_set_where_they_are_read(library, scaling, rule, powers):
-    """The class has made its quantization parameters before a recipe's own field is known."""
-    cast = Cast(format="e4m3", scaling=scaling, rule=rule)
-    tile = (128, 128) if scaling == "block" else cast.tile
-    weight = dataclasses.replace(cast, tile=tile)
-    recipe = transformer_engine.te_recipe(Recipe(name="own", input=cast, weight=weight, grad=cast))
-    operands = ("fwd_inp", "fwd_weight", "bwd_grad")
-    params = [getattr(recipe, f"fp8_quant_{operand}") for operand in operands]
-    assert [param.power_2_scale for param in params] == [powers] * 3
 
 
 @pytest.mark.proves("TransformerEngine", "margin", how="library")

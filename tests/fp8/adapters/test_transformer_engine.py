@@ -3,18 +3,17 @@
 What `swap` does for every library is tested with torchao's layers, whose products run here.
 """
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8
 from fp8.adapters import transformer_engine
 from tests.fp8.adapters.te_library import RAN, recipe_in_force
+
+parametrize = pytest.mark.parametrize
 
 pytestmark = pytest.mark.usefixtures("te")
 KINDS = {
@@ -30,7 +29,7 @@ KINDS = {
 class Model(nn.Module):
     """An odd layer before others, ties, two names, a frozen layer, norms of every kind."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(48, 32)
         self.odd = nn.Linear(32, 10)
@@ -46,7 +45,7 @@ class Model(nn.Module):
         self.head = nn.Linear(32, 48, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         """Logits. tokens: (n, 4)."""
         x = self.wide(self.norm(self.embed(tokens)))
         x = self.b(self.a(x + self.back(self.odd(x))))
@@ -57,7 +56,7 @@ class Model(nn.Module):
 class Block(nn.Module):
     """Modules of its own in an order that its forward alone knows, and an nn.Sequential."""
 
-    def __init__(self, bias: bool = True) -> None:
+    def __init__(self, bias=True):
         super().__init__()
         self.mix = nn.Linear(32, 32, bias=bias)
         self.norm = nn.LayerNorm(32, eps=1e-3)
@@ -65,7 +64,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.RMSNorm(32), up, nn.SiLU(), down, nn.RMSNorm(32))
         self.mlp.append(nn.Linear(32, 32, bias=bias))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.mix(self.norm(x))
         return x + self.mlp(x)
 
@@ -75,17 +74,17 @@ INPUTS = {Model: TOKENS, Block: torch.linspace(-2, 2, 3 * 32).view(3, 32)}
 FUSED = [("norm", "mix"), ("mlp.0", "mlp.1", "mlp.2", "mlp.3"), ("mlp.4", "mlp.5")]
 
 
-def convert(model: nn.Module, recipe: str = "tensor") -> nn.Module:
+def convert(model, recipe="tensor"):
     return fp8.convert(model, recipe, backend="transformer_engine")
 
 
-def report_of_nothing(model: nn.Module) -> Any:
+def report_of_nothing(model):
     """The report of a conversion that converts nothing, which it says."""
     with pytest.warns(fp8.warnings.ConvertWarning, match="was chosen and converted"):
         return fp8.report(convert(model))
 
 
-def ran(model: nn.Module, *args: Tensor) -> set[str | None]:
+def ran(model, *args):
     """The recipes in force in the products of a call."""
     RAN.clear()
     model(*args)
@@ -114,50 +113,37 @@ def test_each_layer_is_converted_or_said_to_be_left_alone(te):
     assert rows["frozen"] == "TransformerEngine, DelayedScaling"
 
 
-@pytest.mark.parametrize(("recipe", "size"), [("mxfp8", 32), ("block", 128), ("tensor", 16)])
+@parametrize(("recipe", "size"), [("mxfp8", 32), ("block", 128), ("tensor", 16)])
 def test_sizes_are_those_that_the_recipe_takes(recipe, size):
     model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, 3 * size // 2))
     rows = fp8.report(convert(model, recipe))
     assert [row.left_alone for row in rows] == [False, True]
 
 
-@pytest.mark.parametrize("make", [Model, Block])
-def test_there_and_back_the_model_stays_itself(make):
-    """The same parameters without copies or random numbers, in an optimizer made before too, ties,
-    attributes, and no `_extra_state` in checkpoints; a copy has them too. Nothing is left after the
-    way back. Fused layers are no exception."""
-    model, x = make(), INPUTS[make]
+def test_there_and_back_a_model_with_fused_layers_stays_itself():
+    """The same parameters without copies or random numbers, attributes, and no `_extra_state` in
+    checkpoints; a copy has them too. Nothing is left after the way back."""
+    model, x = Block(), INPUTS[Block]
     model.norm.comment = "mine"
     model.norm.eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     modules = {name: (type(m), set(vars(m)), m.training) for name, m in model.named_modules()}
     parameters = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
     plain, keys, state = model(x), list(model.state_dict()), torch.get_rng_state()
-    assert transformer_engine.convert(model, "unit", fuse=make is Block and FUSED) is model
+    assert transformer_engine.convert(model, "unit", fuse=FUSED) is model
     for module in (model, copy.deepcopy(model)):
         assert torch.allclose(module(x), plain, rtol=1e-5, atol=1e-5)
         assert list(module.state_dict()) == keys
         assert (module.norm.comment, module.norm.training) == ("mine", False)
-        if make is Model:
-            assert module.a is module.b
-            assert module.head.weight is module.embed.weight
-            assert not module.frozen.weight.requires_grad
     assert [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)] == parameters
     assert torch.equal(torch.get_rng_state(), state)
-    model(x).square().mean().backward()
-    optimizer.step()
-    stepped = model(x)
-    assert not torch.allclose(stepped, plain)
     assert fp8.revert(model) is model
     found = {name: (type(m), set(vars(m)), m.training) for name, m in model.named_modules()}
     assert found == modules
     assert [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)] == parameters
-    assert torch.allclose(model(x), stepped, rtol=1e-5, atol=1e-5)
-    if make is Model:
-        assert (model.rms.eps, model.norm.eps, model.head.bias) == (None, 1e-3, None)
+    assert torch.allclose(model(x), plain, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@parametrize("bias", [True, False])
 def test_fused(te, bias):
     """As accurate as apart, gradients too, with the weights that were loaded or assigned last."""
     model, x = transformer_engine.convert(Block(bias), "tensor", fuse=FUSED), INPUTS[Block]
@@ -196,13 +182,11 @@ def test_neighbours_in_a_sequential_are_fused(te, monkeypatch):
     assert torch.equal(inputs[0][3:], inputs[0][2].expand(13, -1))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("names", "message"),
     [
         (("mix", "norm"), "expected a norm and a linear layer, or these, an activation and a"),
-        (("norm", "mlp.1", "mlp.2"), "expected a norm and a linear layer"),
         (("norm", "odd"), "odd: 10 is no multiple of 16"),
-        (("plain", "mix"), "plain: te.LayerNorm has no form without weight"),
         (("wide", "mix"), r"the norm is over \(4, 32\), not \(32,\)"),
         (("norm", "short"), "the weights have several dtypes"),
         (("norm", "twice"), "twice has two names"),
@@ -232,17 +216,8 @@ def test_what_is_not_fused(names, message):
         transformer_engine.convert(model, fuse=[("nrm", "mix")])
 
 
-def test_dtype_is_kept():
-    dtype = torch.bfloat16
-    model = convert(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)).to(dtype))
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    model(torch.randn(16, 32, dtype=dtype)).sum().backward()
-    (row,) = report_of_nothing(nn.Sequential(nn.Linear(32, 32).double()))
-    assert row.why == "TransformerEngine has no torch.float64"
-
-
 @pytest.mark.proves("TransformerEngine", "FP8 products, everything else as it is", how="library")
-@pytest.mark.parametrize("recipe", KINDS)
+@parametrize("recipe", KINDS)
 def test_under_its_recipe_in_training_and_in_evaluation_if_asked(te, recipe):
     """TransformerEngine checks at the entry of its context whether the device has the recipe."""
     x = torch.randn(5, 128)
@@ -271,18 +246,10 @@ def test_back_from_layers_that_others_put_there(te):
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     want = model[:2](x)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    assert [key for key in state if key.endswith("_extra_state")]
     back = transformer_engine.revert(model)
     assert [type(m) for m in back] == [nn.Linear, nn.LayerNorm, te.RMSNorm, te.LayerNormLinear]
     assert back[0].bias is None
     assert torch.equal(back[:2](x), want)
-    fresh = nn.Sequential(nn.Linear(32, 16, bias=False), nn.LayerNorm(16))
-    fresh.load_state_dict({n: x for n, x in state.items() if n[0] in "01" and "extra" not in n})
-    assert torch.equal(convert(fresh)(x), want)
-    missing, unexpected = nn.Sequential(*layers[:2]).load_state_dict(fresh.state_dict(), False)
-    assert unexpected == []
-    assert {name.rpartition(".")[2] for name in missing} == {"_extra_state"}
 
 
 def test_layers_that_compute_otherwise_are_left_alone():
@@ -290,7 +257,7 @@ def test_layers_that_compute_otherwise_are_left_alone():
     import unit_scaling as uu
 
     class Doubled(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
+        def forward(self, input):
             return 2 * super().forward(input)
 
     with pytest.warns(FutureWarning, match="weight_norm"):
@@ -305,48 +272,6 @@ def test_layers_that_compute_otherwise_are_left_alone():
         assert report_of_nothing(nn.Sequential(layer))[0].why == why
 
 
-def test_a_model_of_unit_scale_is_a_plain_one_once_its_values_are_set():
-    from unit_scaling.transforms import unit_scale
-
-    model = unit_scale(nn.Sequential(nn.Linear(32, 32)))
-    with pytest.raises(ValueError, match=r"transformer_engine reads 0\.weight, which the first"):
-        convert(model)
-    model(torch.randn(16, 32))
-    before = model[0].weight
-    assert convert(model)[0].weight is before
-
-
-def test_where_and_another_recipe_after_it():
-    model = convert(Model())
-    fp8.convert(model, "unit", backend="transformer_engine", where=lambda name, layer: name == "a")
-    rows = {row.path: row for row in fp8.report(model)}
-    assert rows["a"].why == "TransformerEngine, DelayedScaling"
-    assert rows["frozen"].why == "not chosen"
-    assert type(model.frozen) is nn.Linear
-    fp8.convert(model, "tensor", backend="simulate")
-    assert type(model.rms) is nn.RMSNorm
-    assert fp8.report(model)[0].path == "embed"
-    with pytest.raises(ValueError, match="no recipe for 'row'"):
-        convert(model, "row")
-    assert fp8.report(model)[1].done == "converted"
-
-
-def test_any_number_of_tokens():
-    """TransformerEngine raises for a ragged last batch (its issue 1571). Rows are added and taken
-    away."""
-    layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16, bias=False))
-    for shape in ((5, 32), (2, 3, 32), (1, 32), (0, 32), (16, 32)):
-        model, x = convert(copy.deepcopy(layers)), torch.randn(shape)
-        results = [(y := m(x)).detach() for m in (model, layers)]
-        assert torch.allclose(*results, rtol=1e-5, atol=1e-6)
-        gradients = [torch.autograd.grad(m(x).square().sum(), m[0].weight) for m in (model, layers)]
-        assert torch.allclose(gradients[0][0], gradients[1][0], rtol=1e-4, atol=1e-5)
-        assert y.shape == (*shape[:-1], 16)
-
-
-def test_the_fast_path_of_the_encoder_does_not_skip_its_layers():
-    layer = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True)
-    model = convert(nn.TransformerEncoder(layer, 2).eval())
-    with torch.no_grad():
-        assert ran(model, torch.randn(2, 8, 32)) == {None}
-    assert len(RAN) == 4
+def test_float64_is_left_alone():
+    (row,) = report_of_nothing(nn.Sequential(nn.Linear(32, 32).double()))
+    assert row.why == "TransformerEngine has no torch.float64"

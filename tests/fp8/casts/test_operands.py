@@ -1,7 +1,5 @@
 """Operands kept in bytes for the backward pass: how many, and that they come back to the bit."""
 
-from __future__ import annotations
-
 import copy
 import gc
 
@@ -16,22 +14,25 @@ from fp8 import RECIPES, Cast, Recipe
 from fp8.casts import casting
 from fp8.products.matmul import linear
 from tests.fp8.blocks import block, bytes_of, saved_by
-from tests.fp8.products.test_matmul import DTYPES, randn
+from tests.fp8.operands import normal, randn
+from tests.fp8.products.test_matmul import DTYPES
 from unit_scaling.transforms import simulate_fp8
 
-each_backend = pytest.mark.parametrize("backend", ["simulate", "native"])
+parametrize = pytest.mark.parametrize
+
+each_backend = parametrize("backend", ["simulate", "native"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["unit", "tensor", "delayed"])
-@pytest.mark.parametrize("function", [linear, F.conv1d], ids=["linear", "conv"])
+@parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@parametrize("name", ["unit", "tensor", "delayed"])
+@parametrize("function", [linear, F.conv1d], ids=["linear", "conv"])
 @each_backend
 def test_operands_are_kept_in_bytes(backend, function, name, dtype):
     """A quarter of float32 and half of bfloat16, and as many bytes for the scales."""
     shapes = ((32, 64, 8), (48, 64, 3)) if function is F.conv1d else ((64, 32), (48, 32))
     x, w = (randn(*shape).to(dtype) for shape in shapes)
 
-    def run() -> None:
+    def run():
         with block(name, backend):
             F.linear(x, w) if function is linear else function(x, w)
 
@@ -40,9 +41,9 @@ def test_operands_are_kept_in_bytes(backend, function, name, dtype):
         assert not saved_by(run)
 
 
-@pytest.mark.parametrize("rule", ["up", "exact"])
-@pytest.mark.parametrize("format", ["e4m3", "e5m2", "e4m3fnuz"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@parametrize("rule", ["up", "exact"])
+@parametrize("format", ["e4m3", "e5m2", "e4m3fnuz"])
+@parametrize("dtype", DTYPES, ids=str)
 def test_what_was_in_bytes_is_the_same_to_the_bit(dtype, format, rule):
     """For every number of the format under a scale, NaN and Inf among them."""
     cast = Cast(format=format, scaling="tensor", rule=rule, overflow="nonfinite")
@@ -58,11 +59,11 @@ def test_what_was_in_bytes_is_the_same_to_the_bit(dtype, format, rule):
         )
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name", ["tensor", "mxfp8"])
+@parametrize("again", [False, True])
+@parametrize("name", ["tensor", "mxfp8"])
 def test_a_second_derivative_reads_bytes_straight_through_their_casts(name, again):
     """torch.func keeps tensors: of products and of a convolution."""
-    tensors = [randn(8, 4, 32).detach(), randn(8, 4, 3).detach(), randn(8, 32).detach()]
+    tensors = [normal(8, 4, 32), normal(8, 4, 3), normal(8, 32)]
 
     def function(x, kernel, w):
         with fp8.autocast(name):
@@ -92,7 +93,7 @@ def test_double_backward_of_kernels_is_refused():
 
 
 @each_backend
-@pytest.mark.parametrize("change", ["in place", "data", "numpy", "other part", "other recipe"])
+@parametrize("change", ["in place", "data", "numpy", "other part", "other recipe"])
 def test_an_activation_that_changed_is_cast_again(change, backend):
     """Between two layers, also where the version of the tensor does not tell: each output and each
     gradient is that of the values which its own forward pass saw."""
@@ -121,24 +122,24 @@ def test_an_activation_that_changed_is_cast_again(change, backend):
         torch.testing.assert_close(dw, other, rtol=0, atol=0)
 
 
-def count_of_objects() -> int:
+def count_of_objects():
     for _ in range(2):
         gc.collect()
     return len(gc.get_objects())
 
 
-def converted(model: nn.Module) -> nn.Module:
+def converted(model):
     return fp8.convert(model, "tensor")
 
 
-def recorded(model: nn.Module) -> nn.Module:
+def recorded(model):
     with fp8.stats(fp8.convert(model, "mxfp8")):
         model(torch.ones(8, 32)).sum().backward()
     return model
 
 
-@pytest.mark.parametrize("copied", [simulate_fp8, converted, recorded])
-@pytest.mark.parametrize("kind", ["linear", "conv", "attention"])
+@parametrize("copied", [simulate_fp8, converted, recorded])
+@parametrize("kind", ["linear", "conv", "attention"])
 def test_copies_of_a_model_leave_nothing(copied, kind):
     """No cache has a key of a single model: the names of products have numbers of recorders."""
     layers = {
@@ -147,7 +148,7 @@ def test_copies_of_a_model_leave_nothing(copied, kind):
         "attention": nn.TransformerEncoderLayer(32, 2, 16, batch_first=True),
     }
 
-    def run() -> None:
+    def run():
         copied(copy.deepcopy(layers[kind]))(torch.ones(8, 32)).sum().backward()
 
     for _ in range(5):

@@ -1,7 +1,5 @@
 """Reads exported weights by compressed-tensors alone, without transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

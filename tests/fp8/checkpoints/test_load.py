@@ -1,32 +1,30 @@
 """`fp8.load`: files of `fp8.export` and of other libraries, which are the oracles."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8
-import unit_scaling as uu
 from tests.fp8.checkpoints.reading import same
+from tests.fp8.operands import normal
 from unit_scaling.transforms import unit_scale
+
+parametrize = pytest.mark.parametrize
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-each_layout = pytest.mark.parametrize("recipe", ["tensor", "row", "block", "mxfp8"])
-X = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
+each_layout = parametrize("recipe", ["tensor", "row", "block", "mxfp8"])
+X = normal(8, 256, seed=1)
 
 
 class Net(nn.Module):
     """A tie, a buffer, a norm, and layers of full blocks and of a part of one."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         self.first = nn.Linear(256, 128, dtype=dtype)
         self.second = nn.Linear(128, 64, bias=False, dtype=dtype)
@@ -36,19 +34,19 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
         self.register_buffer("steps", torch.tensor(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.norm(self.second(self.first(x).relu())))
 
 
 LAYERS = ("first", "second")
 
 
-def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def net(seed=0, dtype=torch.float32):
     torch.manual_seed(seed)
     return Net(dtype)
 
 
-def exported(recipe: str, folder: Path) -> Any:
+def exported(recipe, folder):
     """A model under a recipe that has run, and is exported."""
     model = fp8.convert(net(), recipe, where=lambda name, layer: name in LAYERS)
     model(X)
@@ -56,7 +54,7 @@ def exported(recipe: str, folder: Path) -> Any:
     return model
 
 
-def wide(tensors: dict[str, Tensor], name: str) -> Tensor:
+def wide(tensors, name):
     """The values of a weight of `fp8.export`, computed here for each number alone."""
     scale = tensors.get(f"{name}.weight_scale", tensors.get(f"{name}.weight_scale_inv"))
     assert scale is not None
@@ -73,7 +71,7 @@ def wide(tensors: dict[str, Tensor], name: str) -> Tensor:
     return values * scale[rows][:, columns]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("recipe", "frozen"),
     [
         *((recipe, True) for recipe in ("unit", "tensor", "static", "delayed", "row", "block")),
@@ -112,28 +110,13 @@ def test_what_export_writes(recipe, frozen, tmp_path):
     assert recipe == "mxfp8" or all(same(first[name], second[name]) for name in first)
 
 
-@each_layout
-def test_frozen_weights_compute_as_wide_ones(recipe, tmp_path):
-    exported(recipe, tmp_path)
-    frozen, plain = (fp8.load(net(1), tmp_path, frozen=frozen) for frozen in (True, False))
-    assert torch.equal(frozen(X), plain(X))
-    for model in (frozen, plain):
-        fp8.convert(model, "tensor")
-    assert torch.equal(frozen(X), plain(X))
-    if recipe == "row":
-        torch.testing.assert_close(torch.compile(frozen, fullgraph=True)(X), plain(X))
-    frozen.bfloat16(), plain.bfloat16()
-    assert torch.equal(frozen(X.bfloat16()), plain(X.bfloat16()))
-    assert isinstance(frozen.first.weight, fp8.ScaledTensor)
-
-
-@pytest.mark.parametrize("source", ["file", "folder", "index", "state_dict", "model"])
+@parametrize("source", ["file", "folder", "index", "state_dict", "model"])
 def test_sources(source, tmp_path):
     exported("row", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = safetensors.load_file(file)
     want = fp8.load(net(1), tmp_path)
-    where: Any = {"file": file, "folder": str(tmp_path), "state_dict": tensors}.get(source)
+    where = {"file": file, "folder": str(tmp_path), "state_dict": tensors}.get(source)
     if source == "index":
         where = tmp_path / "sharded"
         where.mkdir()
@@ -154,12 +137,9 @@ def test_sources(source, tmp_path):
     got = fp8.load(net(2), where)
     assert torch.equal(got.first.weight.stored.float(), want.first.weight.stored.float())
     assert torch.equal(got(X), want(X))
-    if source == "state_dict":
-        tensors["first.weight"].zero_()
-        assert torch.equal(got(X), want(X))
 
 
-def scale_of(weight: Tensor, args: Any, limit: float) -> Tensor:
+def scale_of(weight, args, limit):
     """The scales that compressed-tensors' arguments ask for: the largest magnitude by ``limit``."""
     rows, columns = weight.shape
     down, along = {
@@ -173,7 +153,7 @@ def scale_of(weight: Tensor, args: Any, limit: float) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
+@parametrize(
     ("scheme", "dtype"),
     [
         *((s, torch.float32) for s in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4", "NVFP4A16")),
@@ -218,7 +198,7 @@ def test_compressed_tensors(scheme, dtype, tmp_path):
             assert torch.equal(weight.to(layer.weight.dtype), layer.weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu], ids=["float32", "ue8m0"])
+@parametrize("dtype", [torch.float32, torch.float8_e8m0fnu], ids=["float32", "ue8m0"])
 def test_blocks_of_transformers(dtype):
     """DeepSeek's ``weight_scale_inv``, also as E8M0, of matrices and of experts in one tensor."""
     library = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -228,7 +208,7 @@ def test_blocks_of_transformers(dtype):
     oracle = library.Fp8Dequantize(None)
 
     class Experts(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.gate_up_proj = nn.Parameter(torch.empty(3, 256, 384, dtype=torch.bfloat16))
 
@@ -239,25 +219,11 @@ def test_blocks_of_transformers(dtype):
         for i in range(3):
             want = oracle._dequantize_one(values[i], scales[i], torch.bfloat16)
             assert torch.equal(experts.gate_up_proj.detach()[i], want)
-    layer = nn.Sequential(nn.Linear(384, 256, bias=False))
-    fp8.load(layer, {"0.weight": values[0], "0.weight_scale_inv": scales[0]}, config=config)
-    want = oracle._dequantize_one(values[0], scales[0], torch.float32)
-    assert torch.equal(layer[0].weight.dequantize(), want)
-
-
-def test_a_block_that_is_not_full():
-    """576 rows of DeepSeek-V3's kv_a_proj: four blocks and a half."""
-    values, scales = torch.ones(576, 64).to(torch.float8_e4m3fn), torch.arange(1.0, 6.0)[:, None]
-    layer = nn.Sequential(nn.Linear(64, 576, bias=False))
-    config = {"weight_block_size": [128, 128]}
-    fp8.load(layer, {"0.weight": values, "0.weight_scale_inv": scales}, config=config)
-    want = torch.arange(576) // 128 + 1.0
-    assert torch.equal(layer[0].weight.dequantize(), want[:, None].expand(-1, 64))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("flat", [False, True], ids=["tensors", "flattened"])
-@pytest.mark.parametrize("rows", [False, True], ids=["tensor", "row"])
+@parametrize("flat", [False, True], ids=["tensors", "flattened"])
+@parametrize("rows", [False, True], ids=["tensor", "row"])
 def test_torchao(rows, flat):
     """Float8Tensor, in a state_dict and as its safetensors support names the parts."""
     quantization = pytest.importorskip("torchao.quantization")
@@ -267,7 +233,7 @@ def test_torchao(rows, flat):
         layer = model.get_submodule(name)
         weight = quantization.Float8Tensor.from_hp(layer.weight.detach(), granularity=per)
         layer.weight = nn.Parameter(weight, requires_grad=False)
-    state: Any = model.state_dict()
+    state = model.state_dict()
     if flat:
         support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
         state, _ = support.flatten_tensor_state_dict(
@@ -294,7 +260,7 @@ def test_meta_parameters_get_memory(tmp_path):
     assert model.head.weight.tag == "tied"
 
 
-def saved(x: Tensor) -> Tensor:
+def saved(x):
     """From a file."""
     file = io.BytesIO()
     torch.save(x, file)
@@ -312,40 +278,26 @@ def test_a_frozen_weight_is_a_tensor(recipe, tmp_path):
     want = weight.dequantize()
     for view in (lambda x: x.t(), lambda x: x[3:70], lambda x: x.t()[5:9], lambda x: x.flatten()):
         assert torch.equal(view(weight.detach()) * 1, view(want))
-        assert torch.equal(view(weight.detach()).clone() * 1, view(want))
-        assert torch.equal(view(weight.detach()).to(torch.bfloat16) * 1, view(want).bfloat16())
         assert torch.equal(saved(view(weight.detach())), view(want))
-    for again in (weight.detach(), copy.deepcopy(weight)):
-        assert isinstance(again, fp8.ScaledTensor)
+    for again in (copy.deepcopy(weight), saved(weight)):
+        assert torch.equal(again.stored.float(), weight.stored.float())
         assert torch.equal(again.dequantize(), want)
-    again = saved(weight)
-    assert torch.equal(again.stored.float(), weight.stored.float())
-    assert torch.equal(again.dequantize(), want)
-
-    state = model.state_dict()
     other = fp8.load(net(2), tmp_path)
     other.first.weight.data.mul_(2)
-    other.load_state_dict(state)
+    other.load_state_dict(model.state_dict())
     assert torch.equal(other.first.weight.stored.float(), weight.stored.float())
-    other.load_state_dict({name: x.clone() * 1 for name, x in state.items()})
-    assert torch.equal(other.first.weight.dequantize(), want)
-    assert torch.equal(other.first.weight.stored.float(), weight.stored.float())
-
     with torch.no_grad():
         weight.t()[0].add_(1.0)
     want[:, 0] += 1
     assert torch.equal(weight.dequantize(), want)
     weight.store()
-    tile = weight.memory.tile
     rounded = fp8.quantize(want, "e4m3", scale=weight.memory.scales())
     assert torch.equal(weight.dequantize(), rounded)
-    assert (weight.memory.scale.dim() == 0) is (tile is None)
-    assert torch.equal(weight.scale.log2(), weight.scale.log2().round())
 
 
 @pytest.mark.proves("the field", "FP8 checkpoints loaded, for LoRA", how="library")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", ["row", "mxfp8"])
+@parametrize("recipe", ["row", "mxfp8"])
 def test_lora_on_a_checkpoint(recipe, tmp_path):
     """Loaded, trained by PEFT, merged, and exported in the layout that it came in."""
     peft = pytest.importorskip("peft")
@@ -431,32 +383,6 @@ def test_refused_by_name(tmp_path):
     assert not isinstance(model.first.weight, fp8.ScaledTensor)
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("recipe", ["tensor", "auto", "row"])
-@pytest.mark.parametrize("pends", [False, True])
-def test_a_trained_model_of_unit_scale_is_a_plain_one(pends, recipe, frozen, tmp_path):
-    """Converted, trained and exported, it loads in the plain class and computes the same."""
-    model = unit_scale(net(), batch=None if pends else X)
-    model = fp8.convert(model, recipe, where=lambda name, layer: name in LAYERS)
-    optimizer = uu.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(X).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert {row.done for row in fp8.export(model, tmp_path)} == {"FP8"}
-    assert {name for name, _ in fp8.weights(model)} >= {"first.weight", "first.weight_scale"}
-    for reader in (net(seed=1), unit_scale(net(seed=1), batch=X)):
-        again = fp8.load(reader, tmp_path, frozen=frozen)
-        again = fp8.convert(again, "tensor", where=lambda name, layer: name in LAYERS)
-        want, got = model(X), again(X)
-        assert (got - want).norm() < 2**-4 * want.norm()
-        # What the file has of each weight is what the products have multiplied.
-        for name in LAYERS:
-            cast = again.get_submodule(name).weight.detach().float()
-            exact = model.get_submodule(name).weight.detach()
-            assert (cast - exact).abs().max() <= 2**-4 * exact.abs().max()
-
-
 def test_weights_loaded_before_the_first_call_of_unit_scale_stay(tmp_path):
     exported("row", tmp_path)
     plain = fp8.load(net(1), tmp_path, frozen=False)
@@ -466,37 +392,9 @@ def test_weights_loaded_before_the_first_call_of_unit_scale_stay(tmp_path):
         assert torch.equal(model.state_dict()[name], value)
 
 
-def test_extra_state_is_loaded():
-    class Extra(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return torch.tensor(2)
-
-        def set_extra_state(self, state: Any) -> None:
-            self.seen = state
-
-    values = {"0.weight": torch.ones(2, 4).to(torch.float8_e4m3fn), "0.weight_scale": torch.ones(1)}
-    model = nn.Sequential(Extra(4, 2, bias=False))
-    fp8.load(model, values)
-    fp8.load(model, {**model.state_dict(), "0._extra_state": torch.tensor(3)})
-    assert model[0].seen == 3
-
-
-def test_a_parameter_named_as_a_scale_is_a_parameter():
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain, self.gain_scale = (nn.Parameter(torch.zeros(4)) for _ in range(2))
-
-    model = fp8.load(Scaled(), {"gain": torch.ones(4), "gain_scale": torch.full((4,), 2.0)})
-    assert (model.gain[0], model.gain_scale[0]) == (1, 2)
-
-
-def test_values_without_scales_exponents_and_scales_of_activations():
+def test_exponents_and_scales_of_activations():
     """The last are left in the file."""
     layer = nn.Sequential(nn.Linear(4, 2, bias=False))
-    values = torch.tensor([[1.0, -2, 0.5, 448], [0, 3, 4, 5]]).to(torch.float8_e5m2)
-    fp8.load(layer, {"0.weight": values}, unscaled=True)
-    assert torch.equal(layer[0].weight.dequantize(), values.float())
     one = torch.ones(2, 4).to(torch.float8_e4m3fn)
     bits = torch.tensor([[0], [255]], dtype=torch.uint8)
     extra = {"0.input_scale": torch.ones(1), "attn.k_scale": torch.ones(1)}

@@ -1,11 +1,7 @@
 """Objects and arguments of other libraries: the error names the adapter that takes them."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from torch import nn
@@ -15,29 +11,31 @@ from fp8.common.libraries import ARGUMENTS, LIBRARIES, TAKES
 from fp8.recipes.policy import LayerRule
 from tests.fp8.adapters.te_library import te  # noqa: F401
 
+parametrize = pytest.mark.parametrize
 
-def of_torchao() -> Any:
+
+def of_torchao():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own
         pytest.importorskip("torchao")
         return importlib.import_module("torchao.float8").Float8LinearConfig()
 
 
-def of_a_subclass() -> Any:
+def of_a_subclass():
     kind = type(of_torchao())
     return type("Mine", (kind,), {"__module__": "mine"})()
 
 
-def of_accelerate() -> Any:
+def of_accelerate():
     pytest.importorskip("accelerate")
     return importlib.import_module("accelerate.utils").AORecipeKwargs(config=of_torchao())
 
 
-def linear() -> nn.Module:
+def linear():
     return nn.Sequential(nn.Linear(16, 16))
 
 
-TAKERS: dict[Callable[[], Any], str] = {
+TAKERS = {
     of_torchao: r"; fp8.adapters.torchao.convert\(model, config\) takes it",
     of_a_subclass: r"; fp8.adapters.torchao.convert\(model, config\) takes it",
     of_accelerate: r"; fp8.adapters.accelerate.prepare\(accelerator, model, recipe=...\) takes it",
@@ -45,7 +43,7 @@ TAKERS: dict[Callable[[], Any], str] = {
     dict: "dict$",
 }
 
-USES: dict[str, Callable[[Any], Any]] = {
+USES = {
     "convert": lambda recipe: fp8.convert(linear(), recipe),
     "backend": lambda recipe: fp8.convert(linear(), recipe, backend="torchao"),
     "autocast": fp8.autocast,
@@ -57,8 +55,8 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")  # Accelerate's own
-@pytest.mark.parametrize("make", TAKERS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("use", USES)
+@parametrize("make", TAKERS, ids=lambda make: make.__name__)
+@parametrize("use", USES)
 def test_a_recipe_object_of_a_library_names_its_adapter(use, make):
     name = type(make()).__name__
     with pytest.raises(TypeError, match=f"must be a name or a Recipe, not {name}") as raised:
@@ -80,8 +78,8 @@ def test_an_adapter_that_is_named_is_there():
     assert TAKES.keys() <= LIBRARIES.keys()
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("function", [fp8.convert, fp8.initialize], ids=lambda f: f.__name__)
+@parametrize("name", ARGUMENTS)
+@parametrize("function", [fp8.convert, fp8.initialize], ids=lambda f: f.__name__)
 def test_an_argument_of_a_library_names_its_adapter(function, name):
     called = f"fp8.{function.__name__} has no {name}=; use "
     with pytest.raises(TypeError, match=called + r"fp8\.adapters\.") as raised:
@@ -89,22 +87,7 @@ def test_an_argument_of_a_library_names_its_adapter(function, name):
     assert ARGUMENTS[name] in str(raised.value)
 
 
-@pytest.mark.parametrize("function", [fp8.convert, fp8.initialize], ids=lambda f: f.__name__)
+@parametrize("function", [fp8.convert, fp8.initialize], ids=lambda f: f.__name__)
 def test_another_argument_is_refused_as_in_python(function):
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'typo'"):
         function(linear(), typo=1)
-
-
-def test_what_the_messages_say_to_write_converts():
-    """The filter of torchao takes (module, name)."""
-    config = of_torchao()
-    adapter = importlib.import_module("fp8.adapters.torchao")
-
-    def chosen(module: nn.Module, name: str) -> bool:
-        return name != "1"
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        adapter.convert(model, config, where=lambda name, layer: chosen(layer, name))
-    assert [row.done for row in fp8.report(model)] == ["converted", "left alone"]

@@ -51,7 +51,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_a_loss_trains_all_that_the_results_are_computed_from(name: str) -> None:
+def test_a_loss_trains_all_that_the_results_are_computed_from(name):
     """An auxiliary loss, of a router for example, does not: the user adds it to the loss."""
     router, head = nn.Linear(4, 4), nn.Linear(4, 3)
     weights = router(torch.randn(8, 4)).softmax(-1)

@@ -1,7 +1,5 @@
 """The format table against the specifications, torch and gfloat."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -11,6 +9,8 @@ import torch
 from fp8 import FORMATS, Format
 from fp8.formats.format import get_format
 from tests.fp8.oracles import GFLOAT
+
+parametrize = pytest.mark.parametrize
 
 # name: max, min normal, min subnormal, Inf, NaN, -0, bits. OFP8 1.0 table 1, MX 1.0 tables 2 to 7,
 # IEEE 754.
@@ -27,12 +27,12 @@ SPECIFIED = {
 }
 
 
-def row(**changes: object) -> Format:
+def row(**changes):
     fields = {"name": "custom", "exponent_bits": 4, "mantissa_bits": 3, "bias": 7, "max": 448.0}
     return Format(**{**fields, **changes})
 
 
-def test_values_are_the_specified_ones() -> None:
+def test_values_are_the_specified_ones():
     found = {
         name: (
             *(f.max, f.min_normal, f.min_subnormal),
@@ -45,8 +45,8 @@ def test_values_are_the_specified_ones() -> None:
         assert str(f.nonfinite) == ("inf" if f.infinity else "nan" if f.nan else "None")
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
-def test_values_are_those_of_torch_and_gfloat(format: Format) -> None:
+@parametrize("format", FORMATS.values(), ids=str)
+def test_values_are_those_of_torch_and_gfloat(format):
     if format.dtype is not None:
         limits = torch.finfo(format.dtype)
         assert (limits.max, limits.smallest_normal) == (format.max, format.min_normal)
@@ -58,7 +58,7 @@ def test_values_are_those_of_torch_and_gfloat(format: Format) -> None:
         assert (format.bias, format.mantissa_bits) == (other.bias, other.precision - 1)
 
 
-def test_get_format() -> None:
+def test_get_format():
     assert get_format("e4m3") is FORMATS["e4m3"]
     custom = row()
     assert get_format(custom) is custom
@@ -68,13 +68,13 @@ def test_get_format() -> None:
         get_format(8)
 
 
-def test_a_format_is_frozen_and_prints_its_name() -> None:
+def test_a_format_is_frozen_and_prints_its_name():
     assert str(row()) == "custom"
     with pytest.raises(dataclasses.FrozenInstanceError):
         row().max = 1.0
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("changes", "message"),
     [
         ({"name": ""}, "name is empty"),
@@ -99,11 +99,11 @@ def test_a_format_is_frozen_and_prints_its_name() -> None:
         ({"name": "e4m3", "max": 240.0}, "'e4m3': fp8.FORMATS has other values of that name"),
     ],
 )
-def test_contradictions_and_types_are_refused(changes: dict[str, object], message: str) -> None:
+def test_contradictions_and_types_are_refused(changes, message):
     with pytest.raises(TypeError if "cannot be" in message else ValueError, match=message):
         row(**changes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16], ids=str)
-def test_a_dtype_with_more_values_will_do(dtype: torch.dtype) -> None:
+@parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16], ids=str)
+def test_a_dtype_with_more_values_will_do(dtype):
     assert row(dtype=dtype).dtype == dtype

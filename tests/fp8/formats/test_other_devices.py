@@ -1,13 +1,7 @@
 """What compiled code computes on other devices than CPUs: traced on the meta device, run here."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from fp8.formats.format import FORMATS
 from fp8.formats.quantize import in_dtype
@@ -15,11 +9,11 @@ from fp8.formats.rounding import divided
 from tests.fp8.oracles import all_patterns
 
 
-def of_another_device(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+def of_another_device(function, *args):
     """``function(*args)`` by the graph that is compiled for another device."""
-    graphs: list[Any] = []
+    graphs = []
 
-    def record(graph: Any, example_inputs: list[Any]) -> Any:
+    def record(graph, example_inputs):
         graphs.append(graph)
         return graph.forward
 
@@ -32,7 +26,7 @@ def of_another_device(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
 ONE_BYTE = [name for name, f in FORMATS.items() if f.dtype is not None and f.dtype.itemsize == 1]
 
 
-def equal(found: Tensor, wanted: Tensor, bits: torch.dtype) -> bool:
+def equal(found, wanted, bits):
     """To the bit, but for the sign of NaN."""
     nan = wanted.isnan()
     same = torch.where(nan, found.isnan(), found.view(bits) == wanted.view(bits))
@@ -40,7 +34,7 @@ def equal(found: Tensor, wanted: Tensor, bits: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("name", ONE_BYTE)
-def test_inf_is_nan_before_a_conversion_to_e5m2(name: str):
+def test_inf_is_nan_before_a_conversion_to_e5m2(name):
     """And every other number, -0 too, is as it was."""
     dtype, x = FORMATS[name].dtype, all_patterns(torch.bfloat16).float()
     wanted = torch.where(x.isinf(), torch.nan, x) if name == "e5m2" else x

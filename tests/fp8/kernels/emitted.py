@@ -6,8 +6,6 @@ about the device are answered here. Arguments: "saved", "selftest", or the keywo
 with the Triton of its wheel.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ scales looked up by the formulas of the libraries' documents. Each call is also 
 checks of shapes and strides, as a call on a device that is only thought of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 That operands decode to the simulation's values, by the inverse of the swizzle, is in
 test_kernels.py; that torch's own checks of a CUDA device accept them, in test_selftest.py."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -29,7 +27,7 @@ DTYPES = {
 }
 
 
-def scales_of(recipe: str) -> str:
+def scales_of(recipe):
     """Kind and layout of an operand's scales, as in the generated code."""
     types, swizzles = F.ScalingType, F.SwizzleType
     kinds = {"mxfp8": [types.BlockWise1x32], "nvfp4": [types.BlockWise1x16, types.TensorWise]}

@@ -1,29 +1,22 @@
 """The table of native products by the calls of torch's kernel, forward and backward, on the CPU."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 import fp8
+from tests.fp8 import operands
 
 pytestmark = pytest.mark.native
 
 
-def randn(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator, dtype=torch.bfloat16)
-    return x.requires_grad_()
-
-
+randn = partial(operands.randn, dtype=torch.bfloat16)
 ENDS = torch.tensor([16, 48], dtype=torch.int32)
 
-CALLS: dict[str, Callable[[], Tensor]] = {
+CALLS = {
     "linear layer": lambda: F.linear(randn(2, 32, 64), randn(64, 64)),
     "product of two matrices": lambda: randn(2, 32, 64) @ randn(64, 64),
     "einsum": lambda: torch.einsum("bik,jk->bij", randn(2, 32, 64), randn(64, 64)),
@@ -36,7 +29,7 @@ CALLS: dict[str, Callable[[], Tensor]] = {
 NATIVE = {"linear layer", "product of two matrices", "einsum"}
 
 
-def rows() -> dict[str, str]:
+def rows():
     """Product -> "yes" or "no", of docs/simulation-and-hardware.md."""
     text = Path("docs/simulation-and-hardware.md").read_text(encoding="utf-8")
     table = text.partition("| --- | --- | --- |\n")[2].partition("\n\n")[0]
@@ -49,7 +42,7 @@ def test_the_page_says_which():
 
 
 @pytest.mark.parametrize("product", CALLS)
-def test_kernels_compute_what_the_table_says(product: str, monkeypatch: pytest.MonkeyPatch):
+def test_kernels_compute_what_the_table_says(product, monkeypatch):
     calls, multiply = [], F.scaled_mm
 
     def counted(*args, **kwargs):

@@ -1,16 +1,10 @@
 """Backend "native": the FP8 kernels compute what the simulation does, from one byte an element."""
 
-from __future__ import annotations
-
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
+from torch import nn
 
 import fp8
 from fp8 import FORMATS, RECIPES, Cast, Recipe
@@ -22,9 +16,11 @@ from fp8.products.matmul import linear
 from fp8.torch_internals.inductor import run_compiled
 from tests.fp8.blocks import block, keeper
 from tests.fp8.kernels.scaled_mm import emulated, forget
+from tests.fp8.operands import normal, randn
 from tests.fp8.oracles import all_patterns, assert_same, random_patterns
-from tests.fp8.products.test_matmul import randn
 from tests.reference import unrotated
+
+parametrize = pytest.mark.parametrize
 
 __all__ = ["emulated"]
 
@@ -43,7 +39,7 @@ NO_GPU = NO_GPU or kernel.why_not_device(torch.device("cuda"))
 pytestmark = pytest.mark.native
 
 
-def run(backend: str, recipe: str, tensors: tuple[Tensor, ...], scales=(1.0, 1.0, 1.0)) -> list:
+def run(backend, recipe, tensors, scales=(1.0, 1.0, 1.0)):
     """The output and the gradients of input, weight and bias; with a history, in a third pass."""
     layer = keeper(recipe) if RECIPES[recipe].keeps_history else None
     torch.manual_seed(0)  # of gradients that are rounded stochastically
@@ -55,11 +51,11 @@ def run(backend: str, recipe: str, tensors: tuple[Tensor, ...], scales=(1.0, 1.0
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def of_all(cast: Cast) -> Recipe:
+def of_all(cast):
     return Recipe(name="one", input=cast, weight=cast, grad=cast)
 
 
-def tensors(rows: int, inner: int, outer: int, dtype=torch.float32) -> tuple[Tensor, ...]:
+def tensors(rows, inner, outer, dtype=torch.float32):
     shapes = ((rows, inner), (outer, inner), (outer,))
     return tuple(randn(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
 
@@ -80,7 +76,7 @@ def test_some_recipes_have_kernels_and_the_others_say_why_not():
         assert why in native.why_not_recipe(of_all(cast))
 
 
-def check(recipe: str, shape: tuple[int, int, int], size: float, scales, device: str) -> None:
+def check(recipe, shape, size, scales, device):
     """Operands are the same to the bit, so products differ by the order of sums, and by what a sum
     keeps: all of float32, or on a GPU 14 bits (see `fp8.kernels.selftest`).
 
@@ -100,13 +96,13 @@ def check(recipe: str, shape: tuple[int, int, int], size: float, scales, device:
         assert (g - w).norm() <= 2 * (n + 4) * unit * 4 * norm
 
 
-def each_case(test: Callable[..., None]) -> Callable[..., None]:
+def each_case(test):
     for names, values, ids in (
         ("size", [2.0**-10, 1.0, 2.0**6], ["small", "one", "large"]),
         ("scales", [(1.0, 1.0, 1.0), (0.25, 0.3, 0.125)], ["plain", "unit"]),
         (("recipe", "shape"), GRID, str),
     ):
-        test = pytest.mark.parametrize(names, values, ids=ids)(test)
+        test = parametrize(names, values, ids=ids)(test)
     return test
 
 
@@ -129,21 +125,7 @@ def test_native_is_the_simulation_on_a_gpu(recipe, shape, scales, size):
     check(recipe, shape, size, scales, "cuda:0")
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("recipe", ["unit"])
-def test_native_is_the_simulation_to_the_bit_where_scales_are_one(recipe, shape):
-    """One thread sums in one order, and on the CPU the kernels sum as the float32 product does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        got, want = (run(backend, recipe, tensors(*shape)) for backend in ("native", "simulate"))
-    finally:
-        torch.set_num_threads(threads)
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(g, w), i
-
-
-@pytest.mark.parametrize("recipe", STATELESS)
+@parametrize("recipe", STATELESS)
 def test_operands_are_the_same_to_the_bit(recipe):
     x = randn(32, 48, seed=3) * torch.logspace(-12, 6, 32)[:, None]
     for spec in set(casts_of(RECIPES[recipe].text).specs):
@@ -154,7 +136,7 @@ def test_operands_are_the_same_to_the_bit(recipe):
             assert torch.equal(got if axis == -1 else got.mT, want)
 
 
-def numbers(format: str) -> Iterator[Tensor]:
+def numbers(format):
     """All bfloat16 and float16 numbers, a million of float32, and those next to each tie."""
     yield from (all_patterns(dtype) for dtype in (torch.bfloat16, torch.float16))
     yield random_patterns(1 << 20, 0)
@@ -166,8 +148,8 @@ def numbers(format: str) -> Iterator[Tensor]:
     yield torch.cat([ties, *near]).float()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@parametrize("format", ["e4m3", "e5m2"])
 def test_a_conversion_rounds_as_the_simulation(format, compiled):
     """Bytes of every sign, also that of zero; NaN is NaN, and Inf, which e4m3 has not, is as in a
     simulated cast."""
@@ -176,90 +158,18 @@ def test_a_conversion_rounds_as_the_simulation(format, compiled):
         x = torch.cat([x, -x]).view(2, -1)
         want = casting.rounded(x.float(), spec)[0]
 
-        def store(x: Tensor) -> list[Tensor]:
+        def store(x):
             return [table.store(x, spec).values]
 
         (got,) = run_compiled(store, x) if compiled else store(x)
         assert_same(got.float(), want, x)
 
 
-@pytest.mark.parametrize("scaling", ["unit", "row"])
-def test_rotated_operands_are_those_of_simulation(scaling, monkeypatch):
-    """Also where a product along the other axis has the same cast, which is no second copy then."""
-    how = Cast(format="e4m3", scaling=scaling, hadamard=32)
-    recipe = of_all(how)
-    assert native.why_not_recipe(recipe) == ""
-    monkeypatch.setitem(RECIPES, "one", recipe)
-    leaves = tensors(33, 48, 80)
-    for got, want in zip(*(run(b, "one", leaves) for b in ("native", "simulate")), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_dtypes_and_autocast(dtype):
-    given = tensors(32, 48, 64, dtype)
-    got, want = (run(backend, "tensor", given) for backend in ("native", "simulate"))
-    assert all(g.dtype == dtype for g in got)
-    for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w, rtol=2**-7, atol=2**-6)
-    x, w, b = tensors(32, 48, 64)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert linear(x, w, b, recipe=RECIPES["unit"], backend="native").dtype == torch.bfloat16
-    assert run("native", "unit", (x, w, b))[0].dtype == torch.float32
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("recipe", ["unit", "row", "row_gw_hp"])
-def test_a_compiled_backward_pass_reads_no_weight(recipe):
-    """The forward pass has cast it for both: the partitioner saves bytes."""
-    torch._dynamo.reset()
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
-    layer = fp8.convert(nn.Linear(48, 64), recipe, backend="native")
-    twin, x = copy.deepcopy(layer), randn(32, 48).detach().requires_grad_()
-    y, want = torch.compile(layer, fullgraph=True, backend=backend)(x), twin(x)
-    assert torch.equal(y, want)
-    pairs = [
-        torch.autograd.grad(z.square().sum(), [x, *m.parameters()])
-        for z, m in ((y, layer), (want, twin))
-    ]
-    for got, grad in zip(*pairs, strict=True):
-        torch.testing.assert_close(got, grad)
-    read = [node.meta["val"] for node in graphs[-1].graph.nodes if node.op == "placeholder"]
-    weights = [t for t in read if sorted(t.shape) == [48, 64]]
-    assert [t.dtype for t in weights] == [torch.float8_e4m3fn]
-    torch._dynamo.reset()
-
-
-@pytest.mark.native
-@pytest.mark.parametrize(
-    "recipe",
-    ["block", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TILED[1:])],
-)
-def test_scales_of_tiles_compile_in_one_piece(recipe, emulated, monkeypatch):
-    """The kernel itself is left out: the emulated one is slow to trace."""
-    layer, x = fp8.convert(nn.Linear(128, 256), recipe, backend="native"), randn(45, 128)
-    layer(x).sum().backward()
-
-    def zeros(a: Tensor, b: Tensor, *_, output_dtype: torch.dtype, **__) -> Tensor:
-        return a.new_zeros(a.shape[0], b.shape[1], dtype=output_dtype)
-
-    monkeypatch.setattr(nn.functional, "scaled_mm", zeros)
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    compiled(x).sum().backward()
-    assert layer.weight.grad is not None
-
-
 FP8, HOPPER = "native on CUDA devices with FP8", "native on CUDA devices of compute capability 9.0"
 LATER = "native on CUDA devices of compute capability 10.0 and up"
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("recipe", "sizes", "why"),
     [
         ("tensor", (32, 16), FP8),
@@ -280,7 +190,7 @@ def test_the_report_predicts_what_each_device_does(recipe, sizes, why):
 
 
 def test_native_without_a_kernel_on_the_device_simulates_and_says_so():
-    layer, x = fp8.convert(nn.Linear(96, 128), "mxfp8", backend="native"), randn(8, 96).detach()
+    layer, x = fp8.convert(nn.Linear(96, 128), "mxfp8", backend="native"), normal(8, 96)
     why = "scales by mx need CUDA devices of compute capability 10.0 and up"
     assert fp8.report(layer)[0].why == f"mxfp8, simulated: {why}"
     forget()
@@ -301,12 +211,12 @@ def test_bad_input():
         linear(x.to("meta"), w.to("meta"), recipe=RECIPES["unit"], backend="native")
 
 
-@pytest.mark.parametrize("fast", [("forward",), (), ("grad_input", "grad_weight")], ids=str)
+@parametrize("fast", [("forward",), (), ("grad_input", "grad_weight")], ids=str)
 def test_products_are_summed_fast_as_the_recipe_says(fast, monkeypatch):
     asked = []
     real = nn.functional.scaled_mm
 
-    def kernel(*args, use_fast_accum: bool, **kwargs) -> Tensor:
+    def kernel(*args, use_fast_accum, **kwargs):
         asked.append(use_fast_accum)
         return real(*args, **kwargs)
 
@@ -319,7 +229,7 @@ def test_products_are_summed_fast_as_the_recipe_says(fast, monkeypatch):
     assert Recipe.from_dict(recipe.to_dict()) == recipe
 
 
-@pytest.mark.parametrize("fast", ["forward", ("input",)])
+@parametrize("fast", ["forward", ("input",)])
 def test_other_products_are_refused(fast):
     with pytest.raises((TypeError, ValueError), match="fast_sums"):
         dataclasses.replace(RECIPES["unit"], fast_sums=fast)

@@ -1,7 +1,5 @@
 """The table of accelerators: their figures, and the constants with their sources."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from statistics import median
@@ -9,7 +7,7 @@ from statistics import median
 import pytest
 
 from fp8.lab import hardware
-from fp8.lab.hardware import HARDWARE, Hardware, get_hardware
+from fp8.lab.hardware import HARDWARE, get_hardware
 
 H100 = HARDWARE["h100"]
 
@@ -22,7 +20,7 @@ def test_the_constants_are_those_of_their_tables():
     fast = (0.000082, 0.000680, 0.006498, 0.048097)
     exact = (0.000101, 0.000788, 0.006351, 0.049498)
 
-    def share(times: tuple[float, ...], unit: str) -> list[float]:
+    def share(times, unit):
         return [2 * m**3 / t / H100.peak[unit] for m, t in zip(sizes, times, strict=True)]
 
     assert hardware.ACHIEVED["bf16"] == round(median(share(bf16, "bf16")), 2)
@@ -40,7 +38,7 @@ def test_the_constants_are_those_of_their_tables():
 
 
 @pytest.mark.parametrize("row", HARDWARE.values(), ids=lambda row: row.name)
-def test_every_row_has_a_source_and_plausible_figures(row: Hardware):
+def test_every_row_has_a_source_and_plausible_figures(row):
     assert re.search(r"\w+ \(20\d\d-\d\d\)$", row.source)
     assert 100e12 < row.peak["bf16"] < 5e15
     assert 0.5e12 < row.bandwidth < 20e12

@@ -13,8 +13,10 @@ import fp8
 from fp8 import RECIPES
 from tests.fp8.blocks import block
 from tests.fp8.calls import CALLS, name_of, operands
-from tests.fp8.products.test_matmul import randn
+from tests.fp8.operands import randn
 from tests.reference import cast, nearest, unrotated
+
+parametrize = pytest.mark.parametrize
 
 KINDS = ["unit", "tensor", "row_gw_hp", "block", "mxfp8", "nvfp4"]
 """A recipe for each kind of scales."""
@@ -29,7 +31,7 @@ def wide(*shape, seed=0):
 
 
 @pytest.mark.proves("the field", "statistics of casts", how="own")
-@pytest.mark.parametrize("name", KINDS)
+@parametrize("name", KINDS)
 def test_shares_are_what_a_count_by_hand_gives(name):
     recipe = unrotated(nearest(RECIPES[name]))
     layer, x, g = nn.Linear(48, 32, bias=False), wide(40, 48), wide(40, 32, seed=3)
@@ -71,27 +73,16 @@ def test_subnormal_and_saturated():
 
 def test_one_inf_is_found_however_few_are_sampled():
     layer = nn.Linear(1024, 4, bias=False)
-    for at in (0, 1, 1023):
-        x = torch.zeros(64, 1024)
+    for at in (0, 1023):
+        x = torch.full((64, 1024), 2.0**-8)
         x[17, at] = -math.inf
         seen = fp8.stats(layer, sample=10)
-        with seen, fp8.autocast("tensor"):
+        with seen, fp8.autocast("unit"):
             layer(x)
         row = seen.rows()[0]
         assert (row.nonfinite, row.elements) == (1, 64 * 1024)
+        assert row.subnormal > 0.8  # of the sample
         assert "  1  " in str(seen).splitlines()[1]
-
-
-def test_a_sample_is_close_to_all():
-    layer, x = nn.Linear(256, 4, bias=False), wide(1024, 256)
-    whole, part = fp8.stats(layer, sample=1 << 30), fp8.stats(layer, sample=4096)
-    for seen in (whole, part):
-        with seen, fp8.autocast("unit"):
-            layer(x)
-    one, other = whole.rows()[0], part.rows()[0]
-    for share in ("zero", "subnormal", "saturated"):
-        p, q = getattr(one, share), getattr(other, share)
-        assert abs(p - q) < 4 * math.sqrt(p * (1 - p) / 4000)  # four standard errors
 
 
 class Model(nn.Module):
@@ -112,9 +103,8 @@ class Model(nn.Module):
 LAYERS = ["blocks.0", "blocks.1", "attention 1", "matmul 1", "matmul 2", "head"]
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled", "converted", "whole"])
+@parametrize("how", ["eager", "compiled", "converted", "whole"])
 def test_layers_have_their_names_compiled_or_not(how):
-    torch._dynamo.reset()
     model, x = Model(), randn(2, 5, 8)
     seen = fp8.stats(model, every=2)
     if how == "converted":
@@ -138,10 +128,9 @@ def test_layers_have_their_names_compiled_or_not(how):
     assert list(dict.fromkeys(layer for layer, operand in rows if operand != "grad")) == names
     assert rows["head", "input"].elements == 2 * 2 * 2 * 5 * 8  # two passes, and it is used twice
     assert rows["blocks.0", "grad"].elements == 2 * 2 * 5 * 8
-    torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("function", CALLS, ids=name_of)
+@parametrize("function", CALLS, ids=name_of)
 def test_every_product_is_counted(function):
     row = CALLS[function]
     tensors = [t.requires_grad_() for t in operands(row)]
@@ -152,48 +141,6 @@ def test_every_product_is_counted(function):
     (layer,) = {row.layer for row in seen.rows()}
     assert layer.endswith(" 1")
     assert len(seen.rows()) == len([kind for kind in row.kinds if kind != "none"]) + 1
-
-
-@pytest.mark.vmap
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of vmap
-@pytest.mark.parametrize("name", ["tensor", "nvfp4"])
-def test_products_under_vmap_are_counted_as_those_of_a_loop(name):
-    """Per-sample scales, a sample without any effect on others, Inf, and gradients."""
-    recipe = unrotated(nearest(RECIPES[name]))
-    x = wide(3, 40, 48) * torch.tensor([1.0, 2.0**-20, 2.0**9])[:, None, None]
-    x[1, 2, 3], w = math.inf, wide(48, 32, seed=3)
-    weights, found = torch.stack([w, 2 * w, w * w]), []
-    loop = lambda a, b: torch.stack([p @ q for p, q in zip(a, b, strict=True)])  # noqa: E731
-    for product in (torch.vmap(torch.matmul), loop):
-        seen = fp8.stats(nn.Identity(), sample=1 << 30)
-        with seen, fp8.autocast(recipe):
-            y = product(x.clone().requires_grad_(), weights.clone().requires_grad_())
-        y.backward(wide(3, 40, 32, seed=5))
-        sums = {}
-        for (_, operand, _), counts in seen._recorder.sums.items():
-            sums[operand] = sums.get(operand, 0) + counts
-        found.append(sums)
-    mapped, looped = found
-    assert mapped.keys() == looped.keys()
-    for operand, counts in mapped.items():
-        torch.testing.assert_close(counts, looped[operand], rtol=1e-12, atol=0, equal_nan=True)
-
-
-@pytest.mark.vmap
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of vmap
-def test_a_memory_with_a_gradient_for_each_sample_is_counted():
-    """torch.func.grad within torch.vmap within another one."""
-    layer, seen = nn.Linear(8, 8, bias=False), None
-
-    def loss(weight, x):
-        return F.linear(x, weight).square().mean()
-
-    seen = fp8.stats(layer)
-    inner = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))
-    with seen, fp8.autocast("tensor"):
-        torch.vmap(inner, in_dims=(None, 0))(layer.weight, randn(2, 3, 4, 8))
-    rows = {row.operand: row.elements for row in seen.rows()}
-    assert rows["input"] == 2 * 3 * 4 * 8
 
 
 def test_what_is_computed_does_not_change():
@@ -224,16 +171,6 @@ def test_sampling():
     assert seen.rows()[0].elements == 3 * 8
 
 
-def test_two_at_once_and_one_that_is_gone():
-    layer = nn.Linear(4, 4)
-    outer, inner = fp8.stats(layer, every=1), fp8.stats(layer, every=1)
-    with outer, inner, fp8.autocast("unit"):
-        y = layer(randn(2, 4))
-    assert (len(outer.rows()), len(inner.rows())) == (0, 2)
-    del inner
-    y.sum().backward()
-
-
 def test_an_empty_table_says_why():
     layer, seen = nn.Linear(4, 4), fp8.stats(nn.Linear(4, 4))
     assert "no pass was recorded" in str(seen)
@@ -259,16 +196,13 @@ def test_refusals():
 
     with pytest.raises(Exception, match="Unsupported context manager"):
         torch.compile(inside, fullgraph=True, backend="eager")(randn(2))
-    torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("recipe", ["tensor", "mxfp8", "nvfp4"])
+@parametrize("compiled", [False, True])
+@parametrize("reentrant", [False, True])
+@parametrize("recipe", ["tensor", "mxfp8", "nvfp4"])
 def test_recomputed_elements_count_once(recipe, reentrant, compiled):
     """Forward and backward pass inside: the rows are those without checkpoints."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
     fp8.convert(model, recipe, backend="simulate")
     x = torch.randn(8, 32, requires_grad=True)

@@ -1,7 +1,5 @@
 """The model of test_eject.py, and its step: imported in a process without this package."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,8 +1,6 @@
 """Runs the files of test_eject.py in a process without this package: `python -I`, a folder, and the
 file of the model. Prints case -> the indices of the tensors of `step` that differ, as JSON."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

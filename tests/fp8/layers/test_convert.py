@@ -1,16 +1,16 @@
 """`fp8.convert`: the same model, whose layers run under a recipe; and back."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8
 from fp8 import RECIPES
 from fp8.layers.select import LAYERS
+
+parametrize = pytest.mark.parametrize
 
 # Layer -> (constructor, input).
 MAKE = {
@@ -25,20 +25,20 @@ MAKE = {
 }
 
 
-def inputs_of(kind: type[nn.Module]) -> tuple[Tensor, ...]:
+def inputs_of(kind):
     torch.manual_seed(1)
     x = torch.randn(MAKE[kind][1])
     return (x, x, x) if kind is nn.MultiheadAttention else (x,)
 
 
-def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+def first(output):
     return output[0] if isinstance(output, tuple) else output
 
 
 class Tied(nn.Module):
     """Two names for one layer, a tied weight, a frozen one, a weight without a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(32, 8)
         self.a = nn.Linear(8, 8)
@@ -49,7 +49,7 @@ class Tied(nn.Module):
         self.head = nn.Linear(8, 32, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, *, twice: bool = False) -> Tensor:
+    def forward(self, tokens, *, twice=False):
         """Logits."""
         x = self.b(self.a(self.embed(tokens)))
         x = self.frozen(x) if twice else x
@@ -57,7 +57,7 @@ class Tied(nn.Module):
 
 
 @pytest.fixture
-def model() -> Tied:
+def model():
     torch.manual_seed(0)
     return Tied()
 
@@ -66,15 +66,14 @@ TOKENS = torch.arange(12).view(3, 4)
 
 
 @pytest.mark.filterwarnings("ignore:.* has no sums of accumulate")
-@pytest.mark.parametrize(
+@parametrize(
     ("kind", "recipe"),
     [
         *((kind, recipe) for kind in LAYERS for recipe in ("tensor", "mxfp8")),
         *((nn.Linear, name) for name, recipe in RECIPES.items() if not recipe.keeps_history),
     ],
 )
-def test_a_converted_layer_computes_what_autocast_does(kind: type[nn.Module], recipe: str) -> None:
-    torch.manual_seed(0)
+def test_a_converted_layer_computes_what_autocast_does(kind, recipe):
     layer, inputs = MAKE[kind][0](), inputs_of(kind)
     plain = first(layer(*inputs))
     torch.manual_seed(2)  # for stochastic rounding and random rotations
@@ -94,10 +93,10 @@ def test_a_converted_layer_computes_what_autocast_does(kind: type[nn.Module], re
     assert torch.equal(first(layer(*inputs)), plain)
 
 
-def test_the_model_stays_itself(model: Tied) -> None:
+def test_the_model_stays_itself(model):
     optimizer = torch.optim.AdamW(model.parameters())
     before = list(model.state_dict(keep_vars=True).items())
-    calls: list[str] = []
+    calls = []
     model.a.register_forward_hook(lambda *_: calls.append("a"))
     signature = inspect.signature(model.a.forward)
     fp8.convert(model, "unit")
@@ -116,7 +115,7 @@ def test_the_model_stays_itself(model: Tied) -> None:
     assert not torch.equal(model.a.weight, weight)
 
 
-def test_the_report_has_every_layer(model: Tied) -> None:
+def test_the_report_has_every_layer(model):
     fp8.convert(model, "unit", backend="simulate", where=lambda name, layer: name != "frozen")
     rows = {row.path: (row.what, row.done, row.why) for row in fp8.report(model)}
     assert rows == {
@@ -135,9 +134,8 @@ def test_the_report_has_every_layer(model: Tied) -> None:
     assert rows["r"] == "one kernel computes all its products"
 
 
-def test_the_fast_path_of_an_encoder_does_not_skip_its_layers() -> None:
+def test_the_fast_path_of_an_encoder_does_not_skip_its_layers():
     """What it computes besides them is in high precision, or under the recipe of a block."""
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
     model, x = (
         nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(),
@@ -148,7 +146,7 @@ def test_the_fast_path_of_an_encoder_does_not_skip_its_layers() -> None:
         cast = model(x)
     torch.testing.assert_close(fp8.convert(model, fp8.Recipe(name="none"), where=select)(x), plain)
     fp8.convert(model, "unit", where=select)
-    calls: list[Tensor] = []
+    calls = []
     model.layers[0].linear1.register_forward_hook(lambda m, a, y: calls.append(y))
     with torch.no_grad():
         got = model(x)
@@ -167,7 +165,7 @@ def test_a_layer_with_another_forward_is_left_alone():
     assert "forward was replaced" in fp8.report(model)[0].why
 
 
-@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+@parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 def test_attention_with_more_keys_is_left_alone(options):
     with pytest.warns(fp8.warnings.ConvertWarning, match="not supported"):
         model = fp8.convert(nn.Sequential(nn.MultiheadAttention(8, 2, **options)))
@@ -176,7 +174,16 @@ def test_attention_with_more_keys_is_left_alone(options):
     assert model[0](x, x, x)[0].shape == x.shape
 
 
-@pytest.mark.parametrize("recipe", ["tensor", "nvfp4", "delayed", "static"])
+def test_a_stored_weight_is_no_layer_that_was_not_chosen():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].requires_grad_(False)
+    rows = fp8.report(fp8.store_frozen(model))
+    assert [row.left_alone for row in rows] == [True, True]
+    assert rows[0].why == "frozen: its weight is stored in e4m3, its products are not cast"
+    assert rows[1].why == "not chosen"
+
+
+@parametrize("recipe", ["tensor", "nvfp4", "delayed", "static"])
 def test_shapes_on_the_meta_device(recipe):
     with torch.device("meta"):
         model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8)), recipe)
@@ -184,12 +191,3 @@ def test_shapes_on_the_meta_device(recipe):
     y.sum().backward()
     assert y.shape == (4, 8)
     assert model[0].weight.grad.shape == (16, 32)
-
-
-def test_a_stored_weight_is_no_layer_that_was_not_chosen() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    model[0].requires_grad_(False)
-    rows = fp8.report(fp8.store_frozen(model))
-    assert [row.left_alone for row in rows] == [True, True]
-    assert rows[0].why == "frozen: its weight is stored in e4m3, its products are not cast"
-    assert rows[1].why == "not chosen"

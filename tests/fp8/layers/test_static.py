@@ -1,25 +1,23 @@
 """Recipe "static": what `fp8.calibrate` sets, what the casts then do, and where scales are kept."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
 import pickle
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8
 from fp8.warnings import ScaleWarning
-from tests.fp8.products.test_matmul import randn
+from tests.fp8.compare import assert_same
+from tests.fp8.operands import normal, randn
 from tests.launch import run_ranks
 from unit_scaling.transforms import unit_scale
 
@@ -30,40 +28,40 @@ ROLES = ("input", "weight", "grad")
 class Net(nn.Module):
     """A convolution, a norm with buffers, dropout, two linear layers; operands far from RMS 1."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv1d(4, 16, 3)
         self.norm = nn.BatchNorm1d(16)
         self.first = nn.Linear(64, 32)
         self.second = nn.Linear(32, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = F.dropout(F.gelu(self.norm(self.conv(x))), 0.1, self.training)
         return self.second(0.01 * self.first(y.flatten(1)))
 
 
-def net() -> Net:
+def net():
     torch.manual_seed(0)
     return Net()
 
 
-def batch(seed: int = 0) -> Tensor:
-    return 30 * torch.randn(64, 4, 6, generator=torch.Generator().manual_seed(seed))
+def batch(seed=0):
+    return 30 * normal(64, 4, 6, seed=seed)
 
 
-def loss_of(y: Tensor) -> Tensor:
+def loss_of(y):
     return F.cross_entropy(y, torch.arange(len(y)) % 16)
 
 
-def rms(x: Tensor) -> float:
+def rms(x):
     return float(x.detach().double().square().mean().sqrt())
 
 
-def numpy_state() -> list[int]:
+def numpy_state():
     return np.random.get_state()[1].tolist()  # noqa: NPY002
 
 
-def step(model: nn.Module, x: Tensor, loss=loss_of) -> list[Tensor]:
+def step(model, x, loss=loss_of):
     model.zero_grad()
     loss(model(x)).backward()
     return [p.grad.clone() for p in model.parameters()]
@@ -71,9 +69,8 @@ def step(model: nn.Module, x: Tensor, loss=loss_of) -> list[Tensor]:
 
 def test_the_step_is_that_of_scaled_casts_by_hand():
     """To the bit: powers of two do not round."""
-    torch.manual_seed(0)
     layer, x = nn.Linear(48, 24), (1e-3 * randn(40, 48)).detach().requires_grad_()
-    g = 1e-5 * randn(40, 24).detach()
+    g = 1e-5 * normal(40, 24)
     fp8.convert(layer, "static")
     scales = fp8.calibrate(layer, x, lambda y: (y * g).sum())
     size = {role: 2.0 ** scales[role] for role in ROLES}
@@ -99,11 +96,10 @@ def test_calibration_leaves_nothing_behind():
     model.second.weight.register_post_accumulate_grad_hook(stepped.append)
     states = torch.get_rng_state(), random.getstate(), numpy_state()
     drawn = []
-    model.norm.register_forward_hook(lambda *_: drawn.append(random.random()))
-    model.norm.register_forward_hook(lambda *_: drawn.append(np.random.rand()))  # noqa: NPY002
+    model.norm.register_forward_hook(lambda *_: drawn.append(random.random() + np.random.rand()))  # noqa: NPY002
     with torch.no_grad():
         fp8.calibrate(model, batch(), loss_of)
-    assert len(drawn) == 2
+    assert drawn
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == (random.getstate(), numpy_state())
     for name, tensor in before.items():
@@ -117,14 +113,14 @@ def test_calibration_leaves_nothing_behind():
 
 
 def test_forms_of_a_batch_and_of_a_loss():
-    layer, x = fp8.convert(nn.Linear(8, 8), "static"), randn(64, 8).detach()
+    layer, x = fp8.convert(nn.Linear(8, 8), "static"), normal(64, 8)
 
     class Model(nn.Module):
-        def __init__(self, output) -> None:
+        def __init__(self, output):
             super().__init__()
             self.layer, self.output = layer, output
 
-        def forward(self, x: Tensor, factor: float = 1.0):
+        def forward(self, x, factor=1.0):
             return self.output(factor * self.layer(x))
 
     mean = fp8.calibrate(Model(lambda y: y.square().mean()), x)
@@ -141,7 +137,7 @@ def test_forms_of_a_batch_and_of_a_loss():
 
 
 def test_refusals():
-    model, x = fp8.convert(nn.Linear(8, 8), "static"), randn(4, 8).detach()
+    model, x = fp8.convert(nn.Linear(8, 8), "static"), normal(4, 8)
     for call in (lambda: fp8.calibrate(model), lambda: fp8.calibrate(model, x, scales={})):
         with pytest.raises(ValueError, match="either a batch, to measure, or scales, to set"):
             call()
@@ -182,36 +178,25 @@ def test_the_first_step_measures_by_itself():
 
 @pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
 def test_zeros_inf_and_nan_set_nothing_until_they_are_numbers(bad):
-    torch.manual_seed(0)
     head = nn.Linear(16, 16, bias=False)
     model = fp8.convert(nn.Sequential(nn.Linear(8, 16), head), "static")
-    x = randn(32, 8).detach()
+    x = normal(32, 8)
     with torch.no_grad():
         head.weight.fill_(bad)
     scales = fp8.calibrate(model, x)
     assert scales["1.weight"] is None
     assert (scales["0.grad"], scales["1.grad"]) == (None, -4)
-    if bad == 0:
-        grads = step(model, x, lambda y: y.square().sum() + y.sum())
-        assert all(g.isfinite().all() for g in grads)
-        assert not grads[0].any()
-        assert fp8.calibration(model) == scales
     with torch.no_grad():
         head.weight.normal_(std=2.0**-9)
     step(model, x, torch.sum)
     assert fp8.calibration(model)["1.weight"] == -9
     assert fp8.calibration(model)["0.grad"] is not None
-    assert [fp8.calibration(model)[k] for k in ("0.input", "0.weight", "1.input")] == [
-        scales[k] for k in ("0.input", "0.weight", "1.input")
-    ]
-    if bad == 0:  # a pass of zeros does not unset what is known
-        known = fp8.calibration(model)
-        with torch.no_grad():
-            head.weight.zero_()
-        assert fp8.calibrate(model, x)["1.weight"] == known["1.weight"]
+    with torch.no_grad():
+        head.weight.zero_()
+    assert fp8.calibrate(model, x)["1.weight"] == -9  # zeros do not unset what is known
 
 
-def test_state_dict_json_copies_and_pickles(tmp_path: Path):
+def test_state_dict_json_copies_and_pickles(tmp_path):
     model, x = fp8.convert(net(), "static"), batch()
     scales = fp8.calibrate(model, x, loss_of)
     assert set(scales) == {f"{layer}.{r}" for layer in ("conv", "first", "second") for r in ROLES}
@@ -224,11 +209,7 @@ def test_state_dict_json_copies_and_pickles(tmp_path: Path):
     written.load_state_dict(model.state_dict())
     for other in (loaded, written, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert fp8.calibration(other) == scales
-        assert [n for n, known in vars(other.conv.fp8_measured).items() if known] == [
-            f"fp8_scale_{role}" for role in ROLES
-        ]
-        for one, two in zip(step(other.eval(), x), expected, strict=True):
-            assert torch.equal(one, two)
+        assert_same(step(other.eval(), x), expected)
     plain = fp8.revert(copy.deepcopy(model))
     assert list(plain.state_dict()) == list(net().state_dict())
     model.load_state_dict(net().state_dict())  # of the plain model: they begin anew
@@ -251,28 +232,24 @@ def test_auto_is_static_where_it_was_calibrated():
     assert fp8.calibrate(written, scales=scales) == scales
     expected = step(named.eval(), x)
     for other in (model, written, pickle.loads(pickle.dumps(model))):
-        for one, two in zip(step(other.eval(), x), expected, strict=True):
-            assert torch.equal(one, two)
+        assert_same(step(other.eval(), x), expected)
     assert fp8.calibration(fresh) == scales
     assert fresh.first.fp8_recipe == STATIC
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("is_part", [False, True])
-def test_calibration_may_be_the_first_call_of_a_model_of_unit_scale(is_part, compiled):
-    """It sets the values, and measures what is cast afterwards."""
-    torch._dynamo.reset()
+def test_calibration_may_be_the_first_call_of_a_model_of_unit_scale():
+    """It sets the values, and measures what is cast afterwards; here of a part of the model."""
 
     def made(batch):
         torch.manual_seed(0)
         inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8))
         inner = unit_scale(inner, batch=batch)
-        return fp8.convert(nn.Sequential(nn.Flatten(), inner) if is_part else inner)
+        return fp8.convert(nn.Sequential(nn.Flatten(), inner))
 
-    x = 2.0**-8 * randn(64, 16).detach()
+    x = 2.0**-8 * normal(64, 16)
     model, known = made(None), made(x)
     want = fp8.calibrate(known, x)
-    assert fp8.calibrate(torch.compile(model, backend="eager") if compiled else model, x) == want
+    assert fp8.calibrate(model, x) == want
     assert want != fp8.calibrate(fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))), x)
     for one, two in zip(model.parameters(), known.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -283,27 +260,15 @@ def test_calibration_may_be_the_first_call_of_a_model_of_unit_scale(is_part, com
     assert fp8.calibration(model) == want
 
 
-def test_a_half_precision_model():
-    model = fp8.convert(nn.Linear(32, 16), "static").to(torch.bfloat16)
-    x = (1e-3 * randn(64, 32)).detach().bfloat16()
-    scales = fp8.calibrate(model, x)
-    assert scales["input"] == -10
-    y = model(x)
-    y.sum().backward()
-    assert model.weight.grad.isfinite().all()
-    assert fp8.calibration(model.float()) == scales
-
-
 @pytest.mark.filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
 def test_compiled_code_reads_the_scales_that_are_set():
     """No graph is made again when scales change their values; none measures when they are known."""
-    torch._dynamo.reset()
     model = fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), "static")
-    x = randn(32, 16).detach()
+    x = normal(32, 16)
     fp8.calibrate(model, x)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
 
-    def both(x: Tensor) -> None:
+    def both(x):
         y = compiled(x)
         torch.testing.assert_close(y, model(x))
         y.sum().backward()
@@ -318,24 +283,23 @@ def test_compiled_code_reads_the_scales_that_are_set():
         both(2**-12 * x)
         fp8.calibrate(model, scales={name: e + 1 for name, e in after.items()})
         both(x)
-    torch._dynamo.reset()
 
 
 class Readers(nn.Module):
     """Two layers that read the input, and one that reads their sum."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.q, self.k, self.o = (nn.Linear(16, 16) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.o(self.q(x) + self.k(x))
 
 
 @pytest.mark.filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
 def test_layers_that_read_one_tensor_share_its_scale():
-    model, x = fp8.convert(Readers(), "static"), randn(3, 8, 16).detach()
+    model, x = fp8.convert(Readers(), "static"), normal(3, 8, 16)
     want = copy.deepcopy(model)(x)
     fp8.calibrate(model, x)
     for each in (model, copy.deepcopy(model)):
@@ -343,28 +307,12 @@ def test_layers_that_read_one_tensor_share_its_scale():
         assert [read[0], read[2]] == [True, True]
         assert read[1] is each.q.fp8_scale_input
     assert torch.equal(model(x), want)
-    state = model.state_dict()
-    model.load_state_dict(state | {"k.fp8_scale_input": 2.0**20 * state["k.fp8_scale_input"]})
-    assert not torch.equal(model(x), want)  # the scale of k is its own again
-    fp8.calibrate(model, x)
-    assert torch.equal(model(x), want)
     model.k.fp8_scale_input.mul_(2.0**20)  # eager code reads the buffer
     assert not torch.equal(model(x), want)
 
 
-def test_compiled_from_the_first_step_on():
-    torch._dynamo.reset()
-    model, twin = (fp8.convert(net().eval(), "static") for _ in range(2))
-    step(model, batch())
-    compiled = torch.compile(twin, fullgraph=True, backend="eager")
-    for i in range(2):
-        step(compiled, batch(i))
-        assert fp8.calibration(twin) == fp8.calibration(model)
-    torch._dynamo.reset()
-
-
 def test_stats_warn_where_an_operand_has_left_its_scale():
-    model, x = fp8.convert(nn.Linear(16, 16), "static"), randn(64, 16).detach()
+    model, x = fp8.convert(nn.Linear(16, 16), "static"), normal(64, 16)
     fp8.calibrate(model, x)
     seen = fp8.stats(model, every=1)
     with seen:
@@ -379,17 +327,17 @@ def test_stats_warn_where_an_operand_has_left_its_scale():
         tensor(2.0**7 * x)
 
 
-def one_of_two_processes(rank: int, store: Path) -> None:
+def one_of_two_processes(rank, store):
     """Under DDP, and of a group of its own."""
 
-    def make() -> nn.Module:
+    def make():
         torch.manual_seed(0)
         return fp8.convert(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), "static")
 
-    def square(y: Tensor) -> Tensor:
+    def square(y):
         return y.square().sum()
 
-    x = randn(64, 16).detach() * torch.tensor([1.0, 64.0]).repeat_interleave(32)[:, None]
+    x = normal(64, 16) * torch.tensor([1.0, 64.0]).repeat_interleave(32)[:, None]
     model = DistributedDataParallel(make())
     group = dist.new_group([rank], use_local_synchronization=True)
     whole = fp8.calibrate(make(), x, square, group=group)
@@ -400,5 +348,5 @@ def one_of_two_processes(rank: int, store: Path) -> None:
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
-def test_two_processes_have_the_scales_of_the_whole_batch(tmp_path: Path):
+def test_two_processes_have_the_scales_of_the_whole_batch(tmp_path):
     run_ranks(one_of_two_processes, 2, tmp_path / "store")

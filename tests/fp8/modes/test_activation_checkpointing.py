@@ -1,28 +1,25 @@
 """Activation checkpointing under `fp8.autocast`: cast in the recomputation too, or refused."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fp8
 import unit_scaling as uu
+from tests.fp8.operands import normal, randn
+
+parametrize = pytest.mark.parametrize
 
 
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("backend", ["simulate", pytest.param("native", marks=pytest.mark.native)])
+@parametrize("backend", ["simulate", pytest.param("native", marks=pytest.mark.native)])
 def test_the_error_names_the_remedy(backend):
     """Where the segment ends with a product, which reads what is recomputed first."""
     block = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     with fp8.autocast("tensor", backend=backend):
-        y = checkpoint(block, randn(16, 16), use_reentrant=False)
+        y = checkpoint(block, normal(16, 16), use_reentrant=False)
     with pytest.raises(CheckpointError, match=r"context_fn=fp8\.checkpoint_contexts"):
         y.sum().backward()
 
@@ -30,9 +27,9 @@ def test_the_error_names_the_remedy(backend):
 CHECKPOINTED = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Conv1d(5, 5, 3))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@parametrize("compiled", [True, False])
 def test_checkpointing_with_the_context_or_compiled_is_cast(compiled):
-    x = randn(5, 8)
+    x = normal(5, 8)
     options = {} if compiled else {"context_fn": fp8.checkpoint_contexts}
 
     def run():
@@ -52,17 +49,17 @@ def test_checkpointing_with_the_context_or_compiled_is_cast(compiled):
 
 
 def test_reentrant_checkpointing_is_refused_by_name():
-    x = randn(5, 8).requires_grad_()
+    x = randn(5, 8)
     with fp8.autocast("unit"), pytest.raises(RuntimeError, match=r"use_reentrant=True.*context_fn"):
         checkpoint(CHECKPOINTED, x, use_reentrant=True)
     with torch.no_grad(), fp8.autocast("unit"):  # without gradients nothing is recomputed
         CHECKPOINTED(x)
 
 
-@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast(enabled=False)])
+@parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast(enabled=False)])
 def test_outside_of_a_block_and_in_one_that_is_off_the_contexts_do_nothing(around):
     given = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
-    x = randn(5, 8)
+    x = normal(5, 8)
     with around():
         y = checkpoint(CHECKPOINTED, x, **given)
     assert torch.equal(y, CHECKPOINTED(x))
@@ -71,15 +68,15 @@ def test_outside_of_a_block_and_in_one_that_is_off_the_contexts_do_nothing(aroun
 
 def test_reentrant_checkpointing_of_modules_of_unit_scaling_is_refused_too():
     """Their products do not come by the block's mode."""
-    scaled, x = uu.Linear(8, 8), randn(5, 8).requires_grad_()
+    scaled, x = uu.Linear(8, 8), randn(5, 8)
     with fp8.autocast("unit"), pytest.raises(RuntimeError, match=r"use_reentrant=True.*context_fn"):
         checkpoint(scaled, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@parametrize("reentrant", [False, True])
 def test_checkpointing_of_the_block_itself(reentrant):
     """A function that contains the block can be checkpointed: it opens the block again."""
-    layer, x = nn.Linear(8, 8), randn(5, 8).requires_grad_()
+    layer, x = nn.Linear(8, 8), randn(5, 8)
 
     def run(x):
         with fp8.autocast("unit"):

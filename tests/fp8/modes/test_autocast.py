@@ -14,7 +14,9 @@ from fp8.modes.dispatch import COMPOSED, PRODUCTS
 from fp8.products.active import product_recipe
 from fp8.recipes.recipe import get_recipe
 from tests.fp8.calls import CALLS, COARSE, MATMUL, OFF, cast, forms, name_of, operands
-from tests.fp8.products.test_matmul import randn
+from tests.fp8.operands import normal, randn
+
+parametrize = pytest.mark.parametrize
 
 
 def test_every_row_of_products_is_here():
@@ -24,8 +26,8 @@ def test_every_row_of_products_is_here():
     assert set(CALLS) == set(PRODUCTS) - elsewhere
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("function", CALLS, ids=name_of)
+@parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@parametrize("function", CALLS, ids=name_of)
 def test_rows(function, dtype):
     """In every form: the product of the operands cast, in the operands' dtype."""
     row = CALLS[function]
@@ -46,7 +48,7 @@ def test_rows(function, dtype):
 
 
 @pytest.mark.proves("the field", "attention in FP8", how="own")
-@pytest.mark.parametrize("function", CALLS, ids=name_of)
+@parametrize("function", CALLS, ids=name_of)
 def test_gradients(function):
     """Of each operand: what the product's own backward makes of cast operands and gradient."""
     row = CALLS[function]
@@ -59,7 +61,7 @@ def test_gradients(function):
         for t, c in zip(expected, casts, strict=True)
     ]
     z = function(*row.before, *straight, **row.kwargs)
-    g = randn(*y.shape, seed=9).detach().double() * OFF
+    g = normal(*y.shape, seed=9).double() * OFF
     grads = torch.autograd.grad(y, got, g)
     wanted = torch.autograd.grad(z, expected, cast(g, COARSE.grad), retain_graph=True)
     exact = torch.autograd.grad(z, expected, g)
@@ -71,7 +73,7 @@ WITH_OUT = [torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv]
 WITH_OUT += [torch.addmm, torch.baddbmm]
 
 
-@pytest.mark.parametrize("function", WITH_OUT, ids=name_of)
+@parametrize("function", WITH_OUT, ids=name_of)
 def test_out_is_refused_by_name(function):
     row = CALLS[function]
     with fp8.autocast("unit"), pytest.raises(ValueError, match="cannot write to out="):
@@ -81,7 +83,7 @@ def test_out_is_refused_by_name(function):
 # --- what cannot be reached
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_recurrent_layers_stay_in_high_precision(kind):
     layer, x = kind(4, 4), randn(3, 4)
     name = kind.__name__.lower().replace("rnn", "rnn_tanh").replace("cell", "_cell")
@@ -109,7 +111,7 @@ LEFT_CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT_CALLS)
+@parametrize("name", LEFT_CALLS)
 def test_calls_with_products_inside_are_left_and_named_once(name):
     """Their products are in high precision by design: a warning says so, not an error."""
     x = randn(30, 6)
@@ -127,25 +129,14 @@ def test_calls_with_products_inside_are_left_and_named_once(name):
         LEFT_CALLS[name](x)
 
 
-def test_compiled_code_names_what_is_left():
-    def distances(x):
-        with fp8.autocast("unit"):
-            return torch.cdist(x, x)
-
-    x = randn(30, 6).detach()
-    with pytest.warns(fp8.warnings.RecipeWarning, match="^cdist stays in high precision"):
-        y = torch.compile(distances, fullgraph=True, backend="eager")(x)
-    assert torch.equal(y, torch.cdist(x, x))
-
-
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
-@pytest.mark.parametrize(
+@parametrize(
     "given",
     [{}, {"reduction": "sum", "ignore_index": 1}, {"label_smoothing": 0.1, "linear_bias": True}],
 )
 def test_a_loss_that_contains_the_last_product_is_composed(given):
     x, w, y = randn(7, 8), randn(5, 8, seed=1), torch.arange(7) % 5
-    given = {**given, "linear_bias": randn(5).detach()} if "linear_bias" in given else given
+    given = {**given, "linear_bias": normal(5)} if "linear_bias" in given else given
     torch.testing.assert_close(
         COMPOSED[F.linear_cross_entropy](x, w, y, **given), F.linear_cross_entropy(x, w, y, **given)
     )
@@ -154,17 +145,13 @@ def test_a_loss_that_contains_the_last_product_is_composed(given):
         expected = F.cross_entropy(F.linear(x, w, bias), y, **given)
         found = F.linear_cross_entropy(x, w, y, linear_bias=bias, **given)
     assert torch.equal(found, expected)
-    each = (x, w.view(5, 1, 8).expand(5, 2, 8), y.view(7, 1).expand(7, 2))
-    torch.testing.assert_close(
-        COMPOSED[F.linear_cross_entropy](*each, **given), F.linear_cross_entropy(*each, **given)
-    )
 
 
 # --- blocks
 
 
 def test_nested_blocks():
-    x, w = randn(5, 8).detach(), randn(6, 8).detach()
+    x, w = normal(5, 8), normal(6, 8)
 
     def product(recipe):
         recipe = get_recipe(recipe)
@@ -179,18 +166,15 @@ def test_nested_blocks():
                 assert torch.equal(F.linear(x, w), plain)
                 assert product_recipe() is none
             torch.testing.assert_close(F.linear(x, w), product(COARSE))
-        with pytest.raises(KeyError), fp8.autocast(COARSE):
-            raise KeyError
-        torch.testing.assert_close(F.linear(x, w), product("unit"))
         with pytest.raises(RuntimeError), fp8.autocast(COARSE):
             F.linear(x, w.double())
         assert product_recipe() is fp8.RECIPES["unit"]
     assert product_recipe() is None
 
 
-@pytest.mark.parametrize("given", [{"recipe": "unit"}, {"enabled": False}], ids=str)
+@parametrize("given", [{"recipe": "unit"}, {"enabled": False}], ids=str)
 def test_as_a_decorator(given):
-    x, w = randn(5, 8).detach(), randn(6, 8).detach()
+    x, w = normal(5, 8), normal(6, 8)
     with fp8.autocast(**given):
         expected = F.linear(x, w)
 
@@ -212,7 +196,7 @@ def test_as_a_decorator(given):
 
 def test_a_block_made_outside_of_what_is_compiled():
     """Before torch 2.14 the compiler opened torch's mode without ours, and nothing was cast."""
-    x, block = randn(5, 8).detach(), fp8.autocast("unit")
+    x, block = normal(5, 8), fp8.autocast("unit")
 
     def product(x):
         with block:
@@ -244,7 +228,7 @@ class Counting(Counter):
         monkeypatch.setattr(fp8.casts.casting, "_rounded", counted)
 
 
-@pytest.mark.parametrize("function", CALLS, ids=name_of)
+@parametrize("function", CALLS, ids=name_of)
 def test_everything_is_cast_once_also_when_backward_runs_inside(function, monkeypatch):
     row, counts = CALLS[function], Counting(monkeypatch)
     tensors = [t.requires_grad_() for t in operands(row)]
@@ -258,7 +242,7 @@ def test_everything_is_cast_once_also_when_backward_runs_inside(function, monkey
 # --- with other parts of torch
 
 
-@pytest.mark.parametrize("function", CALLS, ids=name_of)
+@parametrize("function", CALLS, ids=name_of)
 def test_torch_autocast(function):
     """The result has autocast's dtype where torch's own has, whichever block is the outer one."""
     row = CALLS[function]
@@ -273,9 +257,8 @@ def test_torch_autocast(function):
         assert y.dtype == plain.dtype
 
 
-@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast("unit")])
+@parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast("unit")])
 def test_disabled_it_computes_as_torch_does(around):
-    torch.manual_seed(0)
     a, b = operands(MATMUL)
     lstm, x = nn.LSTM(4, 4), torch.randn(3, 4)
 
@@ -289,13 +272,3 @@ def test_disabled_it_computes_as_torch_does(around):
         assert torch.equal(lstm(x)[0], lstm(x)[0])
         assert torch.equal(torch.mm(x, x.T, out=torch.empty(3, 3)), x @ x.T)
         checkpoint(torch.matmul, a.requires_grad_(), b, use_reentrant=True).sum().backward()
-
-
-def test_inference_mode_and_no_grad():
-    a, b = operands(MATMUL)
-    with fp8.autocast("tensor"):
-        expected = a @ b
-        with torch.no_grad():
-            assert torch.equal(a @ b, expected)
-        with torch.inference_mode():
-            assert torch.equal(a @ b, expected)

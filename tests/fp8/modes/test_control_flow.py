@@ -7,7 +7,9 @@ from torch._higher_order_ops import map, scan, while_loop
 import fp8
 from tests.fp8.calls import COARSE
 from tests.fp8.compare import outcome
-from tests.fp8.products.test_matmul import randn
+from tests.fp8.operands import normal, randn
+
+parametrize = pytest.mark.parametrize
 
 WEIGHT = randn(4, 4)
 
@@ -77,22 +79,22 @@ def gradients(call, x):
     return outcome(lambda: call(x), [x, WEIGHT])
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("sign", [1, -1])
+@parametrize("name", CALLS)
+@parametrize("sign", [1, -1])
 def test_eager_code_casts_what_the_functions_compute(name, sign):
     """With its gradients, those of while_loop too, which torch does not have."""
     call, same = CALLS[name]
     if name == "scan" and torch.__version__ < (2, 13):
         pytest.skip("the gradients of scan are wrong in torch 2.11")
-    x = sign * randn(3, 2, 4).detach().abs()
+    x = sign * normal(3, 2, 4).abs()
     expected = gradients(under(same), x)
     torch.testing.assert_close(gradients(under(call), x), expected)
     assert not torch.allclose(expected[0], same(x))
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@parametrize("name", GRAPHS)
 def test_a_graph_casts_what_the_functions_compute(name):
     call, same = CALLS[name]
-    x = randn(3, 2, 4).detach().abs().requires_grad_(name != "while_loop")
+    x = normal(3, 2, 4).abs().requires_grad_(name != "while_loop")
     compiled = torch.compile(under(call), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), under(same)(x))

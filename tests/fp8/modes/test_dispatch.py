@@ -10,19 +10,21 @@ from fp8 import RECIPES
 from fp8.products.einsum import in_pairs
 from tests.fp8.calls import ADDMM, CALLS, COARSE, MATMUL, A, B, V, cast, name_of, operands
 from tests.fp8.compare import assert_near, assert_same, outcome
-from tests.fp8.products.test_matmul import randn
+from tests.fp8.operands import normal, randn
+
+parametrize = pytest.mark.parametrize
 
 # --- addmm and its kin
 
 
-@pytest.mark.parametrize("function", [torch.addmm, torch.baddbmm], ids=name_of)
-@pytest.mark.parametrize(("beta", "alpha"), [(0.5, 2.0), (0, 3)])
+@parametrize("function", [torch.addmm, torch.baddbmm], ids=name_of)
+@parametrize(("beta", "alpha"), [(0.5, 2.0), (0, 3)])
 def test_beta_and_alpha(function, beta, alpha):
     input, a, b = (t.requires_grad_() for t in operands(CALLS[function]))
     qa, qb = (cast(t.detach(), COARSE.input).requires_grad_() for t in (a, b))
     with fp8.autocast(COARSE):
         y = function(input, a, b, beta=beta, alpha=alpha)
-    g = cast(randn(*y.shape).detach(), COARSE.grad)
+    g = cast(normal(*y.shape), COARSE.grad)
     exact = outcome(lambda: function(input, qa, qb, beta=beta, alpha=alpha), (qa, qb), g)
     assert_near(outcome(lambda: y, (a, b), g), exact)
 
@@ -42,52 +44,20 @@ def test_what_torch_refuses_is_refused():
             torch.addmm(torch.zeros(2, 5, 6), a, b)
         with pytest.raises(TypeError, match="keywords"):
             torch.addmm(1, x, 1, a, b)
-        for call in (
-            lambda: torch.mm(a[None], b[None]),
-            lambda: torch.bmm(a, b),
-            lambda: torch.bmm(torch.ones(1, 5, 8), torch.ones(3, 8, 6)),
-            lambda: torch.mv(a, b),
-            lambda: torch.addmm(x, a[None], b),
-            lambda: torch.matmul(a.double(), b),
-        ):
+        for call in (lambda: torch.mm(a[None], b[None]), lambda: torch.bmm(a, b)):
             with pytest.raises(RuntimeError):
                 call()
-        with pytest.raises(TypeError):
-            torch.mm(a)
-        with pytest.raises(TypeError):
-            a @ [1]
 
 
 # --- einsum
 
 
-@pytest.mark.parametrize(
-    ("equation", "shapes"),
-    [
-        ("ij,jk", (A, B)),
-        ("i j , j k -> i k", (A, B)),
-        ("...ij,jk->...ik", ((2, *A), B)),
-        ("b...j,...jk->b...k", ((2, 3, 8), (3, 8, 6))),
-        ("ij,ij->", (A, A)),
-        ("ij,j->i", (A, V)),
-    ],
-)
-def test_einsum(equation, shapes):
-    tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
-    rounded = [cast(t.detach(), COARSE.input).requires_grad_() for t in tensors]
-    z = torch.einsum(equation, *rounded)
-    g = randn(*z.shape, seed=7).detach()
-    wanted = outcome(lambda: z, rounded, cast(g, COARSE.grad))
-    with fp8.autocast(COARSE):
-        for y in (torch.einsum(equation, *tensors), torch.einsum(equation, tensors)):
-            assert_near(outcome(lambda y=y: y, tensors, g), wanted)
-
-
-@pytest.mark.parametrize(
+@parametrize(
     ("equation", "left", "right"),
     [
         ("ij,jk->ik", (5, 8), (8, 6)),
         ("ij,jk->ki", (5, 8), (8, 6)),
+        ("i j , j k -> i k", (5, 8), (8, 6)),
         ("bij,bkj->bik", (3, 5, 8), (3, 6, 8)),
         ("bhid,bhjd->bhij", (2, 3, 5, 8), (2, 3, 6, 8)),
         ("...ij,...jk", (2, 3, 5, 8), (2, 3, 8, 6)),
@@ -101,7 +71,7 @@ def test_an_einsum_of_two_is_the_same_product_as_matmul(equation, left, right):
     with fp8.autocast(recipe):
         y = torch.einsum(equation, a, b)
     torch.testing.assert_close(y.detach(), torch.einsum(equation, a, b), atol=1.5, rtol=0.5)
-    g = randn(*y.shape, seed=2).detach()
+    g = normal(*y.shape, seed=2)
     as_matrices = {
         "ij,jk->ki": lambda: (a, b, g.mT),
         "bij,bkj->bik": lambda: (a, b.mT, g),
@@ -119,7 +89,7 @@ def test_an_einsum_of_two_is_the_same_product_as_matmul(equation, left, right):
 
 
 def test_an_einsum_that_is_not_one_product_stays_in_high_precision():
-    a = randn(5, 8).detach()
+    a = normal(5, 8)
     calls = [
         lambda: torch.einsum("ii,ij->j", a[:, :5], a),
         lambda: torch.einsum("ij,kj->ik", a[:, :1], a),
@@ -143,9 +113,9 @@ RARE = {
 }
 
 
-@pytest.mark.parametrize("name", RARE)
+@parametrize("name", RARE)
 def test_rare_products_stay_in_high_precision_with_a_warning(name):
-    a, b = randn(5, 8).detach(), randn(5, 8, seed=1).detach()
+    a, b = normal(5, 8), normal(5, 8, seed=1)
     with fp8.autocast("tensor"), pytest.warns(fp8.warnings.RecipeWarning, match=f"{name} .*@"):
         y = RARE[name](a, b)
     assert torch.equal(y, RARE[name](a, b))
@@ -160,13 +130,13 @@ THREE = [
 ]
 
 
-@pytest.mark.parametrize(("equation", "shapes"), THREE)
+@parametrize(("equation", "shapes"), THREE)
 def test_an_einsum_of_three_is_products_of_two(equation, shapes):
     """In torch's order, and without the mode equal to it."""
     tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
     plain = in_pairs(equation, tensors)
     assert torch.equal(plain, torch.einsum(equation, *tensors))
-    g = randn(*plain.shape, seed=7).detach()
+    g = normal(*plain.shape, seed=7)
     pairs = []
 
     def product(*args):
@@ -188,27 +158,11 @@ def test_an_einsum_of_three_is_products_of_two(equation, shapes):
     assert_same(results[1], results[2])
 
 
-def test_an_einsum_of_too_few_operands_gets_torchs_error():
-    with fp8.autocast("row"), pytest.raises(RuntimeError, match="einsum"):
-        torch.einsum("ij,jk,kl,lm->im", randn(2, 2), randn(2, 2), randn(2, 2))
-
-
-def test_einsum_by_lists():
-    a, b = randn(2, 5, 8).detach(), randn(*B).detach()
-    with fp8.autocast(COARSE):
-        y = torch.einsum(a, [..., 0, 1], b, [1, 2], [..., 2, 0])
-        assert torch.equal(y, torch.einsum("...ij,jk->...ki", a, b))
-        assert torch.equal(torch.einsum(a[0], [0, 1], b, [1, 2]), torch.einsum("ij,jk", a[0], b))
-
-
-@pytest.mark.parametrize(
+@parametrize(
     ("equation", "shapes"),
     [
         ("ij->ji", (A,)),
-        ("ii->i", ((4, 4),)),
-        ("ij->", (A,)),
         ("i,j->ij", (V, (5,))),
-        ("ij,ij->ij", (A, A)),
         ("bik,bkj->bij", ((2, 5, 1), (2, 1, 6))),
         ("ij,k->i", (A, V)),
     ],
@@ -225,18 +179,8 @@ def test_an_einsum_that_sums_no_products_is_left_alone(equation, shapes):
 # --- what is left alone
 
 
-def test_products_of_complex_numbers_are_left_alone_with_a_warning():
-    z = torch.randn(4, 4, dtype=torch.cfloat)
-    with (
-        fp8.autocast("tensor"),
-        fp8.strict(),
-        pytest.raises(fp8.warnings.RecipeWarning, match="complex numbers is not cast"),
-    ):
-        z @ z
-
-
 @pytest.mark.filterwarnings("ignore:a product of complex numbers")
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.complex64], ids=str)
+@parametrize("dtype", [torch.int64, torch.int32, torch.complex64], ids=str)
 def test_integers_and_complex_numbers_are_left_alone(dtype):
     a, b = (torch.arange(n).reshape(s).to(dtype) * 100 for n, s in ((40, A), (48, B)))
     expected = a @ b
@@ -247,7 +191,7 @@ def test_integers_and_complex_numbers_are_left_alone(dtype):
 
 
 def test_outer_products_are_left_alone_and_layers_are_not():
-    column, row = randn(5, 1).detach(), randn(1, 6).detach()
+    column, row = normal(5, 1), normal(1, 6)
     added = torch.addmm(row, column, row)  # rounds once on CPUs that fuse it
     with fp8.autocast(COARSE):
         assert torch.equal(column @ row, column * row)
@@ -255,7 +199,7 @@ def test_outer_products_are_left_alone_and_layers_are_not():
         assert torch.equal(
             F.linear(column, row.mT), cast(column, COARSE.input) * cast(row, COARSE.weight)
         )
-        image, kernel = randn(2, 4, 3, 1).detach(), randn(4, 1, 1, 1).detach()
+        image, kernel = normal(2, 4, 3, 1), normal(4, 1, 1, 1)
         y = F.conv2d(image, kernel, groups=4)
     assert torch.equal(
         y, cast(image, COARSE.input) * cast(kernel, COARSE.weight)[:, 0, 0, 0, None, None]
@@ -275,11 +219,9 @@ def test_sparse_products_are_left_alone():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
-@pytest.mark.parametrize(
-    ("recipe", "is_causal", "compiled"), [("mxfp8", True, False), ("tensor", False, True)]
-)
+@parametrize(("recipe", "is_causal", "compiled"), [("mxfp8", True, False), ("tensor", False, True)])
 def test_flex_attention_is_attention(recipe, is_causal, compiled):
-    qkv = [randn(1, 2, 128, 32, seed=seed).detach() for seed in range(3)]
+    qkv = [normal(1, 2, 128, 32, seed=seed) for seed in range(3)]
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 2, 128, 128, device="cpu")
 
     def run(attention, **arguments):
@@ -291,3 +233,8 @@ def test_flex_attention_is_attention(recipe, is_causal, compiled):
     ours = torch.compile(run, backend="aot_eager") if compiled else run
     got = ours(flex_attention, block_mask=mask if is_causal else None)
     torch.testing.assert_close(got, wanted)  # not to the bit: another order of the same sums
+
+
+def test_an_einsum_of_too_few_operands_gets_torchs_error():
+    with fp8.autocast("row"), pytest.raises(RuntimeError, match="einsum"):
+        torch.einsum("ij,jk,kl,lm->im", randn(2, 2), randn(2, 2), randn(2, 2))

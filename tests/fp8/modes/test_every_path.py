@@ -1,16 +1,13 @@
 """One result on every path: eager, compiled, checkpointed, converted, pickled, from JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -25,11 +22,11 @@ WIDTH = 32
 class Attention(nn.Module):
     """The products inside are composed in one half of the heads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.project(x).chunk(3, dim=-1)
         )
@@ -38,27 +35,17 @@ class Attention(nn.Module):
         return x + self.out(torch.cat([fused, composed], 1).transpose(1, 2).flatten(2))
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, 48, bias=False), nn.Linear(WIDTH, 48, bias=False)
-        self.down = nn.Linear(48, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class Products(nn.Module):
     """Products of parameters by other functions than linear, one parameter in two of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
         self.bias = nn.Parameter(torch.zeros(WIDTH))
         self.heads = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH**0.5)
         self.mix = nn.Parameter(torch.randn(8, 8) / 8**0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = torch.addmm(self.bias, x.flatten(0, 1), self.weight).view_as(x)
         y = y + torch.tanh(x) @ self.weight.mT
         y = y + torch.einsum("bld,hde->bhle", x, self.heads).mean(1)
@@ -66,27 +53,24 @@ class Products(nn.Module):
 
 
 class Convolutions(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=4)
         self.second = nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.second(F.gelu(self.first(x.mT))).mT
 
 
-def net() -> nn.Sequential:
+def net():
     torch.manual_seed(0)
-    return nn.Sequential(Products(), Attention(), nn.LayerNorm(WIDTH), Gated(), Convolutions())
+    return nn.Sequential(Products(), Attention(), nn.LayerNorm(WIDTH), Convolutions())
 
 
-Run = Callable[[nn.Module, Tensor], Tensor]
-
-
-def step(model: nn.Module, run: Run) -> list[Tensor]:
+def step(model, run):
     """The loss and all gradients of two passes."""
     torch.manual_seed(1)
-    found: list[Tensor] = []
+    found = []
     for x in torch.randn(2, 2, 8, WIDTH):
         x.requires_grad_()
         loss = run(model, x).square().mean()
@@ -94,28 +78,28 @@ def step(model: nn.Module, run: Run) -> list[Tensor]:
     return found
 
 
-def under(recipe: Recipe, inner: Run) -> Run:
+def under(recipe, inner):
     """``inner`` in a block, whose products keep their scales in one layer."""
     layer = keeper(recipe) if recipe.keeps_history else None
 
-    def run(model: nn.Module, x: Tensor) -> Tensor:
+    def run(model, x):
         with block(recipe, layer=layer):
             return inner(model, x)
 
     return run
 
 
-def plain(model: nn.Module, x: Tensor) -> Tensor:
+def plain(model, x):
     return model(x)
 
 
-def checkpointed(model: nn.Sequential, x: Tensor, **how: object) -> Tensor:
+def checkpointed(model, x, **how):
     for part in model:
         x = checkpoint(part, x, use_reentrant=False, **how)
     return x
 
 
-def compiled(run: Run) -> Run:
+def compiled(run):
     torch._dynamo.reset()
     return torch.compile(run, fullgraph=True, backend="aot_eager")
 
@@ -127,12 +111,12 @@ CASTS = (
 OWN_SUMS = {name: r for name, r in fp8.RECIPES.items() if r.accumulate is None}
 
 
-def is_random(recipe: Recipe) -> bool:
+def is_random(recipe):
     """Whether the numbers that it draws depend on the order of the backward pass."""
     return any(lowered(cast).is_random for cast in recipe.casts if cast is not None)
 
 
-def in_float16(cast: Cast | str | None) -> Cast | str | None:
+def in_float16(cast):
     """With its rotation and rounding, and a format whose errors are small."""
     if not isinstance(cast, Cast):  # "same"
         return cast
@@ -142,7 +126,7 @@ def in_float16(cast: Cast | str | None) -> Cast | str | None:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OWN_SUMS)
-def test_a_recipe(name: str):
+def test_a_recipe(name):
     recipe = OWN_SUMS[name]
     again = functools.partial(checkpointed, context_fn=fp8.checkpoint_contexts)
     read = Recipe.from_dict(json.loads(json.dumps(recipe.to_dict())))
@@ -160,7 +144,7 @@ def test_a_recipe(name: str):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n, r in OWN_SUMS.items() if is_random(r)])
-def test_random_numbers_of_a_graph(name: str):
+def test_random_numbers_of_a_graph(name):
     """Both operands of a product have the same signs, however a graph is divided."""
     recipe = OWN_SUMS[name]
     casts = {n: in_float16(getattr(recipe, n)) for n in CASTS}

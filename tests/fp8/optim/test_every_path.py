@@ -1,18 +1,14 @@
 """Steps with random settings, parameters and gradients: the same bits in a process that is resumed
 or copied, near to those of torch's optimizers in float64."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8.optim import Adam, AdamW
 from fp8.optim.encodings import MOMENTS
@@ -22,12 +18,12 @@ STEPS = 8
 DOUBLE = {Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
 
 
-def drawn(seed: int) -> tuple[Any, dict[str, Any], dict[str, Any], list[nn.Parameter]]:
+def drawn(seed):
     """(class, settings of torch, of this package, parameters)."""
     choose = random.Random(seed)
     kind = choose.choice(list(DOUBLE))
-    settings: dict[str, Any] = {"lr": 0.01, "weight_decay": choose.choice([0.0, 0.1])}
-    low: dict[str, Any] = {"master_weights": choose.choice([None, None, "float32", "float16"])}
+    settings = {"lr": 0.01, "weight_decay": choose.choice([0.0, 0.1])}
+    low = {"master_weights": choose.choice([None, None, "float32", "float16"])}
     shapes = [choose.choice(SHAPES) for _ in range(choose.randint(2, 4))]
     dtype = choose.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
     settings["betas"] = choose.choice([(0.9, 0.95), (0.8, 0.99), (0.9, 0.999)])
@@ -40,7 +36,7 @@ def drawn(seed: int) -> tuple[Any, dict[str, Any], dict[str, Any], list[nn.Param
     return kind, settings, low, [nn.Parameter(x) for x in turned]
 
 
-def gradients(seed: int, step: int, parameters: list[nn.Parameter]) -> Iterator[Tensor | None]:
+def gradients(seed, step, parameters):
     """Of many sizes, of zeros, sparse, none, and a NaN in a step of five."""
     choose = random.Random(f"{seed} {step}")
     draw = torch.Generator().manual_seed(100 * seed + step)
@@ -54,7 +50,7 @@ def gradients(seed: int, step: int, parameters: list[nn.Parameter]) -> Iterator[
         yield None if what == "none" else (grad / 0 * 0 if missing else grad).to(parameter.dtype)
 
 
-def stepped(seed: int, optimizer: Any, steps: range) -> None:
+def stepped(seed, optimizer, steps):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for step in steps:
         for parameter, grad in zip(parameters, gradients(seed, step, parameters), strict=True):
@@ -64,7 +60,7 @@ def stepped(seed: int, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def same(ours: Any, theirs: Any) -> None:
+def same(ours, theirs):
     pairs = zip(*(each.param_groups[0]["params"] for each in (ours, theirs)), strict=True)
     for a, b in pairs:
         state, other = ours.state[a], theirs.state[b]
@@ -74,7 +70,7 @@ def same(ours: Any, theirs: Any) -> None:
             assert torch.equal(x.float(), y.float())
 
 
-def saved(optimizer: Any, kind: Any, settings: dict[str, Any]) -> Any:
+def saved(optimizer, kind, settings):
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -87,7 +83,7 @@ def saved(optimizer: Any, kind: Any, settings: dict[str, Any]) -> Any:
 @pytest.mark.filterwarnings("ignore:stochastic_weights=True rounds no weight")
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(80))
-def test_steps(seed: int) -> None:
+def test_steps(seed):
     kind, settings, low, parameters = drawn(seed)
     doubles = [nn.Parameter(p.detach().double()) for p in parameters]
     before = [p.detach().double() for p in parameters]

@@ -1,12 +1,9 @@
 """Attention under a recipe: one product of cast operands; and as two products."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 import fp8
@@ -14,17 +11,19 @@ from fp8 import RECIPES
 from fp8.casts.casting import cast_forward
 from fp8.products.attention import by_products
 from tests.fp8.compare import assert_near, assert_same, outcome
-from tests.fp8.products.test_matmul import randn
+from tests.fp8.operands import normal, randn
+
+parametrize = pytest.mark.parametrize
 
 
 @pytest.mark.proves("the field", "attention in FP8", how="own")
-@pytest.mark.parametrize("name", ["unit", "tensor", "row", "block", "nvfp4"])
+@parametrize("name", ["unit", "tensor", "row", "block", "nvfp4"])
 def test_attention_is_one_product_of_cast_operands(name):
     """Query and key along their width, value along the keys, the gradient of the output along its
     width; gradients pass straight through the casts."""
     recipe = RECIPES[name]
     leaves = [randn(2, 4, 64, 32, seed=i) for i in range(3)]
-    g = randn(2, 4, 64, 32, seed=3).detach()
+    g = normal(2, 4, 64, 32, seed=3)
     with fp8.autocast(recipe):
         y = F.scaled_dot_product_attention(*leaves, is_causal=True)
     torch.manual_seed(0)
@@ -39,7 +38,7 @@ def test_attention_is_one_product_of_cast_operands(name):
     )
 
 
-def _mask(shape, floating: bool) -> Tensor:
+def _mask(shape, floating):
     kept = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.7
     kept[..., 0] = True
     kept[..., 1, :] = False  # a query without a key
@@ -57,7 +56,7 @@ OPTIONS = {
 }
 
 
-def compare(operands: list[Tensor], g: Tensor, options, **near) -> None:
+def compare(operands, g, options, **near):
     """Output and gradients of two products without casts, and of torch."""
     leaves = [x.clone().requires_grad_() for x in operands]
     ours = outcome(lambda: by_products(*leaves, cast=False, **options)[0], leaves, g)
@@ -65,24 +64,22 @@ def compare(operands: list[Tensor], g: Tensor, options, **near) -> None:
     assert_near(ours, torchs, **near)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@parametrize("name", OPTIONS)
 def test_arguments(name, dtype):
     options = OPTIONS[name]
     heads = 2 if options.get("enable_gqa") else 4
     shapes = ((2, 4, 6, 8), (2, heads, 7, 8), (2, heads, 7, 5), (2, 4, 6, 5))
-    *operands, g = (randn(*shape, seed=i).detach().to(dtype) for i, shape in enumerate(shapes))
+    *operands, g = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
     if options.get("attn_mask") is not None and options["attn_mask"].is_floating_point():
         options = {"attn_mask": options["attn_mask"].to(dtype)}
     near = {} if dtype != torch.bfloat16 else {"rtol": 2**-5, "atol": 2**-6}
     compare(operands, g, options, **near)
 
 
-@pytest.mark.parametrize(
-    "shape", [(6, 8), (3, 6, 8), (2, 2, 2, 6, 8), (2, 0, 8), (0, 6, 8)], ids=str
-)
+@parametrize("shape", [(6, 8), (3, 6, 8), (2, 2, 2, 6, 8), (2, 0, 8), (0, 6, 8)], ids=str)
 def test_dimensions(shape):
-    *operands, g = (randn(*shape, seed=i).detach() for i in range(4))
+    *operands, g = (normal(*shape, seed=i) for i in range(4))
     compare(operands, g, {})
     with fp8.autocast("tensor"):
         by_products(*operands)
@@ -91,7 +88,7 @@ def test_dimensions(shape):
 def test_two_products_are_cast_as_any_other():
     """In float32, also under torch.autocast, whose dtype the result has. Probabilities are cast
     after the division by what dropout keeps."""
-    q, k, v = (randn(2, 16, 8, seed=i).detach() for i in range(3))
+    q, k, v = (normal(2, 16, 8, seed=i) for i in range(3))
     with fp8.autocast("tensor"):
         assert not by_products(q, k, v, dropout_p=1.0)[0].any()
         torch.manual_seed(0)
@@ -108,7 +105,7 @@ def test_two_products_are_cast_as_any_other():
 
 
 def test_mistakes():
-    q = randn(2, 6, 16).detach()
+    q = normal(2, 6, 16)
     mask = torch.ones(6, 6, dtype=torch.bool)
     with pytest.raises(ValueError, match="is_causal=True needs attn_mask=None"):
         by_products(q, q, q, mask, is_causal=True)

@@ -1,19 +1,19 @@
 """State that layers keep between passes, scaling "delayed" and "static": what the buffers hold."""
 
-from __future__ import annotations
-
 import copy
 import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import RECIPES, Cast, Recipe
-from tests.fp8.products.test_matmul import randn
+from tests.fp8.operands import normal, randn
+
+parametrize = pytest.mark.parametrize
 
 DELAYED = RECIPES["delayed"]
 SHORT = Recipe(
@@ -25,7 +25,7 @@ SHORT = Recipe(
 NAMES = ("fp8_amax_input", "fp8_amax_weight", "fp8_amax_grad")
 
 
-def step(layer: nn.Module, x: Tensor, scale: float = 1.0) -> Tensor:
+def step(layer, x, scale=1.0):
     y = layer(x)
     (y * scale).sum().backward()
     return y.detach()
@@ -34,11 +34,10 @@ def step(layer: nn.Module, x: Tensor, scale: float = 1.0) -> Tensor:
 @pytest.mark.proves("the field", "delayed scaling", how="own")
 def test_the_scale_is_that_of_the_passes_before():
     """Written out: input of history 3, weight of 1, gradient of 2 and a margin of 2."""
-    torch.manual_seed(0)
     layer = fp8.convert(nn.Linear(8, 4, bias=False), SHORT)
     factors, sizes = [1.0, 64.0, 2.0, 0.5, 1.0, 1.0], {"input": [], "weight": [], "grad": []}
     for factor in factors:
-        x = factor * randn(5, 8).detach()
+        x = factor * normal(5, 8)
         x.requires_grad_()
         layer.weight.grad = None
         y = step(layer, x, scale=factor)
@@ -75,11 +74,11 @@ def test_what_does_not_train_reads_and_does_not_write():
     assert y.abs().max() < 30 * step(layer, randn(5, 8)).abs().max()  # it saturated
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@parametrize("bad", [math.inf, math.nan])
 def test_inf_and_nan_are_not_recorded(bad):
     layer = fp8.convert(nn.Linear(8, 4, bias=False), SHORT)
     fresh = copy.deepcopy(layer)
-    x = randn(5, 8).detach()
+    x = normal(5, 8)
     step(layer, randn(5, 8))
     step(fresh, randn(5, 8))
     x[0, 0] = bad
@@ -101,7 +100,7 @@ def test_zeros_displace_no_entry():
     assert vars(layer.fp8_measured) == dict.fromkeys(NAMES, True)
 
 
-@pytest.mark.parametrize("refused", ["delayed", "static", SHORT], ids=str)
+@parametrize("refused", ["delayed", "static", SHORT], ids=str)
 def test_a_scale_belongs_to_a_layer(refused):
     """Products of a block and of a function have no place for one."""
     with pytest.raises(ValueError, match=r"belongs to a layer: fp8\.convert\(model, "):
@@ -117,39 +116,19 @@ def test_a_buffer_of_another_length_is_refused():
         layer(randn(5, 8))
 
 
-def test_a_graph_does_not_measure_scales_that_a_pass_has_set():
-    torch._dynamo.reset()
-    layer, x = fp8.convert(nn.Linear(8, 4), "static"), randn(5, 8).detach()
-    measured = vars(layer.fp8_measured)
-    layer(x).sum().backward()
-    scales = {name: b.clone() for name, b in layer.named_buffers()}
-    assert not any(measured.values())  # nothing has read them
-    fast = torch.compile(layer, fullgraph=True, backend="eager")
-    fast(x)
-    assert measured == dict.fromkeys(scales, True)
-    layer.load_state_dict({name: torch.zeros_like(b) for name, b in scales.items()}, strict=False)
-    assert not any(measured.values())
-    large = 100 * randn(5, 8).detach()
-    twin = copy.deepcopy(layer)
-    assert torch.equal(fast(large), twin(large))  # measured anew
-    torch._dynamo.reset()
-
-
-def make() -> nn.Sequential:
+def make():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv1d(8, 16, 3), nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 4))
 
 
-def train(model: nn.Module, steps: range, forward=None, optimizer=None) -> list[Tensor]:
+def train(model, steps, forward=None, optimizer=None):
     """The losses of some steps of two micro-batches, each forward before either backward."""
     forward = forward or model
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for i in steps:
         parts = [
-            F.mse_loss(
-                forward(2.0**i * randn(6, 8, 6, seed=2 * i + half).detach()), randn(6, 4, seed=i)
-            )
+            F.mse_loss(forward(2.0**i * normal(6, 8, 6, seed=2 * i + half)), randn(6, 4, seed=i))
             for half in (0, 1)
         ]
         for loss in parts:
@@ -160,21 +139,7 @@ def train(model: nn.Module, steps: range, forward=None, optimizer=None) -> list[
     return losses
 
 
-def test_names_and_what_revert_leaves():
-    plain = make()
-    before = list(plain.state_dict())
-    model = fp8.convert(plain, "delayed")
-    extra = {f"{layer}.{name}" for layer in "023" for name in NAMES}
-    assert set(model.state_dict()) - set(before) == extra
-    assert all(b.shape == (16,) and b.dtype == torch.float32 for b in model.buffers())
-    with torch.no_grad():
-        model(randn(6, 8, 6))
-    assert not any(b.any() for b in model.buffers())  # what does not train does not write
-    assert list(fp8.revert(model).state_dict()) == before
-    assert not list(model.buffers())
-
-
-@pytest.mark.parametrize(("device", "assign"), [("cpu", False), ("cpu", True), ("meta", True)])
+@parametrize(("device", "assign"), [("cpu", False), ("cpu", True), ("meta", True)])
 def test_a_checkpoint_of_the_plain_model_loads_and_histories_begin_anew(device, assign):
     """Strictly. Some of them missing is an error, as of any buffer."""
     plain = make()
@@ -210,24 +175,21 @@ def test_resumed_training_is_the_same(tmp_path):
 
 
 def test_compiled_from_the_first_pass_on():
-    torch._dynamo.reset()
     model, twin = fp8.convert(make(), SHORT), fp8.convert(make(), SHORT)
     compiled = torch.compile(twin, fullgraph=True, backend="eager")
     for one, other in zip(train(model, range(3)), train(twin, range(3), compiled), strict=True):
         torch.testing.assert_close(other, one)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(twin.state_dict()[name], tensor)
-    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
-@pytest.mark.parametrize("recipe", ["static", "delayed"])
-@pytest.mark.parametrize("size", [2.0**20, 2.0**-30])
+@parametrize("recipe", ["static", "delayed"])
+@parametrize("size", [2.0**20, 2.0**-30])
 def test_the_state_of_scales_keeps_its_dtype(recipe, size):
     """2**20 is Inf in float16 and 2**-30 zero: the state of operands of such sizes is neither."""
-    torch.manual_seed(0)
     dtype = torch.float16
-    model, x = fp8.convert(nn.Linear(16, 16), recipe), size * randn(6, 16).detach()
+    model, x = fp8.convert(nn.Linear(16, 16), recipe), size * normal(6, 16)
     model(x).sum().backward()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to(dtype)
@@ -240,7 +202,39 @@ def test_the_state_of_scales_keeps_its_dtype(recipe, size):
     assert model.to(torch.float32)(x).isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", ["static", "delayed"])
+@parametrize("recipe", ["delayed", "static"])
+def test_a_layer_of_several_products_has_histories_of_each(recipe):
+    layer, other = (fp8.convert(nn.MultiheadAttention(8, 2), recipe) for _ in range(2))
+    x = randn(6, 3, 8)
+    for _ in range(2):
+        layer(x, x, x)[0].square().sum().backward()
+    state = layer.state_dict()
+    histories = [state[name] for name in state if name.startswith("fp8_")]
+    assert len(histories) == 12
+    assert all(history.any() for history in histories)
+    other.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(other(x, x, x)[0], layer(x, x, x)[0])
+    assert not any(name.startswith("fp8_") for name in fp8.revert(other).state_dict())
+
+
+def test_a_layer_of_several_products_that_is_compiled_before_its_first_pass_warns():
+    model = fp8.convert(nn.Sequential(nn.MultiheadAttention(16, 2, batch_first=True)), "delayed")
+    layer, x = model[0], randn(2, 4, 16)
+    fast = torch.compile(lambda x: layer(x, x, x)[0], backend="eager")
+    with pytest.warns(fp8.PitfallWarning, match="runs in eager mode, now and later"):
+        y = fast(x)
+    assert torch.equal(y, layer(x, x, x)[0])
+
+
+def test_a_checkpoint_is_refused_by_name():
+    layer = fp8.convert(nn.Linear(8, 8), "delayed")
+    loss = checkpoint(layer, randn(4, 8), use_reentrant=False).sum()
+    with pytest.raises(NotImplementedError, match="recipe 'delayed' cannot be checkpointed"):
+        loss.backward()
+
+
+@parametrize("recipe", ["static", "delayed"])
 def test_a_model_from_the_meta_device_has_no_scales_yet(recipe):
     """`to_empty` leaves what the memory holds."""
     with torch.device("meta"):
@@ -254,58 +248,3 @@ def test_a_model_from_the_meta_device_has_no_scales_yet(recipe):
     assert all(not buffer.any() for buffer in model.buffers())
     model.load_state_dict(nn.Linear(16, 16).state_dict())
     assert model(randn(6, 16)).isfinite().all()
-
-
-SEVERAL = {
-    "attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0], 12),
-}
-
-
-@pytest.mark.parametrize("kind", SEVERAL)
-@pytest.mark.parametrize("recipe", ["delayed", "static"])
-def test_a_layer_of_several_products_has_histories_of_each(kind, recipe):
-    make, call, count = SEVERAL[kind]
-    layer, x = fp8.convert(make(), recipe), randn(6, 3, 8)
-    for _ in range(2):
-        call(layer, x).square().sum().backward()
-    state = layer.state_dict()
-    assert len([name for name in state if name.startswith("fp8_")]) == count
-    assert all(state[name].any() for name in state if name.startswith("fp8_"))
-    other = fp8.convert(make(), recipe)
-    other.load_state_dict(state)
-    with torch.no_grad():
-        assert torch.equal(call(other, x), call(layer, x))
-    assert not any(name.startswith("fp8_") for name in fp8.revert(other).state_dict())
-
-
-def test_a_layer_of_several_products_that_is_compiled_before_its_first_pass_warns():
-    torch._dynamo.reset()
-    model = fp8.convert(nn.Sequential(nn.MultiheadAttention(16, 2, batch_first=True)), "delayed")
-    layer, x = model[0], randn(2, 4, 16)
-    fast = torch.compile(lambda x: layer(x, x, x)[0], backend="eager")
-    with pytest.warns(fp8.PitfallWarning, match="runs in eager mode, now and later"):
-        y = fast(x)
-    assert torch.equal(y, layer(x, x, x)[0])
-    torch._dynamo.reset()
-
-
-def test_a_checkpoint_is_refused_by_name():
-    layer = fp8.convert(nn.Linear(8, 8), "delayed")
-    loss = checkpoint(layer, randn(4, 8), use_reentrant=False).sum()
-    with pytest.raises(NotImplementedError, match="recipe 'delayed' cannot be checkpointed"):
-        loss.backward()
-
-
-def test_a_reentrant_checkpoint_records_once():
-    """Its forward pass records no gradients, so it only reads; what is recomputed records."""
-    plain, model = (fp8.convert(nn.Linear(8, 8), SHORT) for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    for i in range(3):
-        x = (2.0**i * randn(4, 8, seed=i)).detach().requires_grad_()
-        y, z = plain(x), checkpoint(model, x, use_reentrant=True)
-        assert torch.equal(y, z)
-        y.sum().backward()
-        z.sum().backward()
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[name]), name
-    assert torch.equal(plain.weight.grad, model.weight.grad)

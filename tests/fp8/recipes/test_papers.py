@@ -1,12 +1,9 @@
 """Rows of `fp8.RECIPES` against identities of their papers; numbers are in tests/published."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 
 import fp8
 from fp8.casts.casting import cast_forward, lowered, quantized, rounded
@@ -14,13 +11,15 @@ from fp8.casts.rotation import rotated, rotation_signs
 from fp8.lab.sums.dot import dot
 from fp8.products.matmul import linear
 from fp8.recipes.tensor_cores import TENSOR_CORES
-from tests.fp8.oracles import randn
+from tests.fp8.operands import normal
 from tests.reference import rotation
+
+parametrize = pytest.mark.parametrize
 
 E4M3_LOW = -6
 
 
-def e4m3(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def e4m3(x, rows):
     """Values of tiles of (rows, 128), and their scales: the largest magnitude / 448."""
     tiles = x.unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
     scale = tiles.abs().amax((1, 3), keepdim=True) / 448
@@ -29,7 +28,7 @@ def e4m3(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return values.flatten(2).flatten(0, 1), scale
 
 
-def cast_with_signs(x: Tensor, cast: fp8.Cast) -> tuple[Tensor, Tensor, Tensor | None]:
+def cast_with_signs(x, cast):
     """``x`` cast, ``x`` rotated as in the cast, and the random signs of the rotation."""
     spec = lowered(cast)
     signs = rotation_signs(spec, x)
@@ -37,11 +36,11 @@ def cast_with_signs(x: Tensor, cast: fp8.Cast) -> tuple[Tensor, Tensor, Tensor |
     return y, rotated(x, spec.hadamard, -1, signs) if spec.hadamard else x, signs
 
 
-def unrotated(cast: fp8.Cast, **changes: str) -> fp8.Cast:
+def unrotated(cast, **changes):
     return dataclasses.replace(cast, hadamard=0, signs="fixed", **changes)
 
 
-def remaining(draws: Tensor, x: Tensor) -> Tensor:
+def remaining(draws, x):
     """The squared error of the mean of draws, relative to that of unbiased draws."""
     return (draws.mean(0) - x).square().mean() / ((draws - x).square().mean() / len(draws))
 
@@ -49,7 +48,7 @@ def remaining(draws: Tensor, x: Tensor) -> Tensor:
 def test_deepseek_v3_adds_every_128_products_in_float32():
     """Section 3.3.2: the tensor core sums 128 products, then the scales of both tiles multiply the
     sum, which is added in float32."""
-    x, w = randn(5, 512), randn(256, 512, seed=1)
+    x, w = normal(5, 512), normal(256, 512, seed=1)
     (a, of_a), (b, of_b) = e4m3(x, 1), e4m3(w, 128)
     total = torch.zeros(5, 256, dtype=torch.float64)
     for i, at in enumerate(range(0, 512, 128)):
@@ -96,7 +95,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@parametrize("name", PUBLISHED)
 def test_casts_are_the_published_ones(name):
     assert fp8.RECIPES[name].casts == tuple(fp8.Cast(**fields) for fields in PUBLISHED[name])
     for cast, other in zip(*(fp8.RECIPES[n].casts for n in ("nvfp4", "nvfp4_nvidia")), strict=True):
@@ -107,13 +106,13 @@ def test_casts_are_the_published_ones(name):
 STOCHASTIC = [n for n, r in fp8.RECIPES.items() if r.grad and lowered(r.grad).is_random]
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
-@pytest.mark.parametrize("data", ["heavy", "decades"])
+@parametrize("name", STOCHASTIC)
+@parametrize("data", ["heavy", "decades"])
 def test_stochastic_gradients_are_unbiased(name, data):
     """Their projection on what is cast, over all draws and rows, but for NVIDIA's arithmetic."""
-    x, cast = randn(64, 256), fp8.RECIPES[name].grad
+    x, cast = normal(64, 256), fp8.RECIPES[name].grad
     if data == "heavy":
-        x = x / randn(3, 64, 256, seed=1).square().sum(0).sqrt()
+        x = x / normal(3, 64, 256, seed=1).square().sum(0).sqrt()
     else:  # the last scales are subnormal in e4m3
         x = x * torch.logspace(0, -6, 64)[:, None]
     slopes = []
@@ -134,7 +133,7 @@ EDEN = fp8.RECIPES["quartet2"].grad
 NEAREST = dataclasses.replace(EDEN, rule="e4m3")
 
 
-def draws(x: Tensor, cast: fp8.Cast, count: int) -> Tensor:
+def draws(x, cast, count):
     """Casts of the rows of ``x`` with new random bits and signs each, rotated back: multiplied by
     the transpose of the matrix, then by the signs. float64, (count, rows, columns)."""
     torch.manual_seed(0)
@@ -150,11 +149,11 @@ def test_where_ms_eden_is_unbiased():
     """The mean of n draws has an n-th of the squared error of one, and no smaller projection on x;
     rounding to nearest after the same rotations shrinks it. The mean of 13 tokens, which zeros fill
     up to the 128 of a rotation, stays off by 0.6 %."""
-    normal, count = randn(16, 256), 120
-    few = torch.cat([randn(64, 13), torch.zeros(64, 115)], 1)
+    usual, count = normal(16, 256), 120
+    few = torch.cat([normal(64, 13), torch.zeros(64, 115)], 1)
     for cast, x, unbiased, projects in (
-        (EDEN, normal, True, True),
-        (NEAREST, normal, False, False),
+        (EDEN, usual, True, True),
+        (NEAREST, usual, False, False),
         (EDEN, few, False, True),
     ):
         y = draws(x, cast, count)

@@ -1,17 +1,16 @@
 """`fp8.Policy` as data: validation, JSON, and recipes composed of single casts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from dataclasses import FrozenInstanceError, replace
-from typing import Any
 
 import pytest
 
 from fp8 import RECIPES, Cast, Policy, Recipe
 from fp8.recipes.policy import CASTS, CONCERNS, LayerRule, as_policy, composed
+
+parametrize = pytest.mark.parametrize
 
 OWN = Recipe(name="own", input=Cast(format="e4m3", scaling="row"))
 POLICIES = {
@@ -31,11 +30,11 @@ POLICIES = {
         OWN, rules=[("a", None, OWN), ("b", "grad", OWN)], others=OWN, switch=[(1, OWN)]
     ),
 }
-each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+each_policy = parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
 @each_policy
-def test_json_gives_the_same_policy_back(policy: Policy, tmp_path):
+def test_json_gives_the_same_policy_back(policy, tmp_path):
     assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
     path = tmp_path / "policy.json"
     assert Policy.from_json(policy.to_json(path)) == policy
@@ -50,7 +49,7 @@ def test_recipes_of_the_table_are_stored_by_name():
         Policy().first = 1
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("values", "message"),
     [
         ({"frist": 1}, "'frist'.*did you mean 'first'"),
@@ -66,14 +65,14 @@ def test_recipes_of_the_table_are_stored_by_name():
     ],
     ids=str,
 )
-def test_bad_json_is_refused_by_name(values: dict[str, Any], message: str):
+def test_bad_json_is_refused_by_name(values, message):
     with pytest.raises(ValueError, match=message):
         Policy.from_dict({"recipe": "row"} | values)
     with pytest.raises(ValueError, match="needs the keys 'recipe'"):
         Policy.from_dict({"first": 1})
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("make", "error", "message"),
     [
         (lambda: Policy(rules="*"), TypeError, "rules must be a list"),
@@ -122,15 +121,15 @@ def test_a_switch_leaves_high_precision_alone():
     assert Policy("row", switch=[(0, None), (1, "tensor")]).at(1).recipe is None
 
 
-def casts(recipe: Recipe | None) -> dict[str, Cast | None]:
+def casts(recipe):
     """The casts by name, from the properties that the products use."""
     if recipe is None:
         return dict.fromkeys(CASTS)
     return dict(zip(CASTS, recipe.casts, strict=True))
 
 
-@pytest.mark.parametrize("name", ["row_gw_hp", "nvfp4", "quartet2"])
-def test_every_combination_with_high_precision_has_the_casts_that_were_asked_for(name: str):
+@parametrize("name", ["row_gw_hp", "nvfp4", "quartet2"])
+def test_every_combination_with_high_precision_has_the_casts_that_were_asked_for(name):
     """All 64 subsets of the casts; those that a rotation refuses are refused."""
     recipe = RECIPES[name]
     for kept in itertools.product((True, False), repeat=len(CASTS)):

@@ -11,6 +11,8 @@ from fp8.recipes.recipe import get_recipe
 from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS
 
+parametrize = pytest.mark.parametrize
+
 OPERANDS = ("input", "weight", "grad")
 MINE = Format(name="mine", exponent_bits=3, mantissa_bits=1, bias=3, max=12.0, dtype=torch.half)
 
@@ -37,7 +39,7 @@ def test_the_short_form_is_for_all_products_and_an_override_for_one():
 # --- checks at birth
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("field", "table"),
     [("format", FORMATS), ("scaling", SCALINGS), ("rounding", ROUNDINGS), ("overflow", OVERFLOWS)],
 )
@@ -61,7 +63,7 @@ def test_a_dtype_in_json_that_is_none():
             Recipe.from_dict(values)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@parametrize("scaling", SCALINGS)
 def test_a_cast_knows_the_rules_and_tile_of_its_scaling(scaling):
     row = SCALINGS[scaling]
     usual = Cast(format="e4m3", scaling=scaling)
@@ -79,7 +81,7 @@ def test_a_cast_knows_the_rules_and_tile_of_its_scaling(scaling):
             Cast(format="e4m3", scaling=scaling, tile=(8, 8))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("fields", "message"),
     [
         ({"format": "e2m1", "overflow": "nonfinite"}, "neither Inf nor NaN"),
@@ -148,7 +150,7 @@ def test_frozen_and_hashable():
 # --- JSON
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "recipe",
     [*RECIPES.values(), Recipe(name="mine", input=Cast(format=MINE), grad_weight_input=None)],
     ids=lambda recipe: recipe.name,

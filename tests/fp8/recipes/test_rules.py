@@ -1,7 +1,5 @@
 """Rules as rows: registered ones read the values of tiles, wherever a cast runs."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io
@@ -11,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8
 from fp8 import FORMATS, Cast, Policy, Recipe, Rule
@@ -21,7 +19,9 @@ from fp8.recipes.rules import LOWERED, RULES, exact
 from fp8.recipes.scaling import SCALINGS
 from fp8.training.fsdp import gather_in_fp8
 from tests import reference
-from tests.fp8.oracles import randn
+from tests.fp8.operands import normal
+
+parametrize = pytest.mark.parametrize
 
 pytestmark = pytest.mark.usefixtures("own_rows")
 
@@ -47,16 +47,16 @@ MAGNITUDES = {function.__name__: function for function in (percentile, rms, smoo
 FORMS = {"power": Rule(name="p"), "float32": Rule(name="f", scale=exact, stored="float32")}
 
 
-def registered(magnitude, stored: str = "power", name: str = "mine") -> Rule:
+def registered(magnitude, stored="power", name="mine"):
     row = RULES["e4m3"] if stored == "e4m3" else FORMS[stored]
     return dataclasses.replace(row, name=name, magnitude=magnitude).register()
 
 
-def recipe_of(cast: Cast, name: str = "own") -> Recipe:
+def recipe_of(cast, name="own"):
     return Recipe(name=name, input=cast, weight=cast, grad=cast)
 
 
-def expected(x: Tensor, cast: Cast, magnitude, axis: int = -1) -> Tensor:
+def expected(x, cast, magnitude, axis=-1):
     """The cast by its definition: tile by tile, the rule "up" or "exact" for each magnitude."""
     if axis == -2:
         return expected(x.mT, cast, magnitude).mT
@@ -77,7 +77,7 @@ def expected(x: Tensor, cast: Cast, magnitude, axis: int = -1) -> Tensor:
     return y
 
 
-def _tile(x: Tensor, format, rule: str, magnitude, size: tuple[int, int], least: int) -> Tensor:
+def _tile(x, format, rule, magnitude, size, least):
     if least == -127 and not bool(x.isfinite().all()):
         return torch.full_like(x, math.nan)
     values = torch.zeros(size)
@@ -100,8 +100,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize(("name", "scaling", "tile"), CASES, ids=str)
+@parametrize("axis", [-1, -2])
+@parametrize(("name", "scaling", "tile"), CASES, ids=str)
 def test_a_rule_gets_the_matrix_of_each_tile(name, scaling, tile, axis):
     """Bit for bit, with sizes that are no multiples (a multiple across, where zeros would count),
     and with Inf and NaN."""
@@ -109,30 +109,13 @@ def test_a_rule_gets_the_matrix_of_each_tile(name, scaling, tile, axis):
         registered(MAGNITUDES[name], stored, f"{name}_{stored}")
         cast = Cast(format="e4m3", scaling=scaling, tile=tile, rule=f"{name}_{stored}")
         for shape in ((12, 33), (1, 7), (2, 3, 8, 20)):
-            x = randn(*shape) * torch.exp2(randn(*shape[:-1], 1, seed=1) * 8)
+            x = normal(*shape) * torch.exp2(normal(*shape[:-1], 1, seed=1) * 8)
             x.view(-1)[2::11] *= 1000
             for bad in (0.0, math.inf, math.nan):
                 x.view(-1)[3] = bad
                 got = cast_forward(x, cast, axis)
                 want = expected(x, cast, MAGNITUDES[name], axis).float()
                 torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_dtype_and_scaling_of_a_rule(dtype):
-    for stored in ("power", "float32", "e4m3"):
-        registered(rms, stored, f"rms_{stored}")
-    for scaling, row in SCALINGS.items():
-        for rule in filter(lambda rule: rule.startswith("rms"), row.rules):
-            cast = Cast(format="e2m1", scaling=scaling, rule=rule, margin=1)
-            y = cast_forward(randn(8, 64).to(dtype), cast)
-            assert y.dtype == dtype
-            error = (y - randn(8, 64).to(dtype)).norm() / randn(8, 64).norm()
-            assert error < 0.35
-            for value in (0.0, 1e-30, 1e30):  # the square of which overflows
-                flat = torch.full((4, 64), value).to(dtype)
-                flat = flat.where(flat.isfinite(), 1.0)
-                assert torch.allclose(cast_forward(flat, cast), flat, rtol=0.3)
 
 
 def test_the_largest_magnitude_counts_where_a_rule_gives_none():
@@ -149,20 +132,15 @@ def test_of_several_candidates_the_best_one_counts():
     """Also of powers of two, where four over six has two e4m3 values."""
     factors = tuple(2.0**-i for i in range(4))
     Rule(name="best", candidates=factors).register()
-    x = randn(6, 64)
+    x = normal(6, 64)
     x[:3, 0] = 100.0
-    for scaling in ("tensor", "row", "mx"):
-        got = cast_forward(x, Cast(format="e2m1", scaling=scaling, rule="best"))
-        each = []
-        for factor in factors:
-            name = f"by_{round(-math.log2(factor))}"
-            Rule(name=name, candidates=(factor,)).register()
-            each.append(cast_forward(x, Cast(format="e2m1", scaling=scaling, rule=name)))
-        if scaling == "tensor":
-            want = min(each, key=lambda y: float((y - x).square().sum()))
-            assert torch.equal(got, want)
-            continue
-        width = 32 if scaling == "mx" else 64
+    for i, factor in enumerate(factors):
+        Rule(name=f"by_{i}", candidates=(factor,)).register()
+    for scaling, width in (("row", 64), ("mx", 32)):
+        got, *each = (
+            cast_forward(x, Cast(format="e2m1", scaling=scaling, rule=rule))
+            for rule in ("best", *(f"by_{i}" for i in range(4)))
+        )
         errors = torch.stack([(y - x).square().unflatten(1, (-1, width)).sum(-1) for y in each])
         least = (got - x).square().unflatten(1, (-1, width)).sum(-1)
         torch.testing.assert_close(least, errors.amin(0))
@@ -175,13 +153,13 @@ PRODUCTS = {
 }
 
 
-def three(function, *operands: Tensor) -> list[Tensor]:
+def three(function, *operands):
     operands = tuple(x.clone().requires_grad_() for x in operands)
     y = function(*operands)
-    return [y.detach(), *torch.autograd.grad(y, operands, randn(*y.shape, seed=3))]
+    return [y.detach(), *torch.autograd.grad(y, operands, normal(*y.shape, seed=3))]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "scaling", "product"),
     [
         *((name, "tensor", "linear") for name in MAGNITUDES),
@@ -192,7 +170,6 @@ def three(function, *operands: Tensor) -> list[Tensor]:
 def test_products_compiled_and_not(name, scaling, product):
     """One graph, whose results are those of eager code up to the order of sums; also of sizes that
     change."""
-    torch.compiler.reset()
     registered(MAGNITUDES[name], "e4m3" if scaling == "nv" else "power")
     format = "e2m1" if scaling == "nv" else "e4m3"
     recipe = recipe_of(Cast(format=format, scaling=scaling, rule="mine"))
@@ -205,35 +182,11 @@ def test_products_compiled_and_not(name, scaling, product):
     graph = torch.compile(cast, fullgraph=True, backend="aot_eager")
     for size in (0, 2):
         first, *others = shapes[0]
-        operands = (randn(first + (size if product != "batch" else 0), *others), randn(*shapes[1]))
+        first += 0 if product == "batch" else size
+        operands = normal(first, *others), normal(*shapes[1])
         for one, other in zip(three(cast, *operands), three(graph, *operands), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
         assert not torch.equal(cast(*operands), function(*operands))
-
-
-def test_grouped_products_and_attention():
-    registered(smooth)
-    recipe = recipe_of(Cast(format="e4m3", scaling="tensor", rule="mine"))
-    offs = torch.tensor([4, 12], dtype=torch.int32)
-
-    def both(x, w, q):
-        y = nn.functional.grouped_mm(x, w, offs=offs)
-        z = nn.functional.scaled_dot_product_attention(q, q, q)
-        return y.square().sum() + z.square().sum()
-
-    operands = randn(12, 16), randn(2, 16, 16), randn(1, 2, 6, 8)
-    exact_ = three(both, *operands)
-    with fp8.autocast(recipe):
-        for got, want in zip(three(both, *operands), exact_, strict=True):
-            assert 0 < (got - want).norm() / want.norm() < 0.2
-
-
-def test_inductor_computes_what_eager_code_computes():
-    registered(rms)
-    recipe = recipe_of(Cast(format="e4m3", scaling="row", rule="mine"))
-    model = fp8.convert(nn.Linear(32, 16), recipe)
-    x = randn(4, 32)
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
 
 
 # Names: files and checkpoints
@@ -248,7 +201,7 @@ def test_a_registered_recipe_is_a_name_everywhere():
     assert Policy.from_json(policy.to_json()) == policy == Policy(recipe, first=1)
     assert '"own"' in policy.to_json()
     model = fp8.convert(nn.Sequential(nn.Linear(32, 16)), "own")
-    x = randn(4, 32)
+    x = normal(4, 32)
     with fp8.autocast("own"):
         assert torch.equal(nn.functional.linear(x, model[0].weight, model[0].bias), model(x))
     with pytest.raises(ValueError, match="recipe 'own' is registered already"):
@@ -269,7 +222,7 @@ def test_what_is_stored_has_the_name_of_the_rule_and_asks_for_it():
     assert pickle.loads(stored) == copy.deepcopy(cast) == cast
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    assert torch.equal(loaded(randn(4, 32)), model(randn(4, 32)))
+    assert torch.equal(loaded(normal(4, 32)), model(normal(4, 32)))
     for table in (RULES, LOWERED):
         del table["mine"]
     asks = r"'mine'.*fp8\.Rule\(name='mine', \.\.\.\)\.register\(\)"
@@ -291,7 +244,7 @@ def test_what_is_stored_has_the_name_of_the_rule_and_asks_for_it():
 # What is refused
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("fields", "error", "message"),
     [
         ({"name": 3}, TypeError, "must be a name, not 3"),
@@ -311,7 +264,7 @@ def test_a_rule_that_cannot_be_is_refused_at_birth(fields, error, message):
         Rule(**{"name": "mine"} | fields)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("fields", "message"),
     [
         ({"magnitude": lambda x, _: x.abs().amax(PLACES)}, r"a shape of .*, got \(2,\)"),
@@ -338,18 +291,12 @@ def test_a_name_has_one_rule():
             other.register()
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("scaling", ["row", "block", "mx"])
+@parametrize("axis", [-1, -2])
+@parametrize("scaling", ["row", "block", "mx"])
 def test_a_rule_may_not_give_each_element_a_scale(scaling, axis):
     registered(smooth)
     with pytest.raises(ValueError, match=r"in a tile of one row is each element; take a larger"):
-        cast_forward(randn(4, 64), Cast(format="e4m3", scaling=scaling, rule="mine"), axis)
-
-
-def test_a_result_of_another_shape_is_an_error_where_it_occurs():
-    registered(lambda x, _: x.abs().amax(PLACES, True)[: 4 - x.shape[-1] // 32])
-    with pytest.raises((ValueError, RuntimeError, IndexError)):
-        cast_forward(randn(4, 512), Cast(format="e4m3", scaling="row", rule="mine"))
+        cast_forward(normal(4, 64), Cast(format="e4m3", scaling=scaling, rule="mine"), axis)
 
 
 def test_what_has_no_values_of_a_tile_refuses_such_a_rule(recwarn):

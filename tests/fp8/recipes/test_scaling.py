@@ -6,15 +6,16 @@ import torch
 from fp8 import FORMATS, Cast
 from fp8.casts.casting import cast_forward
 from fp8.casts.rotation import rotated
-from fp8.recipes.rules import LOWERED, RULES
+from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS, scale_of
 from tests import reference
-from tests.fp8.oracles import randn
+from tests.fp8.operands import normal
+
+parametrize = pytest.mark.parametrize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NOW = {name: row for name, row in SCALINGS.items() if row.rules and name != "delayed"}
 SCALED = [(name, rule) for name, row in NOW.items() for rule in row.rules]
-EXACT = [(name, rule) for name, rule in SCALED if not RULES[rule].correct]
 E4M3 = FORMATS["e4m3"]
 
 
@@ -22,9 +23,9 @@ E4M3 = FORMATS["e4m3"]
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rule", RULES)
+@parametrize("format", FORMATS.values(), ids=str)
+@parametrize("dtype", DTYPES, ids=str)
+@parametrize("rule", RULES)
 def test_a_rule_is_its_definition(rule, format, dtype):
     if RULES[rule].unit and format.max > 1e9:
         pytest.skip("448 times its largest value is no float32")
@@ -40,41 +41,20 @@ def test_a_rule_is_its_definition(rule, format, dtype):
                 assert scale.item() == wanted, (amax, factor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("rule", "top"), [("e4m3_up", 448), ("e4m3_4_6_up", 256)])
+@parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@parametrize(("rule", "top"), [("e4m3_up", 448), ("e4m3_4_6_up", 256)])
 def test_a_scale_that_is_a_code_is_not_rounded_up(rule, top, dtype):
     """Whatever the errors of the divisions: of the tile with the largest magnitude, of 1.5 times
     it, and of tiles whose magnitudes are simple fractions of it."""
     codes = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
-    whole, format = randn(1000, 1).abs().to(dtype) + 0.1, FORMATS["e2m1"]
+    whole, format = normal(1000, 1).abs().to(dtype) + 0.1, FORMATS["e2m1"]
     for largest in whole:
         unit = RULES[rule].unit_of(largest, format)
         scale = RULES[rule].scale_of(largest * (codes / top), format, unit)
         assert torch.equal(scale, codes * unit)
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.unit])
-def test_one_where_nothing_can_be_scaled(rule):
-    for values in ([0.0], [-0.0, 0.0], [-math.inf], [math.nan, 0.0]):
-        scale = scale_of(torch.tensor(values), None, E4M3, rule)
-        assert (scale.item(), scale.shape, scale.dtype) == (1.0, (), torch.float32)
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("dims", [None, (-1,)], ids=["whole", "rows"])
-@pytest.mark.parametrize("rule", LOWERED)
-def test_a_scale_is_that_of_the_finite_values_or_nan(rule, dims, bad):
-    x = randn(3, 8) / 1000
-    expected = scale_of(torch.where(torch.arange(8) == 5, 0.0, x), dims, E4M3, rule)
-    x[:, 5] = bad
-    scale = scale_of(x, dims, E4M3, rule)
-    if LOWERED[rule].form.is_narrow:
-        assert scale.isnan().all()
-    else:
-        assert torch.equal(scale, expected)
-
-
-@pytest.mark.parametrize("rule", RULES)
+@parametrize("rule", RULES)
 def test_the_range_of_a_scale(rule):
     for value in (2.0**-149, 1e-44, 1e-14, 3.4e38):
         scale = scale_of(torch.tensor([value]), None, E4M3, rule)
@@ -91,12 +71,12 @@ SHAPES = [(1, 1), (17, 33), (4, 130), (130, 3), (2, 1, 5, 20)]
 
 
 @pytest.mark.proves("the field", "blocks of 128 and of 128 x 128", how="own")
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("scaling", "tile"), TILES, ids=str)
+@parametrize("axis", [-1, -2])
+@parametrize("shape", SHAPES, ids=str)
+@parametrize(("scaling", "tile"), TILES, ids=str)
 def test_a_cast_is_the_reference_s_tile_by_tile(scaling, tile, shape, axis):
     """Bit for bit, with sizes that the tile does not divide."""
-    x = randn(*shape) * torch.exp2(randn(*shape[:-1], 1, seed=1) * 8)
+    x = normal(*shape) * torch.exp2(normal(*shape[:-1], 1, seed=1) * 8)
     cast = Cast(format="e4m3" if scaling != "nv" else "e2m1", scaling=scaling, tile=tile)
     got = cast_forward(x, cast, axis)
     assert got.shape == x.shape
@@ -104,17 +84,7 @@ def test_a_cast_is_the_reference_s_tile_by_tile(scaling, tile, shape, axis):
     assert torch.equal(got, wanted.float())
 
 
-@pytest.mark.parametrize(("scaling", "rule"), EXACT)
-def test_every_scaling_and_rule_fits_every_dtype(scaling, rule):
-    cast = Cast(format="e5m2", scaling=scaling, rule=rule)
-    for dtype in DTYPES:
-        x = randn(3, 40).to(dtype)
-        got = cast_forward(x, cast)
-        assert got.dtype == dtype
-        assert torch.equal(got, reference.cast(x, cast).to(dtype))
-
-
-@pytest.mark.parametrize(("scaling", "rule"), SCALED)
+@parametrize(("scaling", "rule"), SCALED)
 def test_zero_inf_nan_tiny_and_huge(scaling, rule):
     """What the docstring of scale_of says of each: in one row, with a row of ordinary numbers."""
     cast = Cast(format="e5m2", scaling=scaling, rule=rule)
@@ -139,22 +109,14 @@ def test_zero_inf_nan_tiny_and_huge(scaling, rule):
     assert cast_forward(torch.zeros(5, 0), cast).shape == (5, 0)
 
 
-@pytest.mark.parametrize(("scaling", "rule"), SCALED)
-def test_tiny_tensors_keep_their_precision(scaling, rule):
-    """1e-14 throughout, where a floor under amax of 1e-12 would flush it all."""
-    x = 1e-14 * randn(8, 64)
-    y = cast_forward(x, Cast(format="e4m3", scaling=scaling, rule=rule))
-    assert (y - x).norm() / x.norm() < 0.05
-
-
 # --- rotation
 
 
-@pytest.mark.parametrize("size", [2, 128])
+@parametrize("size", [2, 128])
 def test_a_rotation_is_orthogonal_and_sylvester_s(size):
     matrix = rotated(torch.eye(size, dtype=torch.float64), size, -2)
     torch.testing.assert_close(matrix, reference.rotation(size))
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(size, dtype=torch.float64))
-    x = randn(3, size + 1).double()
+    x = normal(3, size + 1).double()
     assert rotated(x, size, -1).shape == (3, 2 * size)
     torch.testing.assert_close(rotated(x, size, -1), rotated(x.mT, size, -2).mT)

@@ -1,18 +1,18 @@
 """Stages of torch.distributed.pipelining, two in one process: losses are those of a plain loop."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 from torch.nn import functional as F
 
 import fp8
 import unit_scaling as uu
+from tests.fp8.operands import normal
 from unit_scaling.transforms import unit_scale
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
@@ -22,7 +22,7 @@ PARTS = 2
 
 
 @pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
+def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -35,7 +35,7 @@ def garbage(monkeypatch):
     monkeypatch.setattr(torch, "empty_strided", lambda *a, **k: empty(*a, **k).fill_(2.0**100))
 
 
-def make(kind: str) -> list[nn.Module]:
+def make(kind):
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(2)]
     if kind.startswith("unit_scale"):
@@ -43,12 +43,12 @@ def make(kind: str) -> list[nn.Module]:
     return [fp8.convert(part, kind.rpartition(" ")[2]) for part in parts]
 
 
-def data(step: int) -> tuple[Tensor, Tensor]:
-    both = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step))
+def data(step):
+    both = normal(2, 8, 16, seed=step)
     return both[0], both[1]
 
 
-def step(parts: list[nn.Module], x: Tensor, y: Tensor) -> list[float]:
+def step(parts, x, y):
     losses = []
     for inputs, targets in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True):
         loss = F.mse_loss(parts[1](parts[0](inputs)), targets)
@@ -73,7 +73,7 @@ def test_a_run_without_values_leaves_no_state(kind):
     optimizers = [torch.optim.SGD(nn.ModuleList(p).parameters(), 0.5) for p in (parts, expected)]
     for i in range(2):
         x, y = data(i)
-        losses: list[Tensor] = []
+        losses = []
         schedule.step(x, target=y, losses=losses)
         assert [loss.item() for loss in losses] == step(expected, x, y)
         for optimizer in optimizers:

@@ -1,20 +1,19 @@
 """Gradients averaged in FP8, by two processes and by four; the bytes that they send."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf, nan
-from pathlib import Path
 
 import ml_dtypes
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8
 from fp8.training import gradient_hook as distributed
 from fp8.training.gradient_hook import BLOCK, all_reduce_hook
+from tests.fp8.operands import normal
 from tests.launch import run_ranks
 
 WORLD = 4
@@ -24,25 +23,25 @@ SIZES = (5000, 7)  # no multiple of anything; fewer elements than blocks
 class Bucket:
     """What the hook reads of a DDP bucket."""
 
-    def __init__(self, gradients: Tensor) -> None:
+    def __init__(self, gradients):
         self.gradients = gradients
 
-    def buffer(self) -> Tensor:
+    def buffer(self):
         return self.gradients
 
 
-def reduced(gradients: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def reduced(gradients, group):
     return all_reduce_hook(group, Bucket(gradients.clone())).wait()
 
 
-def of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def of_all(x, group):
     """(ranks, ...)."""
     each = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(each, x, group=group)
     return torch.stack(each)
 
 
-def shared(*size: int) -> Tensor:
+def shared(*size):
     """Random numbers in [0, 1) that are the same on every rank."""
     return torch.rand(size, generator=torch.Generator().manual_seed(99))
 
@@ -59,14 +58,14 @@ GRADIENTS = {
 }
 
 
-def blocks(x: Tensor) -> Tensor:
+def blocks(x):
     """(..., n) as (..., blocks, 32), filled up with zeros."""
     return nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
-def check_error(kind: str, size: int, group: dist.ProcessGroup) -> None:
+def check_error(kind, size, group):
     rank = dist.get_rank(group)
-    x = torch.randn(size, generator=torch.Generator().manual_seed(rank))
+    x = normal(size, seed=rank)
     mine = GRADIENTS[kind](x, rank)
     everyone = of_all(mine, group).double()
     world, mean = len(everyone), everyone.mean(0)
@@ -80,9 +79,9 @@ def check_error(kind: str, size: int, group: dist.ProcessGroup) -> None:
     unit = unit.repeat_interleave(BLOCK)[:size]
     of_inputs = (everyone.abs() / 33).maximum(unit / 128).mean(0)
     assert (error <= of_inputs + ((mean.abs() + of_inputs) / 33).maximum(unit / 128)).all()
-    normal = (everyone.abs() >= unit / 4).all(0) & (mean.abs() >= unit / 4)
-    assert normal.any() or kind == "ranks"  # whose small ones are small in every block
-    assert (error <= 2**-4 * everyone.abs().mean(0))[normal].all()
+    large = (everyone.abs() >= unit / 4).all(0) & (mean.abs() >= unit / 4)
+    assert large.any() or kind == "ranks"  # whose small ones are small in every block
+    assert (error <= 2**-4 * everyone.abs().mean(0))[large].all()
     # One e4m3 rounding on each rank, under a scale for the whole tensor.
     scale = everyone.abs().max() / 448
     once = [fp8.quantize(g, "e4m3", scale=scale) - g for g in everyone]
@@ -90,7 +89,7 @@ def check_error(kind: str, size: int, group: dist.ProcessGroup) -> None:
         assert error.norm() <= torch.stack([e.norm() for e in once]).mean(), kind
 
 
-def check_nonfinite(group: dist.ProcessGroup) -> None:
+def check_nonfinite(group):
     for bad in (inf, -inf, nan):
         x = torch.ones(200)
         if dist.get_rank(group) == 1:
@@ -102,7 +101,7 @@ def check_nonfinite(group: dist.ProcessGroup) -> None:
         assert torch.equal(result[expected], x[expected])
 
 
-def check_exact(group: dist.ProcessGroup) -> None:
+def check_exact(group):
     """What e3m4 holds comes out unchanged, in every dtype; zeros and tiny values of others too."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         x = torch.arange(-31, 32, dtype=dtype) / 4
@@ -123,11 +122,11 @@ RINGS = {
 
 
 @contextmanager
-def sent(world: int) -> Iterator[list[float]]:
+def sent(world):
     """The bytes that this process sends in the block, in each collective."""
-    counts: list[float] = []
+    counts = []
 
-    def counted(name: str, position: int, share):
+    def counted(name, position, share):
         before = getattr(dist, name)
 
         def call(*args, **kwargs):
@@ -142,7 +141,7 @@ def sent(world: int) -> Iterator[list[float]]:
         yield counts
 
 
-def check_bytes(group: dist.ProcessGroup) -> None:
+def check_bytes(group):
     x, world = torch.randn(100_000), dist.get_world_size(group)
     with sent(world) as fp8_bytes:
         reduced(x, group)
@@ -151,7 +150,7 @@ def check_bytes(group: dist.ProcessGroup) -> None:
     assert 0.25 < sum(fp8_bytes) / sum(plain) <= 0.27
 
 
-def check_model(level: str | None, group: dist.ProcessGroup) -> None:
+def check_model(level, group):
     """DDP with the hook, over accumulation and rebuilt buckets, also at one of MS-AMP's levels:
     gradients are those of the whole batch, the same on every rank."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -163,7 +162,7 @@ def check_model(level: str | None, group: dist.ProcessGroup) -> None:
     one, model = models
     ddp = DistributedDataParallel(model, process_group=group)
     ddp.register_comm_hook(group, all_reduce_hook)
-    x = torch.randn(2 * world, 32, generator=torch.Generator().manual_seed(0))
+    x = normal(2 * world, 32)
     for _ in range(3):
         for each, batch in ((one, x), (ddp, x.chunk(world)[rank])):
             each.zero_grad()
@@ -178,7 +177,7 @@ def check_model(level: str | None, group: dist.ProcessGroup) -> None:
             assert (mine - expected).norm() <= (3 if level else 0.5) * 2**-4 * expected.norm()
 
 
-def check_ranks(rank: int, store: Path) -> None:
+def check_ranks(rank, store):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     alone = [dist.new_group([r]) for r in range(WORLD)][rank]
     for group in (pairs[rank // 2], dist.group.WORLD):
@@ -210,5 +209,5 @@ def test_bits_are_those_of_e3m4():
 
 @pytest.mark.proves("the field", "gradients reduced in FP8", how="own")
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="built without gloo")
-def test_four_processes(tmp_path: Path):
+def test_four_processes(tmp_path):
     run_ranks(check_ranks, 4, tmp_path / "store")

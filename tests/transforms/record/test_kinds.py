@@ -1,7 +1,5 @@
 """The table of added arguments against torch's own schemas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ SAME = {"linear_readout": "linear"}
 """Kinds without a function in torch -> the one with the same arguments."""
 
 
-def arguments(kind: str) -> list[str]:
+def arguments(kind):
     """The names of the arguments of a function of torch."""
     operator = getattr(torch.ops.aten, SAME.get(kind, kind))
     schema = getattr(operator, operator.overloads()[0])._schema
@@ -19,7 +17,7 @@ def arguments(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", sorted(ADDED))
-def test_added_arguments_are_those_of_torch(kind: str):
+def test_added_arguments_are_those_of_torch(kind):
     names, (position, added) = arguments(kind), ADDED[kind]
     assert names[position] == added
     slots = [(at,) for at in range(len(names))] + [(name,) for name in names]

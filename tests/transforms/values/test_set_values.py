@@ -1,43 +1,33 @@
 """`unit_scale` with a batch: parameters times numbers, in a plain model."""
 
-from __future__ import annotations
-
 import copy
 import math
-import pickle
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
-import fp8
 import unit_scaling as uu
-from tests.launch import run_ranks
-from tests.transforms.models import GPT, KINDS, Net, loss_of, rms
+from tests.transforms.models import GPT, KINDS, Net, hooks_of, loss_of, rms
 from unit_scaling.parameter import tags_of
-from unit_scaling.transforms import simulate_fp8, unit_scale
-from unit_scaling.transforms.values import set_values
+from unit_scaling.transforms import unit_scale
 
 every_kind = pytest.mark.parametrize("name", KINDS)
 
 
-def plain(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+def plain(name, dtype=torch.float64):
     torch.manual_seed(0)
     return KINDS[name].make().to(dtype)
 
 
-def calls(model: nn.Module, x: Tensor) -> int:
+def calls(model, x):
     """The Python calls of a step."""
     loss_of(model, x).backward()
     count = 0
 
-    def counted(frame: Any, event: str, argument: Any) -> None:
+    def counted(frame, event, argument):
         nonlocal count
         count += event == "call"
 
@@ -51,7 +41,7 @@ def calls(model: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.parametrize("pending", [False, True])
 @every_kind
-def test_the_result_is_a_plain_model(name: str, pending: bool) -> None:
+def test_the_result_is_a_plain_model(name, pending):
     """Classes, names, hooks, buffers, state_dict and calls are those of the plain model, which
     computes the same from the values."""
     model, x = plain(name), KINDS[name].batch()
@@ -60,36 +50,29 @@ def test_the_result_is_a_plain_model(name: str, pending: bool) -> None:
     if pending:
         loss_of(ours, x)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
-    kinds = [
-        [(n, type(m), *map(len, hooks(m))) for n, m in each.named_modules()]
-        for each in (model, ours)
-    ]
-    assert kinds[0] == kinds[1]
-    assert [n for n, _ in ours.named_buffers()] == [n for n, _ in model.named_buffers()]
+    classes, expected = ({n: type(m) for n, m in x.named_modules()} for x in (ours, model))
+    assert classes == expected
+    assert len(hooks_of(ours)) == len(hooks_of(model))
+    assert dict(ours.named_buffers()).keys() == dict(model.named_buffers()).keys()
     other = plain(name)
     other.load_state_dict(ours.state_dict(), strict=True)
-    pickled = [] if name == "parametrized" else [pickle.loads(pickle.dumps(ours))]
     for mode in (True, False):
-        results = []
-        for each in (ours, other, copy.deepcopy(ours), *pickled):
-            torch.manual_seed(1)
-            results.append(loss_of(copy.deepcopy(each).train(mode), x))
-        assert all(torch.equal(result, results[0]) for result in results[1:])
+        results = [loss_of(copy.deepcopy(each).train(mode), x) for each in (ours, other)]
+        assert torch.equal(*results)
     assert calls(ours, x) == calls(other, x)
 
 
-def hooks(module: nn.Module) -> list[Any]:
-    return [value for name, value in vars(module).items() if name.endswith("_hooks")]
+def sizes_of(report):
+    """The RMS of each result that a report has."""
+    return [float(row.why.split("RMS ")[1].split(";")[0]) for row in report if "RMS" in row.why]
 
 
 @pytest.mark.proves("the field", "unit scaling", how="own")
 @every_kind
-def test_results_of_products_have_rms_one(name: str) -> None:
+def test_results_of_products_have_rms_one(name):
     """Those of residual branches that of their stream times a weight, those of a readout less."""
     ours = unit_scale(plain(name), batch=KINDS[name].batch())
-    sizes = [
-        float(row.why.split("RMS ")[1].split(";")[0]) for row in uu.report(ours) if "RMS" in row.why
-    ]
+    sizes = sizes_of(uu.report(ours))
     inside = sum(2**-3 <= size <= 4 for size in sizes)
     assert sizes
     assert inside >= len(sizes) - 1
@@ -97,12 +80,9 @@ def test_results_of_products_have_rms_one(name: str) -> None:
     assert all(tags_of(p).mup_divisor is None or p.isfinite().all() for p in ours.parameters())
 
 
-def losses(
-    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer, steps: int
-) -> list[float]:
+def losses(model, x, optimizer):
     found = []
-    for step in range(steps):
-        torch.manual_seed(step)
+    for _ in range(6):
         optimizer.zero_grad()
         loss = loss_of(model, x)
         loss.backward()
@@ -111,33 +91,9 @@ def losses(
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*first gradients are as small as its eps")
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-@pytest.mark.parametrize(
-    ("name", "close"), [("MLP", 1e-9), ("Mamba", 1e-9), ("ViT", 1e-3), ("GPT", 1e-3)]
-)
-def test_training_equals_that_with_factors_in_the_graph(
-    name: str, close: float, optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A weight times a number and a rate times it are a factor in the graph: streams of branches
-    are measured to the `GRID`, here a fine one. Adam's eps, here a large one, is in units of the
-    gradient."""
-    monkeypatch.setattr(set_values, "GRID", 1e-3)
-    x, found = KINDS[name].batch(), []
-    for batch in (None, x):
-        model = unit_scale(plain(name), batch=batch)
-        loss_of(model, x)
-        make = getattr(uu.optim, optimizer)
-        options = {"eps": 1e-3} if optimizer == "AdamW" else {}
-        found.append(losses(model, x, make(model.parameters(), weight_decay=1e-4, **options), 12))
-    assert found[1] == pytest.approx(found[0], rel=close)
-    assert found[0][-1] < found[0][0]
-
-
-LAYOUTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+LAYOUTS = {
     "linear": (F.linear, lambda w: w),
     "x @ w": (lambda x, w: x @ w, lambda w: w.t()),
-    "addmm": (lambda x, w: torch.addmm(torch.zeros(8).double(), x, w), lambda w: w.t()),
     "einsum": (
         lambda x, w: torch.einsum("bi,hio->bho", x, w).flatten(1),
         lambda w: w.view(2, 4, 512).mT,
@@ -151,10 +107,9 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_rate_of_a_weight_does_not_depend_on_its_layout(name: str, optimizer: str) -> None:
+def test_the_rate_of_a_weight_does_not_depend_on_its_layout(name, optimizer):
     """One layer of 512 inputs and 8 outputs, and a head, in each layout: the losses are equal, but
     for the rate of kernels."""
-    torch.manual_seed(0)
     weight, head = torch.randn(8, 512).double() / 512**0.5, torch.randn(4, 8).double()
     x, found = torch.randn(64, 512).double(), []
     for each in ("linear", name):
@@ -165,17 +120,17 @@ def test_the_rate_of_a_weight_does_not_depend_on_its_layout(name: str, optimizer
         ours = unit_scale(model, batch=x)
         make = getattr(uu.optim, optimizer)
         opt = make(ours.parameters(), lr_mult={"kernel": 1.0}, allow_non_unit_scaling_params=True)
-        found.append(losses(ours, x, opt, 6))
+        found.append(losses(ours, x, opt))
     assert found[1] == pytest.approx(found[0], rel=1e-9)
 
 
-def test_batches_are_those_of_a_call() -> None:
+def test_batches_are_those_of_a_call():
     model, x = nn.Linear(8, 8), torch.randn(64, 8)
     made = [unit_scale(model, batch=batch) for batch in (x, (x,), [x], {"input": x})]
     assert all(torch.equal(each.weight, made[0].weight) for each in made)
 
 
-def test_an_operand_off_rms_one_is_in_the_number() -> None:
+def test_an_operand_off_rms_one_is_in_the_number():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     for size, number in ((0.01, 100.0), (1.0, 1.0), (2.0, 1.0), (1000.0, 0.001)):
         x = size * torch.randn(512, 64)
@@ -185,10 +140,10 @@ def test_an_operand_off_rms_one_is_in_the_number() -> None:
 
 
 @pytest.mark.parametrize("shift", [0.0, 1.0])
-def test_the_factor_of_a_tied_head_is_in_the_gain_before_it(shift: float) -> None:
+def test_the_factor_of_a_tied_head_is_in_the_gain_before_it(shift):
     """Also in a gain 1 + w, as Gemma's."""
 
-    def run(m: Any, ids: Tensor) -> Tensor:
+    def run(m, ids):
         x = m.table(ids)
         x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         return F.linear(x * (shift + m.gain), m.table.weight)
@@ -205,7 +160,7 @@ def test_the_factor_of_a_tied_head_is_in_the_gain_before_it(shift: float) -> Non
     assert rms(ours(ids)) == pytest.approx(1, rel=0.3)
 
 
-def test_what_no_parameter_can_hold_is_reported() -> None:
+def test_what_no_parameter_can_hold_is_reported():
     """A tied head without a gain before it, and a branch that ends in an activation."""
     tied = Net(lambda m, i: F.linear(m.table(i), m.table.weight), table=nn.Embedding(100, 64))
     branch = Net(lambda m, x: m.b(x + F.silu(m.a(x))), a=nn.Linear(64, 64), b=nn.Linear(64, 64))
@@ -214,26 +169,23 @@ def test_what_no_parameter_can_hold_is_reported() -> None:
         assert "which no parameter scales alone" in row.why
 
 
-def test_layers_of_zeros_keep_them_and_have_the_number_of_their_rule() -> None:
-    """A branch that begins at zeros: the rate is that of its rule and its weight."""
-    model = Net(
-        lambda m, x: m.head(x + m.down(F.relu(m.up(x)))),
-        up=nn.Linear(64, 64),
-        down=nn.Linear(64, 64),
-        head=nn.Linear(64, 4),
-    )
-    nn.init.zeros_(model.down.weight)
-    nn.init.zeros_(model.down.bias)
+def test_layers_of_zeros_keep_them_and_have_the_number_of_their_rule():
+    """A branch and a readout that begin at zeros: the rate is that of the rule and the weight."""
+    layers = {"up": nn.Linear(64, 64), "down": nn.Linear(64, 64), "head": nn.Linear(64, 4)}
+    model = Net(lambda m, x: m.head(x + m.down(F.relu(m.up(x)))), **layers)
+    for layer in (model.down, model.head):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
     ours = unit_scale(model, batch=torch.randn(256, 64))
-    assert not ours.down.weight.any()
-    assert ours.down.weight.mup_scale == pytest.approx(2**-0.5 / 8, rel=0.05)
+    for layer, number in ((ours.down, 2**-0.5 / 8), (ours.head, 1 / 64)):
+        assert not layer.weight.any()
+        assert layer.weight.mup_scale == pytest.approx(number, rel=0.05)
     nn.init.normal_(model.down.weight)
-    assert unit_scale(model, batch=torch.randn(256, 64)).down.weight.mup_scale == pytest.approx(
-        2**-0.5 / 8, rel=0.5
-    )
+    ours = unit_scale(model, batch=torch.randn(256, 64))
+    assert ours.down.weight.mup_scale == pytest.approx(2**-0.5 / 8, rel=0.5)
 
 
-def test_an_expert_that_the_batch_does_not_reach_is_as_its_siblings() -> None:
+def test_an_expert_that_the_batch_does_not_reach_is_as_its_siblings():
     experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
     model = Net(
         lambda m, x: m.head(m.experts[0](x) + m.experts[1](x)),
@@ -245,7 +197,7 @@ def test_an_expert_that_the_batch_does_not_reach_is_as_its_siblings() -> None:
     assert sizes[2] == pytest.approx(sizes[0], rel=1e-5)
 
 
-def coordinates(m: Any, x: Tensor) -> Tensor:
+def coordinates(m, x):
     """Layers move points by what they compute of their distances, as an equivariant network."""
     for layer in (m.a, m.b):
         distances = torch.cdist(x, x).unsqueeze(-1)
@@ -253,19 +205,19 @@ def coordinates(m: Any, x: Tensor) -> Tensor:
     return x
 
 
-def stages(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def stages(m, x):
     first = x + m.a(x)
     return first, first + m.b(F.relu(first))
 
 
-def logits(m: Any, x: Tensor) -> Tensor:
+def logits(m, x):
     """A position bias computed by a layer, and heads that talk before the softmax."""
     scores = m.q(x) @ m.k(x).mT / 8
     scores = scores + m.talk(scores)
     return m.head(scores.softmax(-1) @ x)
 
 
-NO_STREAMS: dict[str, tuple[Any, dict[str, tuple[int, int]], tuple[int, int]]] = {
+NO_STREAMS = {
     "coordinates": (
         coordinates,
         {"a": (1, 16), "b": (1, 16), "out": (16, 1)},
@@ -281,26 +233,17 @@ NO_STREAMS: dict[str, tuple[Any, dict[str, tuple[int, int]], tuple[int, int]]] =
 
 
 @pytest.mark.parametrize("name", NO_STREAMS)
-def test_sums_that_are_no_streams_keep_their_terms(name: str) -> None:
+def test_sums_that_are_no_streams_keep_their_terms(name):
     """Their layers have the number of their rule alone: results of RMS 1 but for readouts."""
-    torch.manual_seed(0)
-    forward, sizes_of, shape = NO_STREAMS[name]
-    modules = {layer: nn.Linear(*size) for layer, size in sizes_of.items()}
+    forward, layers, shape = NO_STREAMS[name]
+    modules = {layer: nn.Linear(*size) for layer, size in layers.items()}
     ours = unit_scale(Net(forward, **modules), batch=100 * torch.randn(shape))
     rows = uu.report(ours)
     assert not rows.left_alone
-    sizes = [float(row.why.split("RMS ")[1].split(";")[0]) for row in rows if "RMS" in row.why]
-    assert all(abs(math.log2(size)) < 0.3 or size < 0.35 for size in sizes)
+    assert all(abs(math.log2(size)) < 0.3 or size < 0.35 for size in sizes_of(rows))
 
 
-def test_a_stream_between_layers_has_weights() -> None:
-    modules = {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "head": nn.Linear(16, 4)}
-    model = Net(lambda m, x: m.head(stages(m, x)[1]), **modules)
-    ours = unit_scale(model, batch=torch.randn(64, 16))
-    assert ours.a.weight.mup_scale == pytest.approx(2**-0.5 / 4, rel=0.1)
-
-
-def test_a_bias_that_carries_information_is_kept() -> None:
+def test_a_bias_that_carries_information_is_kept():
     """As that of a spatial transformer beside a weight of zeros, and that of rare classes; not the
     noise of an initialization."""
     rare = nn.Linear(64, 64)
@@ -317,7 +260,7 @@ def test_a_bias_that_carries_information_is_kept() -> None:
     assert kept == {"1", "3"}
 
 
-def test_a_weight_that_is_read_in_parts_is_set_once() -> None:
+def test_a_weight_that_is_read_in_parts_is_set_once():
     """As torch's attention splits its projection for a query that is not the key."""
     model = Net(
         lambda m, x: m.attend(m.token.expand(len(x), -1, -1), x, x)[0],
@@ -329,7 +272,7 @@ def test_a_weight_that_is_read_in_parts_is_set_once() -> None:
     ours(torch.randn(4, 8, 16)).sum().backward()
 
 
-def test_a_query_that_is_a_parameter_is_an_operand() -> None:
+def test_a_query_that_is_a_parameter_is_an_operand():
     """As a token that pools by attention: it has RMS 1, as what is computed has."""
     model = Net(
         lambda m, x: m.out(F.scaled_dot_product_attention(m.token, m.k(x), m.v(x))),
@@ -344,38 +287,17 @@ def test_a_query_that_is_a_parameter_is_an_operand() -> None:
     uu.optim.AdamW(ours.parameters()).step()
 
 
-def test_the_bias_of_a_weight_that_keeps_its_values_is_kept() -> None:
+def test_the_bias_of_a_weight_that_keeps_its_values_is_kept():
     """Its layer computes what it did: the weight is read otherwise too."""
     model = Net(lambda m, x: m.b(m.a(x)) + m.a.weight.sum(), a=nn.Linear(8, 16), b=nn.Linear(16, 4))
     ours = unit_scale(model, batch=torch.randn(32, 8))
     assert torch.equal(ours.a.weight, model.a.weight)
     assert torch.equal(ours.a.bias, model.a.bias)
-    assert {row.call for row in uu.report(ours) if row.done == "keeps its values"} == {
-        "weight",
-        "bias",
-    }
+    kept = {row.call for row in uu.report(ours) if row.done == "keeps its values"}
+    assert kept == {"weight", "bias"}
 
 
-CELLS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_recurrent_layers_compute_those_of_unit_scaling_but_for_their_size(cell: str) -> None:
-    """torch's kernel with weights by rule: gates have RMS 1. A GRU has one factor more, of its
-    reset gate."""
-    torch.manual_seed(0)
-    layer, x = CELLS[cell](64, 64, batch_first=True), torch.randn(16, 12, 64)
-    body = Net(lambda m, x: m.head(m.body(x)[0]), body=layer, head=nn.Linear(64, 4))
-    ours = unit_scale(body, batch=x)
-    theirs = unit_scale(body)
-    theirs(x)
-    got, expected = ours.body(x)[0], theirs.body(x)[0]
-    ratio = rms(expected) / rms(got)
-    close = 0.4 if cell == "GRU" else 1e-3
-    assert rms(got * ratio - expected) < close * rms(expected)
-
-
-def test_values_that_come_out_non_finite_are_an_error() -> None:
+def test_values_that_come_out_non_finite_are_an_error():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before = copy.deepcopy(model.state_dict())
     with torch.no_grad():
@@ -385,55 +307,15 @@ def test_values_that_come_out_non_finite_are_an_error() -> None:
     assert torch.equal(model[0].weight, before["0.weight"])
 
 
-def test_parameters_that_are_replaced_get_their_tags_back() -> None:
-    """As FSDP2 replaces them, and ``load_state_dict(assign=True)``."""
-    ours = unit_scale(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), batch=torch.randn(8, 16))
-    before = [tags_of(p) for p in ours.parameters()]
-    ours.load_state_dict(copy.deepcopy(ours.state_dict()), assign=True)
-    with pytest.raises(ValueError, match="restore_tags"):
-        uu.optim.AdamW(ours.parameters())
-    uu.parameter.restore_tags(ours)
-    assert [tags_of(p) for p in ours.parameters()] == before
-    uu.optim.AdamW(ours.parameters())
-
-
-def check_ranks(rank: int, store: Path) -> None:
-    """Each rank has weights and a batch of its own, of sizes that differ: numbers are the same, and
-    so are the sizes of weights and the learning rates."""
-    torch.manual_seed(rank)
-    model = Net(
-        lambda m, x: m.head(m.norm(x + m.down(F.relu(m.up(x))))),
-        up=nn.Linear(16, 64),
-        down=nn.Linear(64, 16),
-        norm=nn.LayerNorm(16),
-        head=nn.Linear(16, 4),
-    )
-    ours = unit_scale(model, batch=(1 + 30 * rank) * torch.randn(8, 16))
-    mine = torch.tensor([[p.mup_scale, rms(p)] for p in ours.parameters()])
-    theirs = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(theirs, mine)
-    torch.testing.assert_close(theirs[0], theirs[1], rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
-def test_processes_have_the_same_numbers(tmp_path: Path) -> None:
-    run_ranks(check_ranks, 2, tmp_path / "store")
-
-
-def test_parameters_share_few_learning_rates() -> None:
+def test_parameters_share_few_learning_rates():
     """A step of torch's optimizers is as fast as its groups are few."""
-    torch.manual_seed(0)
     model, ids = GPT(layers=8, width=48), torch.randint(65, (4, 64))
     ours = unit_scale(model, batch=(ids, ids))
-    rates = {
-        scale
-        for group in uu.optim.AdamW(ours.parameters()).param_groups
-        for scale in group["mup_lr_scales"]
-    }
-    assert len(rates) <= 12
+    (group,) = uu.optim.AdamW(ours.parameters()).param_groups
+    assert len(set(group["mup_lr_scales"])) <= 12
 
 
-def test_a_batch_or_a_model_without_numbers_is_an_error() -> None:
+def test_a_batch_or_a_model_without_numbers_is_an_error():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match="output of Sequential has NaN"):
         unit_scale(model, batch=torch.full((8, 4), math.nan))
@@ -441,38 +323,8 @@ def test_a_batch_or_a_model_without_numbers_is_an_error() -> None:
         unit_scale(model.to("meta"), batch=torch.randn(8, 4))
 
 
-def test_a_model_is_transformed_once() -> None:
+def test_a_model_is_transformed_once():
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     for first in (unit_scale(model), unit_scale(model, batch=x)):
         with pytest.raises(ValueError, match="unit-scaled already"):
             unit_scale(first, batch=x)
-
-
-@pytest.mark.filterwarnings("ignore:.*stays in high precision under fp8.autocast")
-@every_kind
-def test_simulated_casts_lose_nothing(name: str) -> None:
-    """Layers have static scales, products without a layer dynamic ones."""
-    x = KINDS[name].batch()
-    x = x.float() if x.is_floating_point() else x
-    ours = simulate_fp8(unit_scale(plain(name, torch.float32), batch=x))
-    loss_of(ours, x).backward()
-    casts = fp8.stats(ours, every=1)
-    with casts:
-        loss_of(ours, x).backward()
-    rows = casts.rows()
-    assert {row.format for row in rows} == {"e4m3", "e5m2"}
-    lost = [row for row in rows if row.zero > 0.2 or row.saturated > 0.05]
-    assert len(lost) <= 0.03 * len(rows), lost
-
-
-def test_casts_are_static_and_in_range() -> None:
-    """Recipe "auto" of `fp8.convert` is "static" for its layers."""
-    model, x = plain("GPT", torch.float32), KINDS["GPT"].batch()
-    ours = fp8.convert(unit_scale(model, batch=x), backend="simulate")
-    loss_of(ours, x).backward()
-    assert {row.why.split(" ")[0] for row in fp8.report(ours) if row.done == "converted"} == {
-        "static"
-    }
-    found = uu.verify(unit_scale(model, batch=x), x)
-    assert found.share("weight") == 1
-    assert found.share("activation") > 0.8

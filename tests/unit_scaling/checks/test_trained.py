@@ -1,9 +1,6 @@
 """`unit_scale` of a model that has been trained says so, and of a new one says nothing."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from benchmarks.problems import PROBLEMS
 from unit_scaling.checks.trained import signs_of_training
 from unit_scaling.transforms import unit_scale
 
-INITIALIZATIONS: dict[str, Callable[[torch.Tensor], object]] = {
+INITIALIZATIONS = {
     "uniform": nn.init.xavier_uniform_,
     "normal": nn.init.kaiming_normal_,
     "orthogonal": nn.init.orthogonal_,
@@ -25,14 +22,14 @@ INITIALIZATIONS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def plain() -> nn.Sequential:
+def plain():
     torch.manual_seed(0)
     norm = nn.LayerNorm(64)
     return nn.Sequential(nn.Linear(32, 64), norm, nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 32))
 
 
 @pytest.mark.parametrize("name", INITIALIZATIONS)
-def test_initializations_show_no_signs(name: str):
+def test_initializations_show_no_signs(name):
     model = plain()
     for module in model:
         if isinstance(module, nn.Linear):
@@ -42,7 +39,7 @@ def test_initializations_show_no_signs(name: str):
 
 
 @pytest.mark.parametrize("name", sorted(ZOO)[::24])
-def test_new_models_of_transformers_show_no_signs(name: str):
+def test_new_models_of_transformers_show_no_signs(name):
     from benchmarks.problems import zoo
 
     assert signs_of_training(zoo(name)) == ""

@@ -9,15 +9,10 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import unit_scaling as uu
+import unit_scaling.functional as U
 from unit_scaling.constraints import CONSTRAINTS
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 def test_exports():
@@ -36,21 +31,12 @@ def test_state_dict_is_plain_and_loads_weights_only():
 # --- single layers -------------------------------------------------------------------------
 
 
-def test_dropout_is_off_in_eval():
-    x = torch.randn(1000)
-    module = uu.Dropout(0.5)
-    assert not torch.equal(module(x), x)
-    assert module.eval()(x) is x
-
-
 def test_settings_of_modules_come_first_for_activations_alone():
-    x, functional = torch.randn(4, 6), uu.functional
-    expected = functional.leaky_relu(x, 2.0, None, 0.3)
-    assert torch.equal(uu.LeakyReLU(2.0, None, 0.3)(x), expected)
-    expected = functional.avg_pool1d(x, 2, constraint=None)
-    assert torch.equal(uu.AvgPool1d(2, constraint=None)(x), expected)
-    assert torch.equal(uu.Softmax(0, 2.0)(x), functional.softmax(x, 0, mult=2.0))
-    assert torch.equal(uu.Softmax()(x), functional.softmax(x, 1))
+    x = torch.randn(4, 6)
+    assert torch.equal(uu.LeakyReLU(2.0, None, 0.3)(x), U.leaky_relu(x, 2.0, None, 0.3))
+    assert torch.equal(uu.AvgPool1d(2, constraint=None)(x), U.avg_pool1d(x, 2, constraint=None))
+    assert torch.equal(uu.Softmax(0, 2.0)(x), U.softmax(x, 0, mult=2.0))
+    assert torch.equal(uu.Softmax()(x), U.softmax(x, 1))
 
 
 @pytest.mark.parametrize("kind", [uu.GELU, uu.Linear, uu.AvgPool1d, uu.Conv2d, uu.GLU])
@@ -64,15 +50,14 @@ def test_a_constraint_is_a_name_of_one(kind):
         kind(**sizes, constraint="to_output")
 
 
-@pytest.mark.parametrize("mode", ["circular", "zeros"])
 @pytest.mark.parametrize("padding", [0, (2,), "same"], ids=str)
-def test_conv1d_padding(mode, padding):
-    args = {"padding": padding, "padding_mode": mode, "dilation": (2,)}
+def test_padding_that_is_not_of_zeros(padding):
+    args = {"padding": padding, "padding_mode": "circular", "dilation": (2,)}
     ours = uu.Conv1d(4, 6, 5, bias=True, dtype=torch.float64, **args)
     plain = nn.Conv1d(4, 6, 5, dtype=torch.float64, **args)
     plain.load_state_dict(ours.state_dict())
     x = torch.randn(2, 4, 16).double()
-    torch.testing.assert_close(ours(x), plain(x) * (4 * ours.kernel_size[0]) ** -0.5)
+    torch.testing.assert_close(ours(x), plain(x) * (4 * 5) ** -0.5)
 
 
 def test_frozen_embedding():
@@ -86,14 +71,6 @@ def test_frozen_embedding():
     assert not uu.Embedding(5, 3, padding_idx=1).weight[1].any()
 
 
-def test_cross_entropy_module():
-    x, target = torch.randn(6, 4), torch.tensor([0, 1, -1, 3, 2, 1])
-    module = uu.CrossEntropyLoss(2.0, torch.rand(4), ignore_index=-1, label_smoothing=0.2)
-    expected = F.cross_entropy(2 * x, target, module.weight, ignore_index=-1, label_smoothing=0.2)
-    assert torch.equal(module(x, target), expected)
-    assert uu.CrossEntropyLoss(reduction="none", ignore_index=-1)(x, target).shape == (6,)
-
-
 # --- transformer ---------------------------------------------------------------------------
 
 
@@ -103,8 +80,9 @@ def test_attention_module_has_no_dropout_in_eval():
     module.eval()
     assert torch.equal(module(x), module(x))
     torch.testing.assert_close(module(x)[0], module(x[0]))
-    layer = uu.TransformerLayer(16, 4, 0.5, 0.5, is_causal=True, dropout_p=0.5).eval()
-    assert torch.equal(layer(x), layer(x))
+    assert repr(uu.MHSA(16, 4, False)).startswith("MHSA(\n  heads=4, is_causal=False\n")
+    grouped = repr(uu.MHSA(16, 4, True, kv_heads=2))
+    assert "heads=4, is_causal=True, kv_heads=2" in grouped
 
 
 def test_decoder_at_initialisation():
@@ -123,11 +101,11 @@ def test_decoder_at_initialisation():
 # --- depth ---------------------------------------------------------------------------------
 
 
-def depths(module: nn.Module) -> set[int | None]:
+def depths(module):
     return {p.mup_scaling_depth for p in module.parameters()}
 
 
-def linears(n: int) -> list[nn.Module]:
+def linears(n):
     return [uu.Linear(2, 2) for _ in range(n)]
 
 
@@ -157,7 +135,6 @@ RESIZED = {
     "extend": (lambda stack: stack.extend(linears(2)), 6),
     "insert": (lambda stack: stack.insert(0, uu.Linear(2, 2)), 5),
     "pop": (lambda stack: stack.pop(0), 3),
-    "set": (lambda stack: stack.__setitem__(1, uu.Linear(2, 2)), 4),
     "del": (lambda stack: stack.__delitem__(0), 3),
     "add": (lambda stack: stack.__iadd__(linears(1)), 5),
 }
@@ -165,7 +142,7 @@ RESIZED = {
 
 @each_container
 @pytest.mark.parametrize("how", RESIZED)
-def test_depths_follow_the_size(make, how: str):
+def test_depths_follow_the_size(make, how):
     resize, depth = RESIZED[how]
     stack = make(linears(4))
     before = list(stack)

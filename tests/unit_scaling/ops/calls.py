@@ -6,28 +6,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unit_scaling.rules.table import Op
-
 SIZE = 256
 
 
-def normal(*shape: int) -> Tensor:
+def normal(*shape):
     return torch.randn(shape, dtype=torch.float64)
 
 
-def zeros(*shape: int) -> Tensor:
+def zeros(*shape):
     return torch.zeros(shape, dtype=torch.float64)
 
 
-def image(dims: int) -> Tensor:
+def image(dims):
     return normal(4, 8, *{1: (960,), 2: (32, 24), 3: (8, 12, 8)}[dims])
 
 
-def normed(*shape: int) -> dict:
+def normed(*shape):
     return {"input": normal(*shape), "weight": zeros(shape[1]) + 1, "bias": zeros(shape[1])}
 
 
-def rotated(x: Tensor) -> Tensor:
+def rotated(x):
     """Rotary embedding as a product of complex numbers, in float64."""
     a, b = x.double().chunk(2, dim=-1)
     exponents = torch.arange(a.shape[-1], dtype=torch.float64) / a.shape[-1]
@@ -36,7 +34,7 @@ def rotated(x: Tensor) -> Tensor:
     return torch.cat((z.real, z.imag), dim=-1).to(x.dtype)
 
 
-def by_group(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+def by_group(left, right, offs):
     """grouped_mm, of which torch has none in float64."""
     if left.dtype != torch.float64:
         return F.grouped_mm(left, right, offs=offs)
@@ -44,13 +42,13 @@ def by_group(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     return torch.cat([x @ w for x, w in zip(parts, right.unbind(), strict=True)])
 
 
-def normals(*, settings: dict | None = None, **shapes: int | tuple[int, ...]) -> dict:
+def normals(*, settings=None, **shapes):
     """Standard normal arguments of these shapes, and others."""
     tensors = {n: normal(*(s if isinstance(s, tuple) else (s,))) for n, s in shapes.items()}
     return tensors | (settings or {})
 
 
-def labels(classes: int, *shape: int) -> Tensor:
+def labels(classes, *shape):
     return torch.randint(classes, shape)
 
 
@@ -198,7 +196,7 @@ RANDOM = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
 TUPLES = {"cat", "stack", "gru", "lstm", "rnn_relu", "rnn_tanh"}
 
 
-def op_kwargs(op: Op, dtype: torch.dtype = torch.float64) -> dict:
+def op_kwargs(op, dtype=torch.float64):
     """Arguments of op.fn: from CALLS, else a standard normal matrix for each required one."""
     torch.manual_seed(0)
     if op.name in CALLS:
@@ -212,14 +210,14 @@ def op_kwargs(op: Op, dtype: torch.dtype = torch.float64) -> dict:
     }
 
 
-def with_gradients(kwargs: dict) -> dict:
+def with_gradients(kwargs):
     return {
         k: v.clone().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v
         for k, v in kwargs.items()
     }
 
 
-def results(fn, kwargs: dict, *args) -> dict[str, Tensor]:
+def results(fn, kwargs, *args):
     """Output and gradients by name, for a standard normal gradient of the output."""
     kwargs = with_gradients(kwargs)
     torch.manual_seed(1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
 
 import unit_scaling.functional as U
 from tests.unit_scaling.ops.calls import (
@@ -28,33 +29,28 @@ from tests.unit_scaling.ops.calls import (
     results,
     with_gradients,
 )
-from unit_scaling.rules.table import OPS, Op, find_op, tie
+from unit_scaling.rules.table import OPS, tie
 
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
-def ideal(op: Op) -> dict:
+def ideal(op):
     return {"constraint": None} if op.constrainable else {}
 
 
-def rms(x: Tensor) -> float:
+def rms(x):
     return x.double().square().mean().sqrt().item()
 
 
 each_op = pytest.mark.parametrize(
     "op", [op for op in OPS.values() if op.name not in TUPLES], ids=lambda op: op.name
 )
-each_torch_function = pytest.mark.parametrize(
-    ("op", "func"),
-    [(op, func) for op in OPS.values() for func in op.replaces],
-    ids=lambda value: getattr(value, "name", getattr(value, "__qualname__", str(value))),
-)
 
 
 @pytest.mark.proves("unit-scaling", "U for F", how="own")
 @each_op
-def test_unit_scale_without_constraint(op: Op):
+def test_unit_scale_without_constraint(op):
     """Five standard errors of an RMS over n values: 5 / sqrt(2 n), n counting rows and columns.
 
     Entries of a row share an operand, so a matrix counts as its shorter side squared at most.
@@ -70,12 +66,12 @@ def test_unit_scale_without_constraint(op: Op):
         assert 1 / (factor * error) < rms(x) < factor * error, (op.name, name, rms(x))
 
 
-def torch_kwargs(op: Op) -> dict:
+def torch_kwargs(op):
     return {**op_kwargs(op), **TORCH_FORM.get(op.name, {})}
 
 
 @each_op
-def test_constrained_gradient_is_parallel_to_torch(op: Op):
+def test_constrained_gradient_is_parallel_to_torch(op):
     """With the default constraint: the same function and gradients up to a factor per tensor."""
     plain = PLAIN[op.name] if op.name in PLAIN else op.replaces[0]
     kwargs = torch_kwargs(op)
@@ -84,14 +80,14 @@ def test_constrained_gradient_is_parallel_to_torch(op: Op):
     s = op.rule(**{k: v for k, v in op_kwargs(op).items() if k in read})
     for name in theirs.keys() - SUMS.get(op.name, set()):
         # An op with mult=1 is the plain one times its factor; float64, so 1e-9 is rounding.
-        torch.testing.assert_close(ours[name], theirs[name] * s[name], rtol=1e-9, atol=1e-9)
+        assert_close(ours[name], theirs[name] * s[name], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.proves("unit-scaling", "FP16 and FP8", how="own")
 @each_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_dtype_is_kept(op: Op, dtype: torch.dtype):
+def test_dtype_is_kept(op, dtype):
     if dtype.itemsize == 2 and "half precision" in TORCH_LACKS.get(op.name, ()):
         pytest.skip("torch cannot")
     for x in results(op.fn, op_kwargs(op, dtype)).values():
@@ -100,7 +96,7 @@ def test_dtype_is_kept(op: Op, dtype: torch.dtype):
 
 
 @each_op
-def test_autocast(op: Op):
+def test_autocast(op):
     """The dtype of the output is that of the torch function under the same autocast."""
     kwargs = op_kwargs(op, torch.float32)
     plain = PLAIN[op.name] if op.name in PLAIN else op.replaces[0]
@@ -117,7 +113,7 @@ def test_autocast(op: Op):
 
 
 @each_op
-def test_rule_reads_shapes_only(op: Op):
+def test_rule_reads_shapes_only(op):
     kwargs = op_kwargs(op)
     meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in kwargs.items()}
     names = inspect.signature(op.rule).parameters
@@ -129,7 +125,7 @@ def test_rule_reads_shapes_only(op: Op):
 
 
 @each_op
-def test_double_backward(op: Op):
+def test_double_backward(op):
     """The gradient is itself differentiable: a penalty on it has a finite, non-zero gradient."""
     if "double backward" in TORCH_LACKS.get(op.name, ()):
         pytest.skip("torch cannot")
@@ -146,28 +142,23 @@ def test_double_backward(op: Op):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")
 @each_op
-def test_func_grad_and_vmap(op: Op):
+def test_func_grad_and_vmap(op):
     """torch.func gives what autograd gives, one example at a time or all at once."""
     kwargs = op_kwargs(op)
     name = next(k for k, v in kwargs.items() if isinstance(v, Tensor) and v.is_floating_point())
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x):
         torch.manual_seed(1)
         with sdpa_kernel(SDPBackend.MATH):
             return op.fn(**{**kwargs, name: x}).sum()
 
     x = kwargs[name].clone().requires_grad_()
     loss(x).backward()
-    torch.testing.assert_close(torch.func.grad(loss)(kwargs[name]), x.grad)
+    assert_close(torch.func.grad(loss)(kwargs[name]), x.grad)
     if op.name not in RANDOM and "vmap" not in TORCH_LACKS.get(op.name, ()):
         stacked = torch.stack([kwargs[name], 2 * kwargs[name]])
         both = torch.func.vmap(torch.func.grad(loss))(stacked)
-        torch.testing.assert_close(both[0], x.grad)
-
-
-@each_torch_function
-def test_found_by_torch_function(op: Op, func):
-    assert find_op(func) is op
+        assert_close(both[0], x.grad)
 
 
 def test_names():
@@ -188,11 +179,11 @@ COMPILE_ALIKE = {"conv3d", "conv_transpose2d", "conv_transpose3d"}
 SAMPLED = pytest.mark.sampled(8)
 
 
-def run_all(settings: dict, **calls: dict) -> dict[str, Tensor]:
+def run_all(settings, **calls):
     return {name: OPS[name].fn(**kwargs, **settings) for name, kwargs in calls.items()}
 
 
-def all_results(fn, settings: dict, calls: dict) -> dict:
+def all_results(fn, settings, calls):
     """As `results`, by op, of one call for several of them."""
     calls = {name: with_gradients(kwargs) for name, kwargs in calls.items()}
     outputs = fn(settings, **calls)
@@ -206,11 +197,11 @@ def all_results(fn, settings: dict, calls: dict) -> dict:
     return {"output": {k: v.detach() for k, v in outputs.items()}, **grads}
 
 
-def has_dynamic_rule(op: Op) -> bool:
+def has_dynamic_rule(op):
     return not {"input", "left", "query"}.isdisjoint(inspect.signature(op.rule).parameters)
 
 
-def groups() -> list:
+def groups():
     """(operations that are compiled as one graph, their constraint, whether sizes are symbols).
 
     Symbolic sizes are for rules that read sizes, without constraint where there is a choice. What
@@ -230,17 +221,15 @@ def groups() -> list:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SAMPLED)])
 @pytest.mark.parametrize(("ops", "settings", "dynamic"), groups())
-def test_compiles_whole(ops: list[Op], settings: dict, dynamic: bool, backend: str):
-    torch._dynamo.reset()
+def test_compiles_whole(ops, settings, dynamic, backend):
     calls = {op.name: op_kwargs(op, torch.float32) for op in ops}
     compiled = torch.compile(run_all, backend=backend, fullgraph=True, dynamic=dynamic)
     expected, got = (all_results(fn, settings, calls) for fn in (run_all, compiled))
-    torch.testing.assert_close(got, expected)
+    assert_close(got, expected)
 
 
 @pytest.mark.parametrize("name", sorted(RANDOM))
-def test_random_op_compiles_whole(name: str):
-    torch._dynamo.reset()
+def test_random_op_compiles_whole(name):
     compiled = torch.compile(OPS[name].fn, backend="aot_eager", fullgraph=True)
     kwargs = op_kwargs(OPS[name], torch.float32)
     expected, got = results(OPS[name].fn, kwargs), results(compiled, kwargs)
@@ -248,10 +237,10 @@ def test_random_op_compiles_whole(name: str):
 
 
 def test_forward_mode_in_a_graph():
-    def derivatives(x: Tensor, tangent: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def derivatives(x, tangent):
         ops = [U.exp, U.sigmoid, U.tanh, functools.partial(U.softmax, dim=-1)]
         return [torch.func.jvp(op, (x,), (tangent,)) for op in ops]
 
     x, tangent = torch.randn(2, 4, 8, dtype=torch.float64).unbind()
     got = torch.compile(derivatives, backend="aot_eager", fullgraph=True)(x, tangent)
-    torch.testing.assert_close(got, derivatives(x, tangent))
+    assert_close(got, derivatives(x, tangent))

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 import fp8
@@ -12,21 +11,16 @@ from tests import reference
 from unit_scaling.rules.table import OPS
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-def normal(*shape: int) -> Tensor:
+def normal(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-def with_gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
+def with_gradients(output, *inputs):
     grads = torch.autograd.grad(output, inputs, torch.ones_like(output), retain_graph=True)
     return [output.detach(), *grads]
 
 
-def assert_parallel(ours: Tensor, theirs: Tensor, inputs: list[Tensor], scales: list[float]):
+def assert_parallel(ours, theirs, inputs, scales):
     """The output and each gradient are torch's times a factor of the rule."""
     pairs = zip(with_gradients(ours, *inputs), with_gradients(theirs, *inputs), strict=True)
     for (got, expected), scale in zip(pairs, scales, strict=True):
@@ -38,7 +32,7 @@ def assert_parallel(ours: Tensor, theirs: Tensor, inputs: list[Tensor], scales: 
 
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (-3.0, 1), (0, 2.0), (2.0, 0)])
 @pytest.mark.parametrize("form", ["addmm", "baddbmm"])
-def test_weighted_sum(form: str, beta: float, alpha: float):
+def test_weighted_sum(form, beta, alpha):
     """beta and alpha weigh two unit-scaled terms, and the gradients are those of that sum."""
     batch = (3,) if form == "baddbmm" else ()
     tensors = [normal(5, 7), normal(*batch, 5, 6), normal(*batch, 6, 7)]
@@ -52,7 +46,7 @@ def test_weighted_sum(form: str, beta: float, alpha: float):
 
 
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (0, 1)])
-def test_addmm_with_a_bias_is_linear(beta: float, alpha: float):
+def test_addmm_with_a_bias(beta, alpha):
     x, w, b = normal(5, 6), normal(6, 7), normal(7)
     ours = U.addmm(b, x, w, beta, alpha, constraint=None)
     s = OPS["addmm"].rule(b, x, w, beta, alpha, constraint=None)
@@ -61,9 +55,6 @@ def test_addmm_with_a_bias_is_linear(beta: float, alpha: float):
     if beta:
         inputs, scales = [*inputs, b], [*scales, s["input"]]
     assert_parallel(ours, theirs, inputs, [s["output"], *scales])
-    if beta == alpha == 1:
-        linear_output = U.linear(x, w.T, b, constraint=None)
-        assert_parallel(ours, linear_output, [x, w, b], [1.0] * 4)
 
 
 def test_addmm_without_beta_does_not_read_its_input():
@@ -77,17 +68,13 @@ def test_addmm_without_beta_does_not_read_its_input():
 
 EQUATIONS = {  # -> shapes of the operands
     "ij,jk->ik": [(4, 5), (5, 6)],
-    "ij,jk": [(4, 5), (5, 6)],
-    "ij,kj->ki": [(4, 5), (6, 5)],
+    "ij,kj": [(4, 5), (6, 5)],
     "bhqd,bkhd->bhqk": [(2, 3, 4, 5), (2, 6, 3, 5)],
     "bij,bij->b": [(2, 3, 4), (2, 3, 4)],
     "i,i->": [(5,), (5,)],
-    "i,j->ij": [(5,), (6,)],
     "...ij,...jk->...ik": [(2, 1, 4, 5), (3, 5, 6)],
-    "b...i,ij->b...j": [(2, 3, 4, 5), (5, 6)],
     "i...,i...": [(3, 4, 5), (3, 1, 5)],
     "ii->i": [(4, 4)],
-    "ij->ji": [(4, 5)],
     "ij->j": [(4, 5)],
     "iij,jk->k": [(3, 3, 4), (4, 5)],
     "ijx,jk->ik": [(4, 5, 2), (5, 6)],
@@ -97,7 +84,7 @@ EQUATIONS = {  # -> shapes of the operands
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
-def test_einsum(equation: str):
+def test_einsum(equation):
     operands = [normal(*shape) for shape in EQUATIONS[equation]]
     left, right, *more = (*operands, None) if len(operands) == 1 else operands
     for constraint in ("to_output_scale", None):
@@ -149,50 +136,38 @@ KERNELS = {1: (3,), 2: (3, 2), 3: (2, 3, 1)}
 
 
 SETTINGS = [
-    (dims, setting)
-    for dims in (1, 2, 3)
-    for setting in (
-        {},
-        {"stride": 2, "padding": 1},
-        {"padding": "valid", "dilation": 2},
-        {"padding": "same"},
-        {"padding": tuple(range(dims)), "stride": (2,), "groups": 2},
-        {"groups": 4, "dilation": tuple([1] * dims), "padding": (1,)},
-    )
+    {},
+    {"stride": 2, "padding": 1},
+    {"padding": "valid", "dilation": 2},
+    {"padding": "same"},
+    {"padding": (1,), "stride": (2,), "groups": 2},
 ]
-
-
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize(("dims", "setting"), SETTINGS)
-@pytest.mark.parametrize("batched", [True, False], ids=["batched", "one"])
-def test_convolution(dims: int, setting: dict, batched: bool):
-    groups = setting.get("groups", 1)
-    x, b = normal(*([3] if batched else []), 4, *SIZES[dims]), normal(8)
-    w = normal(8, 4 // groups, *KERNELS[dims])
-    op, plain = OPS[f"conv{dims}d"], getattr(F, f"conv{dims}d")
-    s = op.scales((x, w), setting)
-    theirs = plain(x, w, b, **setting)
-    scales = [s[name] for name in ("output", "input", "weight", "bias")]
-    assert_parallel(op.fn(x, w, b, **setting), theirs, [x, w, b], scales)
-    assert s["weight"] == pytest.approx((theirs.numel() / 8) ** -0.5)
-    assert s["output"] == pytest.approx(w[0].numel() ** -0.5)
-
-
 TRANSPOSED = [{}, {"stride": 2}, {"dilation": 2}]
 TRANSPOSED += [{"stride": 2, "padding": 1, "output_padding": 1, "groups": 2}]
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("setting", TRANSPOSED, ids=str)
-def test_transposed_convolution(dims: int, setting: dict):
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [*(("conv", each) for each in SETTINGS), *(("conv_transpose", each) for each in TRANSPOSED)],
+)
+def test_convolution(kind, dims, setting):
+    """Of a batch, and of one example."""
+    setting = {k: v * dims if isinstance(v, tuple) else v for k, v in setting.items()}
     groups = setting.get("groups", 1)
-    x, b = normal(3, 4, *SIZES[dims]), normal(6)
-    w = normal(4, 6 // groups, *[3] * dims)
-    op, plain = OPS[f"conv_transpose{dims}d"], getattr(F, f"conv_transpose{dims}d")
-    s = op.scales((x, w), setting)
-    scales = [s[name] for name in ("output", "input", "weight", "bias")]
-    theirs = plain(x, w, b, **setting)
-    assert_parallel(op.fn(x, w, b, **setting), theirs, [x, w, b], scales)
+    ends = (8, 4 // groups) if kind == "conv" else (4, 8 // groups)
+    w, b = normal(*ends, *KERNELS[dims]), normal(8)
+    op, plain = OPS[f"{kind}{dims}d"], getattr(F, f"{kind}{dims}d")
+    for batch in ((3,), ()):
+        x = normal(*batch, 4, *SIZES[dims])
+        s = op.scales((x, w), setting)
+        theirs = plain(x, w, b, **setting)
+        scales = [s[name] for name in ("output", "input", "weight", "bias")]
+        assert_parallel(op.fn(x, w, b, **setting), theirs, [x, w, b], scales)
+        if kind == "conv":
+            assert s["weight"] == pytest.approx((theirs.numel() / 8) ** -0.5)
+            assert s["output"] == pytest.approx(w[0].numel() ** -0.5)
 
 
 GEOMETRIES = [  # kernel, stride, padding, length
@@ -201,7 +176,6 @@ GEOMETRIES = [  # kernel, stride, padding, length
     (1, 2, 0, 64),  # a shortcut that drops every other position
     (7, 1, 0, 7),  # the whole input
     (5, 3, 2, 65),
-    (64, 1, 0, 70),
 ]
 
 
@@ -231,23 +205,25 @@ def test_counts_of_a_convolution(kernel, stride, padding, length, transposed):
 # --- under a recipe ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["linear", "matmul", "addmm", "einsum", "conv2d"])
-def test_operands_are_cast_once(name: str):
+CAST = {
+    "linear": lambda a, b: U.linear(a, b),
+    "matmul": lambda a, b: U.matmul(a, b.T, constraint=None),
+    "addmm": lambda a, b: U.addmm(torch.zeros(5), a, b.T),
+    "einsum": lambda a, b: U.einsum("ij,kj->ik", a, b, constraint=None),
+    "conv2d": lambda a, b: U.conv2d(a[..., None, None], b[..., None, None])[..., 0, 0],
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_operands_are_cast_once(name):
     """Under a recipe a product is that of its operands, rounded once and unscaled."""
-    x, w, g = torch.randn(6, 8), torch.randn(5, 8), torch.randn(6, 5)
-    calls = {
-        "linear": lambda a, b: U.linear(a, b),
-        "matmul": lambda a, b: U.matmul(a, b.T, constraint=None),
-        "addmm": lambda a, b: U.addmm(torch.zeros(5), a, b.T),
-        "einsum": lambda a, b: U.einsum("ij,kj->ik", a, b, constraint=None),
-        "conv2d": lambda a, b: U.conv2d(a[..., None, None], b[..., None, None])[..., 0, 0],
-    }
-    a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+    a, b = torch.randn(6, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    g = torch.randn(6, 5)
     with fp8.autocast("unit"):
-        y = calls[name](a, b)
+        y = CAST[name](a, b)
     y.backward(g)
-    untied = name in ("matmul", "einsum")
-    scales = (8**-0.5, (5 if untied else 8) ** -0.5, 6**-0.5)
-    values, magnitudes = reference.product(F.linear, [x, w], g, scales, "unit")
+    outputs = 5 if name in ("matmul", "einsum") else 8  # of those that are not tied
+    scales = (8**-0.5, outputs**-0.5, 6**-0.5)
+    values, magnitudes = reference.product(F.linear, [a, b], g, scales, "unit")
     for got, value, magnitude in zip((y, a.grad, b.grad), values, magnitudes, strict=True):
         reference.assert_within(got, value, magnitude, torch.float32)

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 import unit_scaling as uu
 from tests.threads import together
@@ -16,15 +16,15 @@ from unit_scaling.rules.batch import row_scale
 CALLS, BATCH, VOCAB = 4, 3, 11
 
 
-def decoder() -> nn.Module:
+def decoder():
     return uu.TransformerDecoder(8, VOCAB, layers=1, heads=2)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def gradients(model):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def accumulated(model: nn.Module, tokens: Tensor, calls: int, loss=U.cross_entropy, divide=1):
+def accumulated(model, tokens, calls, loss=U.cross_entropy, divide=1):
     """The gradients after `calls` backward passes, each over a part of the examples."""
     model = copy.deepcopy(model)
     for part in tokens.chunk(calls):
@@ -34,12 +34,12 @@ def accumulated(model: nn.Module, tokens: Tensor, calls: int, loss=U.cross_entro
 
 
 @pytest.fixture
-def tokens() -> Tensor:
+def tokens():
     torch.manual_seed(0)
     return torch.randint(VOCAB, (CALLS * BATCH, 6))
 
 
-def in_one_process(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+def in_one_process(model, tokens):
     """The mean of the gradients of each part, as DDP makes it."""
     ranks = [accumulated(model, part, 1) for part in tokens.chunk(CALLS)]
     return {name: torch.stack([r[name] for r in ranks]).mean(0) for name in ranks[0]}
@@ -58,18 +58,18 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("how", DIVIDED)
-def test_gradients_are_those_of_the_whole_batch(how: str, tokens: Tensor):
+def test_gradients_are_those_of_the_whole_batch(how, tokens):
     block, loss, gradients_of = DIVIDED[how]
     model = decoder().double()
     whole = accumulated(model, tokens, 1, loss=loss)
     with uu.batch_multiplier(CALLS, **block):
-        torch.testing.assert_close(gradients_of(model, tokens), whole)
+        assert_close(gradients_of(model, tokens), whole)
     if not block:  # without the setting they are larger by sqrt(CALLS)
         larger = {n: g * CALLS**0.5 for n, g in whole.items()}
-        torch.testing.assert_close(gradients_of(model, tokens), larger)
+        assert_close(gradients_of(model, tokens), larger)
 
 
-def test_compiled(tokens: Tensor):
+def test_compiled(tokens):
     """The factor is that of the call, not of the compilation."""
     model = decoder()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -80,7 +80,7 @@ def test_compiled(tokens: Tensor):
             fast = gradients(model)
             model.zero_grad()
             model(tokens).sum().backward()
-            torch.testing.assert_close(fast, gradients(model))
+            assert_close(fast, gradients(model))
 
 
 def test_block():
@@ -95,7 +95,7 @@ def test_block():
 
 @pytest.mark.parametrize("argument", ["n", "averaged_over"])
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1.5, TypeError)])
-def test_bad_numbers(argument: str, value: float, error: type[Exception]):
+def test_bad_numbers(argument, value, error):
     block = uu.batch_multiplier(**{"n": 1, argument: value})
     with pytest.raises(error, match=f"{argument} must be a whole number from 1, got {value}"):
         block.__enter__()
@@ -111,7 +111,7 @@ def test_all_threads_see_the_block():
 def test_threads_with_blocks_see_their_own():
     barrier = threading.Barrier(2)
 
-    def scale(n: int) -> float:
+    def scale(n):
         with uu.batch_multiplier(n):
             barrier.wait(60)
             result = row_scale(1)

@@ -1,7 +1,5 @@
 """Assembles the Triton kernels of a forecast's graphs, as a GPU's driver would get them."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import tempfile

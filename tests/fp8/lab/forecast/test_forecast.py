@@ -1,15 +1,11 @@
 """`fp8.forecast`: what the compiler makes for a GPU, and the estimate without such a compiler."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp8
@@ -18,18 +14,19 @@ from fp8.lab.forecast import forecast as module
 from fp8.lab.forecast.card import gradients, why_not
 from fp8.lab.forecast.result import Forecast
 from fp8.lab.hardware import BF16, HARDWARE
+from tests.fp8.operands import normal
 
 compiles = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-def mlp(width: int = 1024, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def mlp(width=1024, dtype=torch.bfloat16):
     """Without memory, as a model of any size may be."""
     with torch.device("meta"):
         up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         return nn.Sequential(up, nn.GELU(), down).to(dtype)
 
 
-def batch(tokens: int = 4096, width: int = 1024) -> Tensor:
+def batch(tokens=4096, width=1024):
     return torch.empty(tokens, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
 
@@ -38,26 +35,22 @@ def batch(tokens: int = 4096, width: int = 1024) -> Tensor:
 
 class Doubled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, y: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x, factor, y):
         ctx.factor = factor
         return x * factor, y + x
 
     @staticmethod
-    def backward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, None, Tensor]:
+    def backward(ctx, a, b):
         return a * ctx.factor + b, None, b
 
 
-def branching(x: Tensor, w: Tensor) -> Tensor:
+def branching(x, w):
     a, b = Doubled.apply(F.silu(x @ w), 3.0, x[:, :1].expand(-1, 4))
     return (a.softmax(-1) * b + torch.cat([x, x], 1)[:, 2:6]).sum(0) + w.mean(0)
 
 
 def test_gradients_are_those_of_torch():
-    generator = torch.Generator().manual_seed(0)
-    x, w, g = (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in ((5, 4), (4, 4), (4,))
-    )
+    x, w, g = (normal(*shape).double() for shape in ((5, 4), (4, 4), (4,)))
     unused = torch.zeros(3, requires_grad=True, dtype=torch.float64)
     x.requires_grad_(), w.requires_grad_()
     y, others = branching(x, w), (unused * 2).sum()
@@ -66,15 +59,10 @@ def test_gradients_are_those_of_torch():
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
 
 
-def test_an_input_that_the_output_does_not_need_has_no_gradient():
-    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
-    assert gradients([x.sum()], [None], [y]) == (None,)
-
-
 # Without a compiler for GPUs
 
 
-def test_without_a_cuda_build_shapes_give_an_estimate(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_cuda_build_shapes_give_an_estimate(monkeypatch):
     monkeypatch.setattr(module, "why_not", lambda: "torch is a build without CUDA")
     result = fp8.forecast(mlp(), batch(), recipes=("unit", "tensor"))
     assert result.source == "estimate"
@@ -89,18 +77,18 @@ def test_without_a_cuda_build_shapes_give_an_estimate(monkeypatch: pytest.Monkey
         result["row"]
 
 
-def uneven() -> tuple[nn.Module, Tensor]:
+def uneven():
     """Two of three products are so small that casts take longer than they save."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 64), nn.Linear(64, 64))
         return model, torch.empty(8192, 4096)
 
 
-def left_alone(model: nn.Module, policy: fp8.Policy) -> list[str]:
+def left_alone(model, policy):
     return [row.path for row in fp8.report(fp8.convert(model, policy)) if row.left_alone]
 
 
-def test_layers_that_get_slower_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
+def test_layers_that_get_slower_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(module, "why_not", lambda: "no")
     model, tokens = uneven()
     result = fp8.forecast(model, tokens, recipes=("tensor", fp8.Policy.hidden("row")))
@@ -110,23 +98,6 @@ def test_layers_that_get_slower_stay_as_they_are(monkeypatch: pytest.MonkeyPatch
     assert fp8.Policy.from_json(result.policy("row").to_json()) == result.policy("row")
     with pytest.raises(ValueError, match="'bf16' is no policy"):
         result.policy(BF16)
-
-
-def test_a_policy_by_hardware(monkeypatch: pytest.MonkeyPatch):
-    """It adds rules to those of the policy, and every layer that it leaves alone is slower."""
-    monkeypatch.setattr(module, "why_not", lambda: "no")
-    model, tokens = uneven()
-
-    def forecast(recipe, hardware="h100"):
-        result = fp8.forecast(model, tokens, recipes=[recipe], hardware=hardware)
-        return result.policy(result.variants[1].recipe)
-
-    policy = forecast("tensor")
-    assert (policy.recipe, [rule.layers for rule in policy.rules]) == ("tensor", ["1", "2"])
-    first = fp8.Policy("tensor", rules=[("0", "grad_weight", None)])
-    assert forecast(first, "b200").rules[0] == first.rules[0]
-    own = replace(fp8.RECIPES["tensor"], name="my recipe")
-    assert forecast(own).recipe == own
 
 
 def test_a_device_that_the_compiler_does_not_know_is_estimated():
@@ -143,7 +114,7 @@ def test_a_device_that_the_compiler_does_not_know_is_estimated():
         ({"recipes": ["e4m3"]}, ValueError, "e4m3"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str):
+def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         fp8.forecast(**{"model": mlp(64), "batch": batch(64, 64), **arguments})
 
@@ -153,7 +124,7 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
 
 SETUP = """
 import torch
-from torch import nn
+from tests.fp8.operands import normal
 
 
 def setup(seed):
@@ -166,9 +137,7 @@ def alone():
 """
 
 
-def test_the_command_prints_the_table_or_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_prints_the_table_or_json(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "why_not", lambda: "no")
     (tmp_path / "forecast_setup.py").write_text(SETUP)
     setup = f"{tmp_path / 'forecast_setup.py'}:setup"

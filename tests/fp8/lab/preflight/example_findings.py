@@ -1,7 +1,5 @@
 """Findings of a preflight, made by hand: with every part, and interrupted."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Small problems for tests of studies."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

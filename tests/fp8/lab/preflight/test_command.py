@@ -125,13 +125,6 @@ def setup(seed):
 """
 
 
-@pytest.mark.parametrize("arguments", ["", "a.py:setup --demo"])
-def test_either_a_setup_or_the_demo(arguments, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["preflight", *arguments.split()])
-    assert "setup" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -1,14 +1,10 @@
 """The page of a preflight in headless Chromium: what fits."""
 
-from __future__ import annotations
-
 import html
 import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,7 +62,7 @@ DECIDING = """
 """
 
 
-def seen(look: str, findings: Findings, folder: Path, width: int) -> Any:
+def seen(look, findings, folder, width):
     """What the script ``look`` records of the page, in a frame of this width."""
     file = folder / "frame.html"
     inner = html.escape(page(findings), quote=True)
@@ -82,7 +78,7 @@ def seen(look: str, findings: Findings, folder: Path, width: int) -> Any:
     return values
 
 
-def long_names() -> Findings:
+def long_names():
     """A layer whose name has no place to break it, wherever it is named."""
     text = json.dumps(rich().to_dict()).replace("lm_head", "x" * 150)
     return Findings.from_dict(json.loads(text))

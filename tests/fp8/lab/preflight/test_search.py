@@ -31,13 +31,6 @@ def test_no_subset_of_layers_is_better_than_a_point_of_the_frontier(seed):
         assert not any(share >= p.share - 1e-12 and error < p.squared_error - 1e-12 for p in points)
 
 
-def test_the_ends_cast_all_and_nothing():
-    first, *_, last = frontier(scores(5, 0))
-    assert first.kept == []
-    assert first.share == pytest.approx(1.0)
-    assert (len(last.kept), last.share, last.squared_error) == (5, 0, 0)
-
-
 def test_the_knee_keeps_the_one_bad_layer():
     given = [LayerError("bad", 1.0, 0.1)]
     given += [LayerError(f"good{i}", 1e-4, 0.1) for i in range(9)]

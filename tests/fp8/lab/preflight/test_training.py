@@ -14,6 +14,8 @@ from fp8.lab.preflight.training import Problem, Setup, loss_of, train, under
 
 from .problems import Classifier, batches, setup
 
+parametrize = pytest.mark.parametrize
+
 
 def by_hand(seed, steps, held_out, recipe=None):
     torch.manual_seed(seed)
@@ -33,22 +35,13 @@ def by_hand(seed, steps, held_out, recipe=None):
     return losses, sum(held) / len(held)
 
 
-@pytest.mark.parametrize(("recipe", "seed"), [(None, 0), ("tensor", 3)])
+@parametrize(("recipe", "seed"), [(None, 0), ("tensor", 3)])
 def test_a_run_is_a_plain_loop(recipe, seed):
     prepare = under(fp8.Policy(recipe)) if recipe else None
     run, _ = train(Problem(setup, 4, 2), "x", seed, prepare)
     losses, held_out = by_hand(seed, 4, 2, recipe)
     assert run.losses == losses
     assert run.held_out == pytest.approx(held_out, abs=1e-12)
-
-
-def test_the_held_out_loss_is_a_mean_over_the_last_fifth():
-    seen = []
-    for steps in (40, 38, 36, 34):
-        run, _ = train(Problem(lambda: setup(0), 40, 2), "x")
-        made = by_hand_at(steps)
-        seen += [made.model(*batch).item() / 2 for batch in made.batches[40:42]]
-    assert run.held_out == pytest.approx(sum(seen) / 4, abs=1e-6)
 
 
 def by_hand_at(steps):
@@ -68,10 +61,10 @@ def test_a_model_is_copied_and_seeds_reorder_its_batches():
     problem = Problem(Setup(model, data), 8, 4)
     first, second = problem.start(0), problem.start(1)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert [id(b) for b in first.batches] == [id(b) for b in data[:8]]
-    assert {id(b) for b in second.batches} == {id(b) for b in data[:8]}
-    assert [id(b) for b in second.batches] != [id(b) for b in data[:8]]
-    assert [id(b) for b in second.held_out] == [id(b) for b in data[8:]]
+    order, other = (list(map(id, start.batches)) for start in (first, second))
+    assert order == list(map(id, data[:8])) != other
+    assert sorted(order) == sorted(other)
+    assert list(map(id, second.held_out)) == list(map(id, data[8:]))
     assert first.optimizer.param_groups[0]["params"][0] is next(first.model.parameters())
 
 
@@ -104,7 +97,7 @@ def from_one_model():
     return make
 
 
-@pytest.mark.parametrize("source", [from_an_iterator, from_one_model])
+@parametrize("source", [from_an_iterator, from_one_model])
 def test_runs_of_a_seed_are_paired_in_whichever_order_they_come(source):
     problem = Problem(source(), 4, 2)
     first = {seed: train(problem, "x", seed)[0] for seed in (0, 1, 2)}
@@ -127,27 +120,7 @@ def test_batches_that_share_memory_are_refused():
         train(Problem(Setup(Classifier(), refilled()), 4, 2), "x")
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, output):
-        return output * self.scale.exp()
-
-
-def test_a_loss_with_weights_is_copied_with_its_model():
-    model, loss = Classifier(), Scaled()
-    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
-    problem = Problem(Setup(model, batches(6), loss, optimizer), 4, 2)
-    runs = [train(problem, "x")[0] for _ in range(2)]
-    assert runs[0].losses == runs[1].losses
-    assert loss.scale.grad is None
-    start = problem.start(0)
-    assert any(p is start.loss.scale for g in start.optimizer.param_groups for p in g["params"])
-
-
-@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
+@parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
 def test_random_numbers_of_every_generator_are_those_of_the_seed(draw):
     """Models drop layers and mask inputs, and data is made, by any of the three."""
 
@@ -167,57 +140,6 @@ def test_random_numbers_of_every_generator_are_those_of_the_seed(draw):
         again = train(problem, "x", 1)[0]
         assert (first.losses, first.held_out) == (again.losses, again.held_out)
         assert [draw() for _ in range(3)] == expected
-
-
-def test_a_model_that_writes_into_its_batch_sees_the_same_one_in_every_pass():
-    class Writes(Classifier):
-        def forward(self, parts):
-            return super().forward(parts.pop("x").mul_(2), parts.pop("y"))
-
-    data = [({"x": x, "y": y},) for x, y in batches(6)]
-    problem = Problem(Setup(Writes(), data), 3, 2)
-    first, second = train(problem, "x")[0], train(problem, "x")[0]
-    assert (first.losses, first.held_out) == (second.losses, second.held_out)
-    assert torch.equal(data[0][0]["x"], batches(6)[0][0])
-
-
-def test_an_optimizer_is_copied_with_the_attributes_of_its_class():
-    class Wrapping(torch.optim.Optimizer):
-        def __init__(self, params, lr):
-            super().__init__(params, {"lr": lr})
-            self.inner = torch.optim.SGD(self.param_groups, lr=lr)
-
-        def step(self, closure=None):
-            self.inner.step()
-
-    def run(kind):
-        model = made.model
-        return train(
-            Problem(Setup(model, batches(6), None, kind(model.parameters(), lr=0.1)), 3, 2), "x"
-        )
-
-    made = setup(0)
-    before = made.model.head.weight.detach().clone()
-    assert run(Wrapping)[0].losses == run(torch.optim.SGD)[0].losses
-    assert torch.equal(made.model.head.weight, before)
-
-
-def test_snapshots_hold_encoded_moments_and_name_what_is_stepped():
-    model = Classifier()
-    optimizer = fp8.optim.AdamW(
-        model.blocks.parameters(), second_moment="e5m3_block", min_size=0, betas=(0.9, 0.5)
-    )
-    _, (snapshot,) = train(
-        Problem(Setup(model, batches(6), None, optimizer), 3, 2), "x", snapshots=(3,)
-    )
-    wide = torch.optim.AdamW(model.blocks.parameters(), betas=(0.9, 0.5))
-    _, (exact,) = train(Problem(Setup(model, batches(6), None, wide), 3, 2), "x", snapshots=(3,))
-    names = {f"blocks.{name}" for name, _ in model.blocks.named_parameters()}
-    assert snapshot.trained == exact.trained == names == snapshot.second_moments.keys()
-    assert snapshot.beta2 == 0.5
-    for name in names:
-        given, expected = snapshot.second_moments[name], exact.second_moments[name]
-        assert (given - expected).norm() < 0.1 * expected.norm()
 
 
 def test_a_run_ends_at_a_loss_that_is_not_finite():
@@ -261,7 +183,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("message", BAD)
+@parametrize("message", BAD)
 def test_bad_input(message):
     call, error = BAD[message]
     with pytest.raises(error, match=message):

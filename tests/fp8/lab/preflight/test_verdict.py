@@ -1,9 +1,5 @@
 """The first line of a verdict, what it saves and why, of candidates made by hand."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from fp8.lab.forecast.result import Forecast, Variant
@@ -13,7 +9,7 @@ from fp8.lab.preflight.verdict import bytes_in_words, decide, recipe_in_words
 ROW = "recipe row (8-bit numbers with one scale factor for each row of a matrix)"
 
 
-def candidate(name: str, outcome: str, gap: float | None = 0.001, kept: int = 0) -> Candidate:
+def candidate(name, outcome, gap=0.001, kept=0):
     layers = [f"layer{i}" for i in range(kept)]
     ends = (None, None) if gap is None else (gap - 0.004, gap + 0.004)
     return Candidate(
@@ -22,7 +18,7 @@ def candidate(name: str, outcome: str, gap: float | None = 0.001, kept: int = 0)
     )  # fmt: skip
 
 
-def forecast(hardware: str, low: float, *names: str, source: str = "estimate") -> Forecast:
+def forecast(hardware, low, *names, source="estimate"):
     """3 s in bf16; of policies half of what is saved, and of 9 layers those that get slower."""
     high = Variant(
         recipe="bf16", seconds=3.0, layers=dict.fromkeys("abcdefghi", 1.0), saved=2 * 10**9
@@ -32,7 +28,7 @@ def forecast(hardware: str, low: float, *names: str, source: str = "estimate") -
     return Forecast(hardware, source, (high, *rows))
 
 
-def decided(*candidates: Candidate, chance: float = 0.0, forecasts: Any = None) -> Findings:
+def decided(*candidates, chance=0.0, forecasts=None):
     names = [candidate.name for candidate in candidates]
     runs = [Run("reference", 0, [1.0], 1.0, seconds=60.0), Run("row", 0, [1.0], 1.0, 120.0)]
     findings = Findings(

@@ -1,18 +1,15 @@
 """Sums as tensor cores make them, bit for bit against mmasim's models of the instructions."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from fp8.formats.format import get_format
 from fp8.formats.quantize import quantize
 from fp8.lab.sums import dot as dot_module
 from fp8.lab.sums.dot import dot
 from fp8.recipes.tensor_cores import FORMATS, TENSOR_CORES
+
+parametrize = pytest.mark.parametrize
 
 nvidia = pytest.importorskip("mmasim.nv_ptx.sim")
 
@@ -33,7 +30,7 @@ MAGNITUDES = {
 }
 
 
-def values(kind: str, shape: tuple[int, int], format: str, seed: int) -> Tensor:
+def values(kind, shape, format, seed):
     torch.manual_seed(seed)
     x = MAGNITUDES[kind](shape)
     if kind == "cancelling" and seed:  # of opposite signs against the first operand's pairs
@@ -41,12 +38,12 @@ def values(kind: str, shape: tuple[int, int], format: str, seed: int) -> Tensor:
     return quantize(x, format, overflow="saturate")
 
 
-def stored(x: Tensor, format: str) -> Tensor:
+def stored(x, format):
     """The values as mmasim takes them."""
     return x.to(get_format(format).dtype)
 
 
-def same_bits(got: Tensor, want: Tensor) -> bool:
+def same_bits(got, want):
     return torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
@@ -57,7 +54,7 @@ NV = {
 CLASSES = {"mma": nvidia.MMA, "wgmma": nvidia.WGMMA}
 
 
-def plain_instructions() -> list[tuple[str, str, str, Any]]:
+def plain_instructions():
     return [
         (chip, a, b, (CLASSES[cls], arch, text.format(a, b)))
         for chip, (cls, arch, text) in NV.items()
@@ -66,11 +63,11 @@ def plain_instructions() -> list[tuple[str, str, str, Any]]:
     ]
 
 
-def ids(value: Any) -> str:
+def ids(value):
     return str(value[-1] if isinstance(value, tuple) else value)
 
 
-def check(chip: str, first: str, second: str, op: Any, kind: str, k: int, seed: int = 0) -> None:
+def check(chip, first, second, op, kind, k, seed=0):
     a, b = values(kind, (op.m, k), first, seed), values(kind, (op.n, k), second, seed + 1)
     c = torch.zeros(op.m, op.n)
     left, right = stored(a, first), stored(b, second)
@@ -83,15 +80,15 @@ def check(chip: str, first: str, second: str, op: Any, kind: str, k: int, seed: 
 
 @pytest.mark.sampled(6)
 @pytest.mark.proves("the field", "sums of tensor cores", how="library")
-@pytest.mark.parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
-@pytest.mark.parametrize("kind", MAGNITUDES)
+@parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
+@parametrize("kind", MAGNITUDES)
 def test_bits_of_plain_instructions(chip, first, second, made, kind):
     cls, *arguments = made
     check(chip, first, second, cls(*arguments), kind, K)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
+@parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
 def test_bits_of_a_million_outputs(chip, first, second, made):
     cls, arch, text = made
     op = cls(arch, text.replace("n8", "n256") if cls is not CLASSES["mma"] else text)
@@ -100,7 +97,7 @@ def test_bits_of_a_million_outputs(chip, first, second, made):
         check(chip, first, second, op, kind, 2 * op.k, 2 * seed)
 
 
-@pytest.mark.parametrize("chip", ["hopper", pytest.param("ada", marks=pytest.mark.exhaustive)])
+@parametrize("chip", ["hopper", pytest.param("ada", marks=pytest.mark.exhaustive)])
 def test_compiled_sums_are_those_of_eager_mode(chip, monkeypatch):
     """Also where tiles and steps are not full."""
     for kind in ("mixed", "not finite"):

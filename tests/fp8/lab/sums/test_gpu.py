@@ -1,7 +1,5 @@
 """The sums of `Recipe.accumulate` against the products of the device itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,7 +13,7 @@ PARTS = (0, 32, 64, 128, 256, 512)
 """After how many products a kernel may end a sum; 0: after all."""
 
 
-def ending(a: torch.Tensor, b: torch.Tensor, chip: str, part: int) -> torch.Tensor:
+def ending(a, b, chip, part):
     """The product, with sums that end after so many products and are added in float32."""
     part = part or a.shape[1]
     total = torch.zeros(a.shape[0], b.shape[0])
@@ -27,7 +25,7 @@ def ending(a: torch.Tensor, b: torch.Tensor, chip: str, part: int) -> torch.Tens
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [32, 128, 1024, 4096])
-def test_the_devices_product_has_these_sums(k: int):
+def test_the_devices_product_has_these_sums(k):
     """Names the order of k that fits, in the output of ``pytest -s``; fails if none does."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
