@@ -51,7 +51,7 @@ def test_rows_of_reports_have_types() -> None:
     x = torch.randn(2, 16)
     assert_type([row.rms for row in uu.verify(model, x).outside], list[float])
     model(x)
-    assert_type([row.call for row in uu.report(model).left_alone], list[str])
+    assert_type([row.what for row in uu.report(model).left_alone], list[str])
 
 
 def test_a_decorated_function_keeps_its_arguments() -> None:

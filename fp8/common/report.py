@@ -19,7 +19,8 @@ _NOTES = "fp8_notes"
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a report. path: the module's name. what: its type, or the call. done: the action."""
+    """A row of a report. path: the module's name. what: its type, or a parameter or call in
+    it. done: the action."""
 
     path: str
     what: str

@@ -1,14 +1,46 @@
-"""Every matrix product is computed here: three GEMMs with their scales and casts.
+"""Matrix products in low precision. Every product of the two packages is computed here.
 
-    forward    y  = s_y  * Q(x) Q(w)^T
-    backward   dx = s_dx * Q(g) Q(w)
-               dw = s_dw * Q(g)^T Q(x)
+How a layer ``y = x w^T`` trains in FP8
+---------------------------------------
 
-A scale is an argument of the GEMM (``alpha`` of addmm and baddbmm), which saves a pass over the
-output. ``Q`` is the cast of the recipe, separate for each of the six operands, and the identity
-without a recipe. With casts by rows or blocks, x, w and g are cast from high precision again for
-their second product, along the axis that it sums over. Kernels are called as ``torch.ops.aten``,
-which torch-function modes do not intercept, so a product is never cast twice.
+**Three products.** x has shape (m, k): m tokens of k inputs. w has shape (n, k). g is the gradient
+of y::
+
+    forward      y  = s_y  * Q(x) Q(w)^T      sums over k
+    grad_input   dx = s_dx * Q(g) Q(w)        sums over n
+    grad_weight  dw = s_dw * Q(g)^T Q(x)      sums over m
+
+``s`` are the factors of unit scaling, 1 for other layers. They are an argument of the GEMM
+(``alpha``), which saves a pass over its result.
+
+**Six casts.** Each product has two operands, and a recipe states a cast for each of the six: a
+format, a source of its scale and a rounding. ``Q`` is that cast; without a recipe it is the
+identity. x and w usually are e4m3, which has three mantissa bits, and g is e5m2, which has two
+and reaches further (Micikevicius et al., arXiv:2209.05433, section 3).
+
+**What a scale costs.** ``Q(x)`` holds ``x / scale`` in the format, and the GEMM multiplies its
+result by the scales of both operands.
+
+- "unit" has no scale, and "static" one number that was measured before: x is read once.
+- "tensor" reads x twice: first for its largest magnitude, then for the cast.
+- "delayed" takes the largest magnitude of earlier steps, and records that of this one.
+- "row", "block", "mx" and "nv" have a scale for each tile along the summed axis. A tile is in
+  registers when its magnitude is known, so x is read once.
+
+**Why both layouts.** An FP8 tensor core sums along the contiguous axis of both operands. x is
+summed over k in the forward pass and over m in grad_weight, so a kernel needs it in both layouts,
+and so it does w and g. If one scale covers the tensor, the second layout has the same values:
+it is a transposed copy. If tiles have scales, they lie along the other axis there: the values
+differ, and the operand is cast again from high precision. `Casts.reuses_a` and `reuses_b` say
+which.
+
+**What is saved for the backward pass.** x and w as they were cast, one byte a value, where the
+second product reuses them; else as they came, in high precision.
+
+**Simulation and kernels.** In simulation the cast values are computed in the dtype of x, and the
+GEMM multiplies them as they are. `fp8.kernels` multiplies the same values on FP8 hardware.
+The GEMMs are called as ``torch.ops.aten``, which torch-function modes do not intercept: a product
+is never cast twice.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_a_gain_that_multiplies_values_alone_is_scaled(name):
     assert (rms(ours.gain) > 0.1) == scaled
     assert not scaled or ours.gain.mup_type == "norm"
     assert not uu.report(ours).left_alone
-    kept = [row.call for row in uu.report(ours) if row.done == "keeps its values"]
+    kept = [row.what for row in uu.report(ours) if row.done == "keeps its values"]
     assert kept == ([] if scaled else ["gain"])
 
 
@@ -287,7 +287,7 @@ def test_what_an_autograd_function_computes_keeps_its_values():
     net.first, net.last = nn.Linear(8, 16), nn.Linear(16, 4)
     model = unit_scale(net, batch=batch_of(4, 8))
     assert torch.equal(model.last.weight, net.last.weight)
-    kept = {(row.path, row.call) for row in uu.report(model) if row.done == "keeps its values"}
+    kept = {(row.path, row.what) for row in uu.report(model) if row.done == "keeps its values"}
     assert kept == {("last", "weight"), ("last", "bias")}
 
 
@@ -322,7 +322,7 @@ def test_report_counts_every_weight():
     model(*batch())
     report = uu.report(model)
     assert not report.left_alone
-    scaled = {f"{row.path}.{row.call}" for row in report if row.done == "scaled"}
+    scaled = {f"{row.path}.{row.what}" for row in report if row.done == "scaled"}
     assert {name for name, p in model.named_parameters() if p.dim() > 1} <= scaled
     assert "blocks.1.down" in str(report)
     importlib.import_module("torch.distributed.pipelining.stage")  # makes functions look at frames

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fp8.common.report import Report
+from fp8.common.report import Report, Row
 from fp8.common.step import Batch, arguments, unwrapped
 from fp8.common.validation import check_module
 from fp8.layers.convert import choose_recipes
@@ -19,7 +19,6 @@ from .replace import Replace, Replacements, checked
 from .simulate import resimulate
 from .values.parameters import refuse_weights
 from .values.pending import REPORTS, is_pending, is_unit_scaled, pend, set_values
-from .values.set_values import Row
 
 
 def unit_scale(
@@ -104,7 +103,7 @@ def report(model: nn.Module) -> Report[Row]:
             numbers alone, which are in the tags of its parameters.
 
     Returns:
-        Rows with ``path`` (of the module), ``call`` (the parameter's name in it), ``done`` and
+        Rows with ``path`` (of the module), ``what`` (the parameter's name in it), ``done`` and
         ``why``: what it was multiplied by, and the RMS of the result of the product that reads it.
         ``done`` is "scaled", "set to zero", "keeps its values", "unchanged" or "left alone"; rows
         of the latter may be of calls, whose size no parameter holds.

@@ -293,7 +293,7 @@ def test_the_bias_of_a_weight_that_keeps_its_values_is_kept():
     ours = unit_scale(model, batch=torch.randn(32, 8))
     assert torch.equal(ours.a.weight, model.a.weight)
     assert torch.equal(ours.a.bias, model.a.bias)
-    kept = {row.call for row in uu.report(ours) if row.done == "keeps its values"}
+    kept = {row.what for row in uu.report(ours) if row.done == "keeps its values"}
     assert kept == {"weight", "bias"}
 
 

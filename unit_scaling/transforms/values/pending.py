@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8.common.report import Report
+from fp8.common.report import Report, Row
 from fp8.common.step import kept, unwrapped
 from fp8.torch_internals.decorators import untraced
 from fp8.torch_internals.pipelining import in_shape_inference
@@ -34,7 +34,7 @@ from ..record.probe import unobserved
 from ..record.values import has_values, rms_of
 from .parameters import joined, starts_of
 from .ranks import model_name
-from .set_values import REACH, Change, Decision, Row, decide
+from .set_values import REACH, Change, Decision, decide
 
 REPORTS: weakref.WeakKeyDictionary[nn.Module, Report[Row]] = weakref.WeakKeyDictionary()
 """A model -> what was done to its parameters."""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.common.dtensor import part_of
-from fp8.common.report import LEFT_ALONE
+from fp8.common.report import LEFT_ALONE, Row
 
 from ...ops.recurrent import GRU_FACTOR, LSTM_FACTOR, RELU_FACTOR, TANH_FACTOR
 from ...parameter import Tags, tags_of
@@ -59,20 +59,6 @@ optimizer steps those of each rate by themselves."""
 
 PASSES = 6
 """The largest number of passes that set values."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the report of `unit_scale`: a parameter, or a call that is left alone."""
-
-    path: str
-    call: str
-    done: str
-    why: str = ""
-
-    @property
-    def left_alone(self) -> bool:
-        return self.done == LEFT_ALONE
 
 
 @dataclass
