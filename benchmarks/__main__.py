@@ -50,7 +50,9 @@ def main(names: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    commands = [[sys.executable, "-m", f"benchmarks.{name}"] for name in names or BENCHMARKS]
+    commands = [
+        [sys.executable, "-m", f"benchmarks.{name}"] for name in names or BENCHMARKS
+    ]
     return sum(subprocess.run(command).returncode != 0 for command in commands)
 
 

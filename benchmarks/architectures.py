@@ -62,7 +62,11 @@ WAVE = {
 
 def ids(*, labels: bool = True) -> dict[str, Tensor]:
     tokens = torch.randint(3, VOCABULARY, (8, LENGTH))
-    return {"input_ids": tokens, "labels": tokens.clone()} if labels else {"input_ids": tokens}
+    return (
+        {"input_ids": tokens, "labels": tokens.clone()}
+        if labels
+        else {"input_ids": tokens}
+    )
 
 
 def classified(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -74,7 +78,10 @@ def images(size: int = 32) -> dict[str, Tensor]:
 
 
 def waves() -> dict[str, Tensor]:
-    return {"input_values": torch.randn(4, 1024), "labels": torch.randint(1, 32, (4, 8))}
+    return {
+        "input_values": torch.randn(4, 1024),
+        "labels": torch.randint(1, 32, (4, 8)),
+    }
 
 
 def spectra(name: str, *shape: int) -> dict[str, Tensor]:
@@ -109,7 +116,9 @@ def _vision(model: str, size: int = 32, **settings: Any) -> Entry:
 
 
 ZOO: dict[str, Entry] = {
-    "GPT-2": _language("GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, n_positions=LENGTH),
+    "GPT-2": _language(
+        "GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, n_positions=LENGTH
+    ),
     "GPT-Neo": _language(
         "GPTNeoForCausalLM",
         num_layers=2,
@@ -119,7 +128,12 @@ ZOO: dict[str, Entry] = {
     ),
     "GPT-NeoX": _language("GPTNeoXForCausalLM"),
     "GPT-J": _language(
-        "GPTJForCausalLM", n_embd=64, n_layer=2, n_head=4, n_positions=LENGTH, rotary_dim=8
+        "GPTJForCausalLM",
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=LENGTH,
+        rotary_dim=8,
     ),
     "OPT": _language("OPTForCausalLM", ffn_dim=128, word_embed_proj_dim=64),
     "BLOOM": _language("BloomForCausalLM", n_layer=2, n_head=4),
@@ -128,18 +142,25 @@ ZOO: dict[str, Entry] = {
     "Qwen2": _language("Qwen2ForCausalLM"),
     "Qwen3": _language("Qwen3ForCausalLM"),
     "Gemma": _language("GemmaForCausalLM"),
-    "Gemma 2": _language("Gemma2ForCausalLM", query_pre_attn_scalar=16, sliding_window=16),
+    "Gemma 2": _language(
+        "Gemma2ForCausalLM", query_pre_attn_scalar=16, sliding_window=16
+    ),
     "Phi": _language("PhiForCausalLM"),
     "Phi-3": _language("Phi3ForCausalLM"),
     "Falcon": Entry(
-        "FalconForCausalLM", "language", {k: v for k, v in SIZES.items() if k != "head_dim"}, ids
+        "FalconForCausalLM",
+        "language",
+        {k: v for k, v in SIZES.items() if k != "head_dim"},
+        ids,
     ),
     "StableLM": _language("StableLmForCausalLM"),
     "OLMo": _language("OlmoForCausalLM"),
     "OLMo 2": _language("Olmo2ForCausalLM"),
     "Cohere": _language("CohereForCausalLM"),
     "Granite": _language("GraniteForCausalLM"),
-    "Mixtral": _language("MixtralForCausalLM", "mixture of experts", num_local_experts=4),
+    "Mixtral": _language(
+        "MixtralForCausalLM", "mixture of experts", num_local_experts=4
+    ),
     "Qwen2-MoE": _language(
         "Qwen2MoeForCausalLM",
         "mixture of experts",
@@ -158,12 +179,22 @@ ZOO: dict[str, Entry] = {
         chunk_size=8,
     ),
     "RWKV": _language(
-        "RwkvForCausalLM", "state space", attention_hidden_size=64, context_length=LENGTH
+        "RwkvForCausalLM",
+        "state space",
+        attention_hidden_size=64,
+        context_length=LENGTH,
     ),
     "BERT": _language("BertForMaskedLM", "encoder"),
-    "RoBERTa": _language("RobertaForMaskedLM", "encoder", max_position_embeddings=LENGTH + 1),
+    "RoBERTa": _language(
+        "RobertaForMaskedLM", "encoder", max_position_embeddings=LENGTH + 1
+    ),
     "DistilBERT": _language(
-        "DistilBertForMaskedLM", "encoder", dim=64, hidden_dim=128, n_layers=2, n_heads=4
+        "DistilBertForMaskedLM",
+        "encoder",
+        dim=64,
+        hidden_dim=128,
+        n_layers=2,
+        n_heads=4,
     ),
     "ALBERT": _language("AlbertForMaskedLM", "encoder", embedding_size=32),
     "ELECTRA": _language("ElectraForMaskedLM", "encoder", embedding_size=32),
@@ -175,7 +206,9 @@ ZOO: dict[str, Entry] = {
         max_relative_positions=16,
     ),
     "ModernBERT": _language("ModernBertForMaskedLM", "encoder"),
-    "T5": _translation("T5ForConditionalGeneration", d_kv=16, d_ff=128, num_layers=2, num_heads=4),
+    "T5": _translation(
+        "T5ForConditionalGeneration", d_kv=16, d_ff=128, num_layers=2, num_heads=4
+    ),
     "BART": _translation("BartForConditionalGeneration"),
     "Pegasus": _translation("PegasusForConditionalGeneration"),
     "Marian": _translation("MarianMTModel"),
@@ -191,10 +224,16 @@ ZOO: dict[str, Entry] = {
         lambda: classified(images()),
     ),
     "ConvNeXt": _vision(
-        "ConvNextForImageClassification", num_stages=2, depths=[2, 2], hidden_sizes=[32, 64]
+        "ConvNextForImageClassification",
+        num_stages=2,
+        depths=[2, 2],
+        hidden_sizes=[32, 64],
     ),
     "ConvNeXt V2": _vision(
-        "ConvNextV2ForImageClassification", num_stages=2, depths=[2, 2], hidden_sizes=[32, 64]
+        "ConvNextV2ForImageClassification",
+        num_stages=2,
+        depths=[2, 2],
+        hidden_sizes=[32, 64],
     ),
     "ResNet": _vision(
         "ResNetForImageClassification",
@@ -220,7 +259,11 @@ ZOO: dict[str, Entry] = {
         "WhisperForConditionalGeneration",
         "speech",
         ENCODER_DECODER
-        | {"max_source_positions": LENGTH, "max_target_positions": LENGTH, "num_mel_bins": 16},
+        | {
+            "max_source_positions": LENGTH,
+            "max_target_positions": LENGTH,
+            "num_mel_bins": 16,
+        },
         lambda: {
             "input_features": torch.randn(4, 16, 2 * LENGTH),
             "labels": torch.randint(3, VOCABULARY, (4, LENGTH)),

@@ -37,7 +37,9 @@ def heavy() -> Tensor:
     return torch.randn(SHAPE) / torch.randn(3, *SHAPE).square().sum(0).sqrt()
 
 
-def draws(cast: fp8.Cast, data: Callable[[], Tensor]) -> tuple[list[float], list[float]]:
+def draws(
+    cast: fp8.Cast, data: Callable[[], Tensor]
+) -> tuple[list[float], list[float]]:
     """The bias of each draw, and its relative squared error."""
     torch.manual_seed(0)
     spec, biases, errors = lowered(cast), [], []
@@ -61,8 +63,12 @@ def rows() -> list[Row]:
         for data in (normal, heavy):
             biases, errors = draws(recipe.grad, data)
             kind = data.__name__
-            row[f"{kind}_bias"] = round(100 * statistics.fmean(biases), 4) + 0.0  # no -0.0
-            row[f"{kind}_se"] = round(100 * statistics.stdev(biases) / math.sqrt(DRAWS), 4)
+            row[f"{kind}_bias"] = (
+                round(100 * statistics.fmean(biases), 4) + 0.0
+            )  # no -0.0
+            row[f"{kind}_se"] = round(
+                100 * statistics.stdev(biases) / math.sqrt(DRAWS), 4
+            )
             row[f"{kind}_error"] = float(f"{statistics.fmean(errors):.3g}")
         found.append(row)
     return found

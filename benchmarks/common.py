@@ -66,7 +66,11 @@ def machine() -> dict[str, Any]:
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    models = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith("model name")
+    ]
     return models[0] if models else platform.processor() or platform.machine()
 
 
@@ -98,17 +102,23 @@ def compare(
     for i in range(rounds):
         for j in generator.permutation(len(functions)):
             times[i, j] = _time(functions[j], repeats[j], clock)
-    return [_row(name, times[:, 0], times[:, j + 1]) for j, name in enumerate(candidates)]
+    return [
+        _row(name, times[:, 0], times[:, j + 1]) for j, name in enumerate(candidates)
+    ]
 
 
-def _time(function: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
+def _time(
+    function: Callable[[], object], repeats: int, clock: Callable[[], float]
+) -> float:
     start = clock()
     for _ in range(repeats):
         function()
     return (clock() - start) / repeats
 
 
-def _repeats(function: Callable[[], object], seconds: float, clock: Callable[[], float]) -> int:
+def _repeats(
+    function: Callable[[], object], seconds: float, clock: Callable[[], float]
+) -> int:
     return max(1, int(seconds / max(_time(function, 1, clock), 1e-9)))
 
 
@@ -149,7 +159,11 @@ class Finished:
         return self._key(run) in self._losses
 
     def loss(
-        self, run: Mapping[str, Any], train: Callable[[], float], *, compiled: bool = False
+        self,
+        run: Mapping[str, Any],
+        train: Callable[[], float],
+        *,
+        compiled: bool = False,
     ) -> float:
         """That of a run with these settings, plain values: ``train()``, once."""
         key = self._key(run)

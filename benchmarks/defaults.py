@@ -69,7 +69,10 @@ def main() -> int:
             print(f"{model:16} {name:32} {losses[model, name]:.4f}", flush=True)
     models = args.models.split(";")
     rows: list[Row] = [
-        {"name": name, **{m: round(losses[m, name] - losses[m, "defaults"], 3) for m in models}}
+        {
+            "name": name,
+            **{m: round(losses[m, name] - losses[m, "defaults"], 3) for m in models},
+        }
         for name in CHANGES
     ]
     rows[0] |= {model: round(losses[model, "defaults"], 3) for model in models}

@@ -28,9 +28,13 @@ from notebooks.transfer import search
 SEEDS = (0, 1)
 
 
-def held_out_loss(variant: str, lr: float, corpus: Corpus, settings: Settings, seed: int) -> float:
+def held_out_loss(
+    variant: str, lr: float, corpus: Corpus, settings: Settings, seed: int
+) -> float:
     """The loss at the end of training; infinite if training has diverged."""
-    model = build_model(variant, vocab=len(corpus.symbols), settings=settings, seed=seed)
+    model = build_model(
+        variant, vocab=len(corpus.symbols), settings=settings, seed=seed
+    )
     autocast = VARIANTS[variant].autocast
     training = Training(
         model, corpus=corpus, settings=settings, lr=lr, seed=seed, autocast=autocast
@@ -42,11 +46,19 @@ def held_out_loss(variant: str, lr: float, corpus: Corpus, settings: Settings, s
 
 
 def sweep(
-    variant: str, seeds: tuple[int, ...], finished: Finished, corpus: Corpus, settings: Settings
+    variant: str,
+    seeds: tuple[int, ...],
+    finished: Finished,
+    corpus: Corpus,
+    settings: Settings,
 ) -> dict[float, float]:
     """Learning rate -> mean held-out loss over the seeds."""
     start = VARIANTS[variant].default_lr(settings)
-    shared = {"settings": settings.as_json(), "sha256": corpus.sha256, "torch": torch.__version__}
+    shared = {
+        "settings": settings.as_json(),
+        "sha256": corpus.sha256,
+        "torch": torch.__version__,
+    }
 
     def loss(k: int) -> float:
         lr = start * 2.0**k
@@ -62,7 +74,9 @@ def sweep(
         print(f"{variant:16} {lr:8.4g} {mean:.4f} {losses}", flush=True)
         return mean
 
-    return {start * 2.0**k: mean for k, mean in sorted(search(loss, 0, sides=1).items())}
+    return {
+        start * 2.0**k: mean for k, mean in sorted(search(loss, 0, sides=1).items())
+    }
 
 
 def row(variant: str, losses: dict[float, float], settings: Settings) -> Row:
@@ -76,11 +90,15 @@ def row(variant: str, losses: dict[float, float], settings: Settings) -> Row:
 def main() -> int:
     """Trains what is missing, prints the rows and records them."""
     parser = argparse.ArgumentParser(prog="benchmarks.demo_rates", description=__doc__)
-    parser.add_argument("--data", help="text to train on (default: the standard library's source)")
+    parser.add_argument(
+        "--data", help="text to train on (default: the standard library's source)"
+    )
     plain = [name for name in DEMO if not VARIANTS[name].unit_scaled]
     parser.add_argument("--variants", default=",".join(plain))
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
-    parser.add_argument("--out", type=Path, default=Path("out/benchmark-demo-rates.jsonl"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/benchmark-demo-rates.jsonl")
+    )
     args = parser.parse_args()
     settings = PRESETS["small"]
     settings = dataclasses.replace(settings, eval_interval=settings.iters)

@@ -41,7 +41,9 @@ class Residual(nn.Module):
         self.norm1 = nn.BatchNorm2d(out)
         self.second = nn.Conv2d(out, out, 3, 1, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(out)
-        self.skip = nn.Identity() if out == width else nn.Conv2d(width, out, 1, 2, bias=False)
+        self.skip = (
+            nn.Identity() if out == width else nn.Conv2d(width, out, 1, 2, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.first(x)))
@@ -55,7 +57,9 @@ class ResNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(1, 16, 3, 1, 1, bias=False)
         self.norm = nn.BatchNorm2d(16)
-        self.blocks = nn.Sequential(Residual(16, 16), Residual(16, 32), Residual(32, 64))
+        self.blocks = nn.Sequential(
+            Residual(16, 16), Residual(16, 32), Residual(32, 64)
+        )
         self.head = nn.Linear(64, CLASSES)
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

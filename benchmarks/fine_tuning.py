@@ -53,17 +53,27 @@ def together(first: Corpus, second: Corpus) -> tuple[Corpus, Corpus]:
 
 def trained(model: nn.Module, corpus: Corpus, settings: Settings, seed: int) -> float:
     """The held-out loss after training a model in place."""
-    training = Training(model, corpus=corpus, settings=settings, lr=settings.lr, seed=seed)
+    training = Training(
+        model, corpus=corpus, settings=settings, lr=settings.lr, seed=seed
+    )
     while not training.finished:
         training.advance()
     return training.evaluate()[1]
 
 
 def runs(
-    finished: Finished, base: Corpus, other: Corpus, settings: Settings, seeds: Sequence[int]
+    finished: Finished,
+    base: Corpus,
+    other: Corpus,
+    settings: Settings,
+    seeds: Sequence[int],
 ) -> list[Run]:
     """One run for each way and seed."""
-    shared = {"settings": settings.as_json(), "before": BEFORE, "torch": torch.__version__}
+    shared = {
+        "settings": settings.as_json(),
+        "before": BEFORE,
+        "torch": torch.__version__,
+    }
     shared |= {"sha256": [base.sha256, other.sha256]}
 
     @functools.cache
@@ -104,7 +114,11 @@ def rows(found: Sequence[Run]) -> list[Row]:
         }
         between = gap(found, way)
         if way != REFERENCE and between is not None:
-            ends = {"gap": between.mean, "gap_low": between.low, "gap_high": between.high}
+            ends = {
+                "gap": between.mean,
+                "gap_low": between.low,
+                "gap_high": between.high,
+            }
             row |= {name: round(value, 4) for name, value in ends.items()}
         result.append(row)
     return result
@@ -122,7 +136,9 @@ def main() -> int:
     """Trains what is missing, prints the rows and records them."""
     run = asked("fine_tuning", __doc__, STEPS, data=DOCUMENTATION, seeds=SEEDS)
     with deterministic(run.threads):
-        base, other = together(load_corpus(None, context=run.settings.context), run.corpus)
+        base, other = together(
+            load_corpus(None, context=run.settings.context), run.corpus
+        )
         found = runs(run.finished, base, other, run.settings, run.seeds)
         report("fine_tuning", question(run, base), rows(found))
     return 0

@@ -56,7 +56,9 @@ def row(layers: int) -> Row:
     model, ids = llama(layers), torch.randint(256, (4, 64))
     batch = {"input_ids": ids, "labels": ids}
     with torch.no_grad():
-        plain = statistics.median(seconds(lambda: model(**batch)) for _ in range(4 * ROUNDS))
+        plain = statistics.median(
+            seconds(lambda: model(**batch)) for _ in range(4 * ROUNDS)
+        )
     first = []
     for _ in range(ROUNDS):
         scaled = unit_scale(model)

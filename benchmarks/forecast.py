@@ -42,7 +42,11 @@ class Block(nn.Module):
     that share a key and a value."""
 
     def __init__(
-        self, width: int = WIDTH, inner: int = INNER, heads: int = HEADS, shared: int = 1
+        self,
+        width: int = WIDTH,
+        inner: int = INNER,
+        heads: int = HEADS,
+        shared: int = 1,
     ) -> None:
         super().__init__()
         self.head_width, self.shared = width // heads, shared
@@ -59,8 +63,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         heads = (*x.shape[:2], -1, self.head_width)
-        q, k, v = (layer(y).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shared > 1)
+        q, k, v = (
+            layer(y).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.shared > 1
+        )
         x = x + self.o(y.transpose(1, 2).reshape(x.shape))
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -71,7 +79,10 @@ class Readout(nn.Module):
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.norm, self.head = (
+            nn.RMSNorm(width),
+            nn.Linear(width, vocabulary, bias=False),
+        )
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         logits = self.head(self.norm(x))[:, :-1].float()
@@ -112,9 +123,13 @@ class Decoder(NamedTuple):
     vocabulary: int
 
     def parts(self, batch: int, length: int) -> list[Part]:
-        block = Block(self.width, self.inner, self.heads, self.shared).to(torch.bfloat16)
+        block = Block(self.width, self.inner, self.heads, self.shared).to(
+            torch.bfloat16
+        )
         readout = Readout(self.width, self.vocabulary).to(torch.bfloat16)
-        x = torch.empty(batch, length, self.width, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.empty(
+            batch, length, self.width, dtype=torch.bfloat16, requires_grad=True
+        )
         ids = torch.empty(batch, length, dtype=torch.int64)
         return [Part(block, x, self.layers), Part(readout, (x, ids), cast=False)]
 
@@ -141,8 +156,12 @@ class Published(NamedTuple):
 PUBLISHED: dict[str, Published] = {
     # nanochat, dev/LOG.md (2026-02-02): H100, compiled, forward and backward; 606 TFLOP/s of two
     # products.
-    "nanochat, MLP, torchao tensorwise": Published(MLP.parts, "torchao tensorwise", 4.79, 4.06),
-    "nanochat, MLP, torchao rowwise": Published(MLP.parts, "torchao rowwise", 4.79, 4.55),
+    "nanochat, MLP, torchao tensorwise": Published(
+        MLP.parts, "torchao tensorwise", 4.79, 4.06
+    ),
+    "nanochat, MLP, torchao rowwise": Published(
+        MLP.parts, "torchao rowwise", 4.79, 4.55
+    ),
     # The same page (2026-01-13): the head of d12, 32768 words. Its number of tokens is not
     # published: with 65536 it is 584 TFLOP/s of three products in bf16.
     "nanochat, head, dynamic": Published(HEAD.parts, "tensor", 16.95, 12.25),
@@ -151,15 +170,24 @@ PUBLISHED: dict[str, Published] = {
     # and GPU, with the optimizer, FSDP's communication (tensorwise: weights in FP8) and selective
     # checkpointing. torchtitan leaves the head in bf16.
     "torchtitan, Llama 3 8B, torchao tensorwise": Published(
-        partial(LLAMA_8B.parts, 1, 8192), "torchao tensorwise", 8192e3 / 6150, 8192e3 / 7689.5
+        partial(LLAMA_8B.parts, 1, 8192),
+        "torchao tensorwise",
+        8192e3 / 6150,
+        8192e3 / 7689.5,
     ),
     "torchtitan, Llama 3 8B, torchao rowwise": Published(
-        partial(LLAMA_8B.parts, 1, 8192), "torchao rowwise", 8192e3 / 6150, 8192e3 / 6768
+        partial(LLAMA_8B.parts, 1, 8192),
+        "torchao rowwise",
+        8192e3 / 6150,
+        8192e3 / 6768,
     ),
     # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: the same at a limit of 500 W and with
     # a memory of 2.4 TB/s.
     "torchtitan, Llama 3.1 8B, batch 2, torchao tensorwise": Published(
-        partial(LLAMA_8B.parts, 2, 8192), "torchao tensorwise", 16384e3 / 6667, 16384e3 / 8532
+        partial(LLAMA_8B.parts, 2, 8192),
+        "torchao tensorwise",
+        16384e3 / 6667,
+        16384e3 / 8532,
     ),
     # llmq, benchmarks/H100x1.md (2026-05): a step of 16 or 32 batches on one H100, its last logged,
     # with the optimizer; C++, dynamic scales for tensors, head in bf16.
@@ -175,7 +203,9 @@ PUBLISHED: dict[str, Published] = {
 }
 
 
-def block_rows(case: str = "block", options: Mapping[str, bool] | None = None) -> Iterator[Row]:
+def block_rows(
+    case: str = "block", options: Mapping[str, bool] | None = None
+) -> Iterator[Row]:
     with torch.device("meta"):
         model = Block().to(torch.bfloat16)
         x = torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)

@@ -43,7 +43,13 @@ forecast: what fp8.forecast says"""
 SECONDS = 470.0
 """For everything: the command promises eight minutes."""
 
-RATES = {"selftest": 70.0, "rates": 30.0, "nanochat": 45.0, "block": 75.0, "model": 60.0}
+RATES = {
+    "selftest": 70.0,
+    "rates": 30.0,
+    "nanochat": 45.0,
+    "block": 75.0,
+    "model": 60.0,
+}
 RATES |= {"nanochat torchao": 25.0, "block torchao": 35.0, "model torchao": 30.0}
 LAST = {"tests": 100.0, **dict.fromkeys(FORECASTS, 100.0)}
 """Stage -> its share of the time, in seconds of SECONDS. Those of LAST time nothing and run side by
@@ -63,8 +69,12 @@ class Record:
         self.values: dict[str, Any] = {
             "question": QUESTION,
             "machine": machine() | before.get("machine", {}) | {"device": device},
-            "stages": {k: v for k, v in before.get("stages", {}).items() if k not in stages},
-            "rows": [row for row in before.get("rows", ()) if row["stage"] not in stages],
+            "stages": {
+                k: v for k, v in before.get("stages", {}).items() if k not in stages
+            },
+            "rows": [
+                row for row in before.get("rows", ()) if row["stage"] not in stages
+            ],
         }
         self.save()
 
@@ -96,14 +106,21 @@ def with_forecasts(rows: list[Row]) -> list[Row]:
             in_model = row["times_in_model"] * row["ms"]
             forecast["model", recipe] = forecast.get(("model", recipe), 0.0) + in_model
     for case, recipe in list(forecast):
-        if case == "model" and not {("block", recipe), ("readout", recipe)} <= forecast.keys():
+        if (
+            case == "model"
+            and not {("block", recipe), ("readout", recipe)} <= forecast.keys()
+        ):
             del forecast[case, recipe]
     return [_with_forecast(row, forecast) for row in rows]
 
 
 def _with_forecast(row: Row, forecast: dict[tuple[str, str], float]) -> Row:
     case, recipe = row.get("case", ""), row.get("recipe", "")
-    if row["stage"] in FORECASTS or "ratio" not in row or (case, recipe) not in forecast:
+    if (
+        row["stage"] in FORECASTS
+        or "ratio" not in row
+        or (case, recipe) not in forecast
+    ):
         return row
     ratio = forecast[case, recipe] / forecast[case, BF16]
     return {
@@ -116,7 +133,9 @@ def _with_forecast(row: Row, forecast: dict[tuple[str, str], float]) -> Row:
 class Process:
     """A stage that runs. Its rows are put into a queue with its name; None at its end."""
 
-    def __init__(self, stage: str, device: str, small: bool, rows: queue.Queue[Any]) -> None:
+    def __init__(
+        self, stage: str, device: str, small: bool, rows: queue.Queue[Any]
+    ) -> None:
         self.stage, self.begun = stage, time.monotonic()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
         command = [sys.executable, "-m", "benchmarks.gpu", "--run", stage, "--device"]
@@ -153,7 +172,9 @@ class Process:
             self._signal(signal.SIGKILL)
             self._process.wait()
         self._reader.join()
-        how = why or ("done" if self._process.returncode == 0 else f"failed: {self._last_error()}")
+        how = why or (
+            "done" if self._process.returncode == 0 else f"failed: {self._last_error()}"
+        )
         record.end(self.stage, how, time.monotonic() - self.begun)
         self._errors.close()
 
@@ -214,14 +235,20 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the stages that the arguments name, or all, and writes the file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="small sizes, to try the script")
+    parser.add_argument(
+        "--small", action="store_true", help="small sizes, to try the script"
+    )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="(%(default)s)")
-    parser.add_argument("--out", type=Path, help="(benchmarks/results/gpu.json; else out/gpu.json)")
+    parser.add_argument(
+        "--out", type=Path, help="(benchmarks/results/gpu.json; else out/gpu.json)"
+    )
     parser.add_argument("--run", choices=STAGES, help=argparse.SUPPRESS)
     parser.add_argument("stages", nargs="*", default=[], help=f"of {', '.join(STAGES)}")
     given = parser.parse_args(arguments)
     if given.run:
-        for row in STAGES[given.run](given.device, Sizes.small() if given.small else Sizes()):
+        for row in STAGES[given.run](
+            given.device, Sizes.small() if given.small else Sizes()
+        ):
             print(json.dumps(row), flush=True)
         return
     unknown = [stage for stage in given.stages if stage not in STAGES]

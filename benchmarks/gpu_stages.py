@@ -129,7 +129,9 @@ class Case:
         if recipe.startswith("torchao "):
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-            config = Float8LinearConfig.from_recipe_name(recipe.removeprefix("torchao "))
+            config = Float8LinearConfig.from_recipe_name(
+                recipe.removeprefix("torchao ")
+            )
             model = convert_to_float8_training(model, config=config)
         elif recipe != BF16:
             model = fp8.convert(model, recipe, backend="native")
@@ -145,7 +147,9 @@ class Decoder(nn.Module):
         super().__init__()
         _, _, width, inner, heads = sizes.block
         self.tokens = nn.Embedding(sizes.vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, inner, heads) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(
+            Block(width, inner, heads) for _ in range(sizes.layers)
+        )
         self.readout = Readout(width, sizes.vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -228,7 +232,9 @@ def rates(device: str, sizes: Sizes) -> Iterator[Row]:
     yield {"hardware": hardware_row(device, sizes.square)}
 
 
-def measured(names: tuple[str, ...], theirs: bool, device: str, sizes: Sizes) -> Iterator[Row]:
+def measured(
+    names: tuple[str, ...], theirs: bool, device: str, sizes: Sizes
+) -> Iterator[Row]:
     """A row for each case and recipe, as soon as it is measured; of one that fails, the error."""
     if theirs and not recipes(theirs):
         return
@@ -247,7 +253,10 @@ def measured(names: tuple[str, ...], theirs: bool, device: str, sizes: Sizes) ->
             try:
                 yield {**row, **against(case, high, recipe, sizes)}
             except Exception as error:  # of a kernel or of the compiler: a result
-                yield {**row, "error": f"{type(error).__name__}: {error}".partition("\n")[0]}
+                yield {
+                    **row,
+                    "error": f"{type(error).__name__}: {error}".partition("\n")[0],
+                }
 
 
 def against(case: Case, high: nn.Module, recipe: str, sizes: Sizes) -> Row:
@@ -260,7 +269,9 @@ def against(case: Case, high: nn.Module, recipe: str, sizes: Sizes) -> Row:
 def why_not(recipe: str, device: str) -> str:
     """Why the device simulates a recipe; "" if it does not."""
     ours = recipe in fp8.RECIPES and recipe != BF16
-    return why_not_here(fp8.RECIPES[recipe], torch.device(device), DTYPE) if ours else ""
+    return (
+        why_not_here(fp8.RECIPES[recipe], torch.device(device), DTYPE) if ours else ""
+    )
 
 
 def paired(case: Case, high: nn.Module, low: nn.Module, sizes: Sizes) -> Row:
@@ -287,7 +298,9 @@ def in_turns(
 ) -> Row:
     """The row of `compare` for two functions."""
     clock = clock_of(device)
-    row = compare(high, {"": low}, rounds=sizes.rounds, seconds=sizes.seconds, clock=clock)[0]
+    row = compare(
+        high, {"": low}, rounds=sizes.rounds, seconds=sizes.seconds, clock=clock
+    )[0]
     del row["name"]
     return row
 
@@ -306,13 +319,17 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def longest_kernels(step: Callable[[], object], count: int = 8) -> list[tuple[str, float]]:
+def longest_kernels(
+    step: Callable[[], object], count: int = 8
+) -> list[tuple[str, float]]:
     """The names of kernels of a step and their microseconds, the longest first."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
         torch.cuda.synchronize()
-    times = {e.key[:120]: float(e.self_device_time_total) for e in profiled.key_averages()}
+    times = {
+        e.key[:120]: float(e.self_device_time_total) for e in profiled.key_averages()
+    }
     return sorted(times.items(), key=lambda item: -item[1])[:count]
 
 
@@ -329,13 +346,31 @@ def clock_of(device: str) -> Callable[[], float]:
 
 def tests(device: str, sizes: Sizes) -> Iterator[Row]:
     """``pytest -m gpu``: for each file the counts, and the names of those that fail."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rf", "-p", "no:cacheprovider"]
-    files = [path for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        "-rf",
+        "-p",
+        "no:cacheprovider",
+    ]
+    files = [
+        path
+        for path in Path("tests").rglob("test_*.py")
+        if "mark.gpu" in path.read_text()
+    ]
     for file in sorted(files, key=lambda path: ("native" not in path.parts, path)):
         done = subprocess.run([*command, str(file)], stdout=subprocess.PIPE, text=True)
         counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)", done.stdout)
         failed = re.findall(r"^FAILED (\S+)", done.stdout, re.M)
-        yield {"file": str(file), **{what: int(n) for n, what in counts}, "names": failed}
+        yield {
+            "file": str(file),
+            **{what: int(n) for n, what in counts},
+            "names": failed,
+        }
 
 
 def forecast(name: str, theirs: bool, device: str, sizes: Sizes) -> Iterator[Row]:
@@ -360,13 +395,23 @@ def forecast(name: str, theirs: bool, device: str, sizes: Sizes) -> Iterator[Row
 
 CASES = ("linear", "head", "block", "readout")
 FORECASTS = tuple(f"forecast {name}{of}" for of in ("", " torchao") for name in CASES)
-MEASURED_CASES = {"nanochat": ("linear", "head"), "block": ("block",), "model": ("model",)}
+MEASURED_CASES = {
+    "nanochat": ("linear", "head"),
+    "block": ("block",),
+    "model": ("model",),
+}
 
 STAGES: dict[str, Callable[[str, Sizes], Iterator[Row]]] = {
     "selftest": selftest,
     "rates": rates,
-    **{stage: partial(measured, names, False) for stage, names in MEASURED_CASES.items()},
-    **{f"{stage} torchao": partial(measured, of, True) for stage, of in MEASURED_CASES.items()},
+    **{
+        stage: partial(measured, names, False)
+        for stage, names in MEASURED_CASES.items()
+    },
+    **{
+        f"{stage} torchao": partial(measured, of, True)
+        for stage, of in MEASURED_CASES.items()
+    },
     "tests": tests,
     **{f: partial(forecast, f.split()[1], f.endswith(" torchao")) for f in FORECASTS},
 }
@@ -377,7 +422,9 @@ MEASURED = {"fp8": "tensor", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 
 
 def hardware_row(
-    device: str, size: int, seconds: Callable[[Callable[[], object]], float] | None = None
+    device: str,
+    size: int,
+    seconds: Callable[[Callable[[], object]], float] | None = None,
 ) -> Row:
     """The fields of a `fp8.lab.hardware.Hardware`: what products of ``size`` x ``size`` and
     copies reach, as peaks of which all is achieved."""

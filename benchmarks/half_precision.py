@@ -37,7 +37,9 @@ RUNS = {
 def held_out_loss(variant: str, corpus: Corpus, settings: Settings, seed: int) -> float:
     """The loss after training."""
     how = VARIANTS[variant]
-    model = build_model(variant, vocab=len(corpus.symbols), settings=settings, seed=seed)
+    model = build_model(
+        variant, vocab=len(corpus.symbols), settings=settings, seed=seed
+    )
     training = Training(
         model,
         corpus=corpus,
@@ -52,7 +54,9 @@ def held_out_loss(variant: str, corpus: Corpus, settings: Settings, seed: int) -
     return training.evaluate()[1]
 
 
-def rows(corpus: Corpus, settings: Settings, finished: Finished, seeds: list[int]) -> list[Row]:
+def rows(
+    corpus: Corpus, settings: Settings, finished: Finished, seeds: list[int]
+) -> list[Row]:
     """One for each run that can be made here: its loss for each seed, and the mean gap to fp32."""
     found: list[Row] = []
     for name, (variant, optimizer) in RUNS.items():
@@ -65,7 +69,9 @@ def rows(corpus: Corpus, settings: Settings, finished: Finished, seeds: list[int
             about = {"variant": variant, "seed": seed, "settings": chosen.as_json()}
             about |= {"sha256": corpus.sha256, "torch": torch.__version__}
 
-            def train(variant: str = variant, chosen: Settings = chosen, seed: int = seed) -> float:
+            def train(
+                variant: str = variant, chosen: Settings = chosen, seed: int = seed
+            ) -> float:
                 return held_out_loss(variant, corpus, chosen, seed)
 
             losses.append(round(finished.loss(about, train), 4))
@@ -74,7 +80,12 @@ def rows(corpus: Corpus, settings: Settings, finished: Finished, seeds: list[int
         gap = math.fsum(a - b for a, b in zip(losses, base, strict=True)) / len(losses)
         mean = math.fsum(losses) / len(losses)
         found.append(
-            {"name": name, "val_loss": round(mean, 4), "gap_to_fp32": round(gap, 4), "each": losses}
+            {
+                "name": name,
+                "val_loss": round(mean, 4),
+                "gap_to_fp32": round(gap, 4),
+                "each": losses,
+            }
         )
     return found
 

@@ -30,13 +30,19 @@ BYTES = {"O1": 11.1, "O2": 6.1, "O3": 7.1}
 """What a level may keep for a covered weight, in bytes; FP32 AdamW keeps 16."""
 
 
-def run(level: str | None, seed: int, corpus: Corpus, settings: Settings) -> tuple[float, float]:
+def run(
+    level: str | None, seed: int, corpus: Corpus, settings: Settings
+) -> tuple[float, float]:
     """The held-out loss at the end, and the bytes for each covered weight after the last step."""
     torch.compiler.reset()  # torch keeps a few compiled forms of a function only
-    model = build_model(VARIANT, vocab=len(corpus.symbols), settings=settings, seed=seed)
+    model = build_model(
+        VARIANT, vocab=len(corpus.symbols), settings=settings, seed=seed
+    )
     fp8.convert(model, RECIPE)
     lr = VARIANTS[VARIANT].default_lr(settings)
-    training = Training(model, corpus=corpus, settings=settings, lr=lr, seed=seed, compile=True)
+    training = Training(
+        model, corpus=corpus, settings=settings, lr=lr, seed=seed, compile=True
+    )
     if level is not None:
         fp8.initialize(model, training.optimizer, level, recipe=None)
     with Progress(f"{level or 'FP32'}, seed {seed}", total=settings.iters) as progress:
@@ -55,7 +61,9 @@ def bytes_per_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> floa
 def main() -> int:
     """Trains, prints the rows and records them."""
     parser = argparse.ArgumentParser(prog="benchmarks.levels", description=__doc__)
-    parser.add_argument("--data", help="text to train on (default: the standard library's source)")
+    parser.add_argument(
+        "--data", help="text to train on (default: the standard library's source)"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iters", type=int, default=ITERS)
     args = parser.parse_args()
@@ -67,7 +75,9 @@ def main() -> int:
             for level in (None, *fp8.LEVELS)
         }
     reference = [loss for loss, _ in results.pop(None)]
-    rows: list[Row] = [{"name": "FP32 AdamW", "val_loss": round(statistics.fmean(reference), 4)}]
+    rows: list[Row] = [
+        {"name": "FP32 AdamW", "val_loss": round(statistics.fmean(reference), 4)}
+    ]
     rows += [_row(level, results[level], reference) for level in fp8.LEVELS]
     question = (
         f"held-out loss on {corpus.name} after {args.iters} steps of preset small, unit-scaled, "

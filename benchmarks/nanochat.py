@@ -30,7 +30,9 @@ def _norm(x: Tensor) -> Tensor:
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
     """Rotary positions of (batch, length, heads, HEAD)."""
     a, b = x.chunk(2, -1)
-    return torch.cat([a * angles.cos() + b * angles.sin(), b * angles.cos() - a * angles.sin()], -1)
+    return torch.cat(
+        [a * angles.cos() + b * angles.sin(), b * angles.cos() - a * angles.sin()], -1
+    )
 
 
 class _Attention(nn.Module):
@@ -44,7 +46,8 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, extra: Tensor | None, angles: Tensor) -> Tensor:
         q, k, v = (
-            layer(x).unflatten(-1, (-1, HEAD)) for layer in (self.queries, self.keys, self.values)
+            layer(x).unflatten(-1, (-1, HEAD))
+            for layer in (self.queries, self.keys, self.values)
         )
         if self.gate is not None and extra is not None:
             gate = 3 * torch.sigmoid(self.gate(x[..., :GATED]))

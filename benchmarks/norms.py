@@ -107,7 +107,9 @@ def in_turn(x: Tensor) -> list[Tensor]:
     return [x.clone() for _ in range(min(16, max(2, count)))]
 
 
-def keeping(calls: Sequence[Callable[[], object]], kept: deque[object]) -> Callable[[], object]:
+def keeping(
+    calls: Sequence[Callable[[], object]], kept: deque[object]
+) -> Callable[[], object]:
     """The calls in turn, each once; results stay in ``kept``, so that the next is in other memory,
     which the process has had before: no page is new."""
     turn = itertools.cycle(calls)
@@ -153,7 +155,9 @@ def measure(shapes: tuple[tuple[int, ...], ...], rounds: int) -> Iterator[Row]:
     """One row for each shape, layout, dtype, direction and function: bfloat16 for the first shape
     alone."""
     cases = [(shape, dtype) for shape in shapes for dtype in DTYPES]
-    for shape, dtype in [case for case in cases if case[0] == shapes[0] or case[1] == DTYPES[0]]:
+    for shape, dtype in [
+        case for case in cases if case[0] == shapes[0] or case[1] == DTYPES[0]
+    ]:
         for layout, memory_format in LAYOUTS.items():
             torch.manual_seed(0)
             x = torch.randn(shape).to(dtype).contiguous(memory_format=memory_format)

@@ -66,7 +66,9 @@ BY_TRAINER = "Llama, Trainer"
 
 MODELS: dict[str, problems.Problem] = {
     "GPT": _own("GPT", gpt),
-    BY_TRAINER: replace(PROBLEMS["Llama"], build=partial(zoo, "Llama", num_key_value_heads=2)),
+    BY_TRAINER: replace(
+        PROBLEMS["Llama"], build=partial(zoo, "Llama", num_key_value_heads=2)
+    ),
     "nanochat": _own("nanochat", NanoChat),
     "ViT": PROBLEMS["ViT"],
     "ResNet": replace(PROBLEMS["residual"], batch=noisy),
@@ -118,7 +120,9 @@ WAYS = {
     REFERENCE: PLAIN,
     "FP8, same function": Way(_static, _torch, REFERENCE),
     "unit_scale": Way(unit_scale, _ours),
-    "unit_scale, FP8": Way(lambda model: simulate_fp8(unit_scale(model)), _ours, "unit_scale"),
+    "unit_scale, FP8": Way(
+        lambda model: simulate_fp8(unit_scale(model)), _ours, "unit_scale"
+    ),
 }
 """Name -> the way; the first is what the others are compared with."""
 
@@ -137,13 +141,17 @@ def held_out(name: str, problem: Problem, way: Way, seed: int, lr: float) -> flo
     def prepare(model: nn.Module, _: Optimizer) -> tuple[nn.Module, Optimizer]:
         model = way.transform(model)
         optimizer = way.make(model.parameters(), lr)
-        schedules.append(LambdaLR(optimizer, lambda step: share_of_peak(step, problem.steps)))
+        schedules.append(
+            LambdaLR(optimizer, lambda step: share_of_peak(step, problem.steps))
+        )
         return model, optimizer
 
     with quiet():
         if name == BY_TRAINER:
             make = lambda parameters: way.make(parameters, lr)  # noqa: E731
-            return held_out_by_trainer(problem, seed, way.transform, make, warmup=WARMUP)
+            return held_out_by_trainer(
+                problem, seed, way.transform, make, warmup=WARMUP
+            )
         run, _ = train(problem, "", seed, prepare, on_step=lambda: schedules[0].step())
     return run.held_out if math.isfinite(run.held_out) else math.inf
 
@@ -176,10 +184,17 @@ def measured(
     problem = Problem(MODELS[name], steps, HELD_OUT)
 
     def loss(way: str, seed: int, lr: float) -> float:
-        about: dict[str, Any] = {"model": name, "way": way, "seed": seed, "steps": steps}
+        about: dict[str, Any] = {
+            "model": name,
+            "way": way,
+            "seed": seed,
+            "steps": steps,
+        }
         about |= {"lr": lr} if WAYS[way].make is _torch else {}
         about["torch"] = torch.__version__
-        found = finished.loss(about, lambda: held_out(name, problem, WAYS[way], seed, lr))
+        found = finished.loss(
+            about, lambda: held_out(name, problem, WAYS[way], seed, lr)
+        )
         print(f"{name:16} {way:20} seed {seed} {lr:8.3g} {found:.4f}", flush=True)
         return found
 
@@ -203,11 +218,19 @@ def rows(name: str, rate: float, runs: Sequence[Run]) -> list[Row]:
             row |= {"gap": _rounded(found.mean), "gap_low": _rounded(found.low)}
             row |= {"gap_high": _rounded(found.high), "met": found.mean <= CLOSE}
         if other := WAYS[way].without:
-            without = [replace(run, name=REFERENCE) for run in runs if run.name == other]
+            without = [
+                replace(run, name=REFERENCE) for run in runs if run.name == other
+            ]
             cost = gap([*without, *(run for run in runs if run.name == way)], way)
             if cost is not None:
-                row |= {"cost_of_fp8": _rounded(cost.mean), "cost_met": cost.mean <= CLOSE_FP8}
-                row |= {"cost_low": _rounded(cost.low), "cost_high": _rounded(cost.high)}
+                row |= {
+                    "cost_of_fp8": _rounded(cost.mean),
+                    "cost_met": cost.mean <= CLOSE_FP8,
+                }
+                row |= {
+                    "cost_low": _rounded(cost.low),
+                    "cost_high": _rounded(cost.high),
+                }
         result.append(row)
     return result
 
@@ -227,7 +250,9 @@ def recorded(benchmark: str) -> dict[str, list[Row]]:
 def parsed(name: str, models: Mapping[str, Any], doc: str | None) -> argparse.Namespace:
     """The command line of this benchmark, of `benchmarks.defaults` and of `benchmarks.sizes`."""
     parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=doc)
-    parser.add_argument("--models", default=";".join(models), help="names, separated by ;")
+    parser.add_argument(
+        "--models", default=";".join(models), help="names, separated by ;"
+    )
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--steps", type=int, default=STEPS)
     file = Path("out") / f"benchmark-{name.replace('_', '-')}.jsonl"
@@ -251,7 +276,9 @@ def main() -> int:
         f"cost: the gap to the same without; cost met: at most {CLOSE_FP8:g}. Same function: "
         '`fp8.convert(model, "static")`, and the optimizer and rate of the plain model'
     )
-    report("one_line", question, [row for name in MODELS for row in result.get(name, ())])
+    report(
+        "one_line", question, [row for name in MODELS for row in result.get(name, ())]
+    )
     return 0
 
 

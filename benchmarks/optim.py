@@ -36,8 +36,14 @@ def step(module: Any, name: str, width: int, **settings: Any) -> Callable[[], ob
 def rows(name: str, implementation: str, width: int) -> list[Row]:
     """One comparison: torch's optimizer, and ours in groups by learning rate."""
     settings = {implementation: True, **OPTIMIZERS[name]}
-    candidates = {f"{name} {implementation} width {width}": step(uu.optim, name, width, **settings)}
-    return compare(step(torch.optim, name, width, **settings), candidates, rounds=60, seconds=0.02)
+    candidates = {
+        f"{name} {implementation} width {width}": step(
+            uu.optim, name, width, **settings
+        )
+    }
+    return compare(
+        step(torch.optim, name, width, **settings), candidates, rounds=60, seconds=0.02
+    )
 
 
 def main() -> None:

@@ -50,7 +50,11 @@ def row(name: str, found: Losses, reference: list[float]) -> Row:
     best = min(found, key=lambda lr: statistics.fmean(found[lr]))
     gaps = [mine - other for mine, other in zip(found[best], reference, strict=True)]
     gap = statistics.fmean(gaps)
-    result = {"name": name, "lr": best, "val_loss": round(statistics.fmean(found[best]), 3)}
+    result = {
+        "name": name,
+        "lr": best,
+        "val_loss": round(statistics.fmean(found[best]), 3),
+    }
     if found[best] is reference:
         return result
     result |= {"gap": round(gap, 3), "gaps": [round(each, 3) for each in gaps]}
@@ -65,7 +69,11 @@ def made(name: str, run: Setting, seed: int) -> tuple[nn.Module, torch.optim.Opt
     torch.manual_seed(seed)
     dtype, settings = RUNS[name]
     model = GPT(run.settings.gpt(len(run.corpus.symbols))).to(dtype)
-    shared: Any = {"lr": run.settings.lr, "betas": run.settings.betas, "weight_decay": 0.0}
+    shared: Any = {
+        "lr": run.settings.lr,
+        "betas": run.settings.betas,
+        "weight_decay": 0.0,
+    }
     return model, AdamW(model.parameters(), **shared, **settings)
 
 
@@ -112,7 +120,9 @@ def main() -> int:
     run = asked("optimizer_loss", __doc__, 200)
     with deterministic(run.threads):
         seeds = ",".join(map(str, run.seeds))
-        question = f"{run.question}, and its gap to AdamW with float32 states, seeds {seeds}"
+        question = (
+            f"{run.question}, and its gap to AdamW with float32 states, seeds {seeds}"
+        )
         report("optimizer_loss", question, rows(run))
     return 0
 

@@ -36,7 +36,11 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], float | None, str]] = {
         "before the step, a copy to float32 of what has 16 bits, and Python",
     ),
     "fp8 eager": (fp8.optim.AdamW, None, ""),
-    "fp8 compiled, 8-bit blocks": (lambda p: fp8.optim.AdamW(p, compile=True, **BLOCKS), None, ""),
+    "fp8 compiled, 8-bit blocks": (
+        lambda p: fp8.optim.AdamW(p, compile=True, **BLOCKS),
+        None,
+        "",
+    ),
     "fp8 eager, 8-bit blocks": (lambda p: fp8.optim.AdamW(p, **BLOCKS), None, ""),
     "bitsandbytes AdamW8bit": (lambda p: _bitsandbytes().AdamW8bit(p), None, ""),
 }
@@ -48,7 +52,9 @@ def _bitsandbytes() -> Any:
     return bitsandbytes.optim
 
 
-def step(make: Callable[[Any], Any], millions: int, dtype: torch.dtype) -> Callable[[], object]:
+def step(
+    make: Callable[[Any], Any], millions: int, dtype: torch.dtype
+) -> Callable[[], object]:
     """A step of an optimizer of a matrix of its own, with a fixed gradient."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(millions * 1000, 1000).to(dtype))
@@ -63,7 +69,8 @@ def rows(millions: int, dtype: torch.dtype, threads: int, rounds: int) -> list[R
     fused = step(lambda p: torch.optim.AdamW(p, fused=True), millions, dtype)
     size = f"{millions}M {dtype_name(dtype)}, threads {threads}"
     steps = {
-        f"{name}, {size}": step(make, millions, dtype) for name, (make, _, _) in OPTIMIZERS.items()
+        f"{name}, {size}": step(make, millions, dtype)
+        for name, (make, _, _) in OPTIMIZERS.items()
     }
     found = compare(fused, steps, rounds=rounds, warmup=2)
     theirs = found[-1]["ms"]

@@ -40,7 +40,9 @@ SWITCH = 1 - TAIL
 
 def forward_only(recipe: fp8.Recipe) -> fp8.Recipe:
     """The recipe with both gradients in high precision."""
-    casts = dict.fromkeys(["grad", "grad_input_weight", "grad_weight_grad", "grad_weight_input"])
+    casts = dict.fromkeys(
+        ["grad", "grad_input_weight", "grad_weight_grad", "grad_weight_input"]
+    )
     return replace(recipe, name=f"{recipe.name}, forward", **casts)
 
 
@@ -65,12 +67,23 @@ def _of_format(name: str) -> fp8.Recipe:
 
 NVIDIA, QUARTET2 = fp8.RECIPES["nvfp4_nvidia"], fp8.RECIPES["quartet2"]
 _RECIPES = [
-    *(forward_only(QUARTET2), backward_only(QUARTET2), QUARTET2, fp8.RECIPES["tetrajet2"]),
+    *(
+        forward_only(QUARTET2),
+        backward_only(QUARTET2),
+        QUARTET2,
+        fp8.RECIPES["tetrajet2"],
+    ),
     *map(_of_format, ("e4m3", "e2m1", "e5m2", "e2m3", "e3m2")),
 ]
-LATE_FORWARD, LATE_BACKWARD = "forward late in high precision", "backward late in high precision"
+LATE_FORWARD, LATE_BACKWARD = (
+    "forward late in high precision",
+    "backward late in high precision",
+)
 RUNS: dict[str, fp8.Policy] = {
-    **{r.name: fp8.Policy(r) for r in (NVIDIA, forward_only(NVIDIA), backward_only(NVIDIA))},
+    **{
+        r.name: fp8.Policy(r)
+        for r in (NVIDIA, forward_only(NVIDIA), backward_only(NVIDIA))
+    },
     LATE_FORWARD: fp8.Policy(NVIDIA, switch=[(SWITCH, backward_only(NVIDIA))]),
     LATE_BACKWARD: fp8.Policy(NVIDIA, switch=[(SWITCH, forward_only(NVIDIA))]),
     **{recipe.name: fp8.Policy(recipe) for recipe in _RECIPES},
@@ -177,7 +190,12 @@ def run_row(name: str, measured: Gaps) -> Row:
     """The gap of a run, with half its 95 % interval."""
     values = list(measured.values())
     mean, half = statistics.fmean(values), half_width(values)
-    return {"name": name, "gap": round(mean, 4), "half": round(half, 4), "seeds": len(values)}
+    return {
+        "name": name,
+        "gap": round(mean, 4),
+        "half": round(half, 4),
+        "seeds": len(values),
+    }
 
 
 def claim_row(claim: Claim, larger: Gaps, smaller: Gaps) -> Row:
@@ -186,8 +204,16 @@ def claim_row(claim: Claim, larger: Gaps, smaller: Gaps) -> Row:
     seeds = larger.keys() & smaller.keys()
     differences = [larger[seed] - smaller[seed] for seed in seeds]
     difference, half = statistics.fmean(differences), half_width(differences)
-    known = all(row["gap"] > row["half"] for row in (run_row("", larger), run_row("", smaller)))
-    order = "seen" if difference > half else "opposite" if difference < -half else "not seen"
+    known = all(
+        row["gap"] > row["half"] for row in (run_row("", larger), run_row("", smaller))
+    )
+    order = (
+        "seen"
+        if difference > half
+        else "opposite"
+        if difference < -half
+        else "not seen"
+    )
     if claim.published == 1.0:
         order = "seen" if abs(difference) <= half else "opposite"
     shown = statistics.fmean(larger.values()) / statistics.fmean(smaller.values())
@@ -209,7 +235,8 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     measured = {name: each for name in RUNS if len(each := gaps(runs, name)) > 1}
     claims = [c for c in CLAIMS if {c.larger, c.smaller} <= measured.keys()]
     return [run_row(name, each) for name, each in measured.items()] + [
-        claim_row(claim, measured[claim.larger], measured[claim.smaller]) for claim in claims
+        claim_row(claim, measured[claim.larger], measured[claim.smaller])
+        for claim in claims
     ]
 
 

@@ -30,7 +30,13 @@ from benchmarks.problems import PROBLEMS
 from fp8.lab.preflight.findings import Candidate, Findings, Run
 from fp8.lab.preflight.paired_runs import REFERENCE, Gap, gap
 from fp8.lab.preflight.preflight import RECIPES_TRIED, PreflightError, preflight
-from fp8.lab.preflight.search import finalists, keeping, recommended, shares, worst_error
+from fp8.lab.preflight.search import (
+    finalists,
+    keeping,
+    recommended,
+    shares,
+    worst_error,
+)
 from fp8.lab.preflight.training import Problem, train, under
 from fp8.lab.preflight.update_error import Probe
 from fp8.lab.trace import quiet
@@ -121,7 +127,9 @@ def _compare_all(result: Result, found: Findings, problem: Problem) -> None:
     """Trains every candidate and every selection of layers."""
     chosen = _selections(found)
     policies = {c.name: Policy.from_dict(c.policy) for c in found.candidates}
-    policies |= {name: keeping(choice.recipe, choice.kept) for name, choice in chosen.items()}
+    policies |= {
+        name: keeping(choice.recipe, choice.kept) for name, choice in chosen.items()
+    }
     runs, probes = exhaustive(problem, policies)
     _compare(result, found.candidates, runs)
     cast = sum(shares(found.products).values())
@@ -142,13 +150,19 @@ def _reuse(result: Result, recorded: Result, found: Findings, problem: Problem) 
         setattr(result, each, getattr(recorded, each))
     named = result.recommended or result.first_to_try
     policies = {c.name: Policy.from_dict(c.policy) for c in found.candidates}
-    missing = {name: policies[name] for name in named.values() if name not in result.gaps}
+    missing = {
+        name: policies[name] for name in named.values() if name not in result.gaps
+    }
     if missing:
         runs, _ = exhaustive(problem, missing)
-        result.gaps = result.gaps | {name: list(_gap(runs, name)[:3]) for name in missing}
+        result.gaps = result.gaps | {
+            name: list(_gap(runs, name)[:3]) for name in missing
+        }
     result.errors = recorded.errors | result.errors
     result.best = min(result.gaps, key=lambda name: result.gaps[name][0])
-    far = [_widest(result.gaps[name], result.gaps[result.best]) for name in named.values()]
+    far = [
+        _widest(result.gaps[name], result.gaps[result.best]) for name in named.values()
+    ]
     same = named == (recorded.recommended or recorded.first_to_try) and not missing
     result.excess = recorded.excess if same else max(far, default=[])
 
@@ -172,10 +186,14 @@ def _conclude(result: Result, found: Findings) -> None:
     result.recommended = {device: candidate.name for device, candidate in best.items()}
     if not best:
         untried = finalists(found)
-        result.first_to_try = {device: candidate.name for device, candidate in untried.items()}
+        result.first_to_try = {
+            device: candidate.name for device, candidate in untried.items()
+        }
 
 
-def exhaustive(problem: Problem, policies: Mapping[str, Policy]) -> tuple[list[Run], list[Probe]]:
+def exhaustive(
+    problem: Problem, policies: Mapping[str, Policy]
+) -> tuple[list[Run], list[Probe]]:
     """All policies and the reference, trained with each seed, and a probe in the middle of each
     reference run."""
     runs, probes = [], []
@@ -196,7 +214,9 @@ def _gap(runs: Iterable[Run], name: str) -> Gap:
     return found
 
 
-def _compare(result: Result, candidates: Sequence[Candidate], runs: Sequence[Run]) -> None:
+def _compare(
+    result: Result, candidates: Sequence[Candidate], runs: Sequence[Run]
+) -> None:
     """Writes the gaps, what is best and how far the recommended ones are from it."""
     names = [candidate.name for candidate in candidates]
     result.gaps = {name: list(_gap(runs, name)[:3]) for name in names}
@@ -343,7 +363,9 @@ def standing(result: Result, figure: str) -> str:
     others = [
         each
         for name, each in kept.items()
-        if name != "search" and each["error"] and set(each["layers"]) != set(chosen["layers"])
+        if name != "search"
+        and each["error"]
+        and set(each["layers"]) != set(chosen["layers"])
     ]
     if not others:
         return "not compared"
@@ -401,7 +423,9 @@ def _interval(found: Sequence[float]) -> str:
 
 def _three(result: Result, figure: str, form: str) -> str:
     """The search's figure, and those of the first and the last layers."""
-    return " / ".join(form.format(_mean(found[figure])) for found in result.kept.values())
+    return " / ".join(
+        form.format(_mean(found[figure])) for found in result.kept.values()
+    )
 
 
 def summary(results: Sequence[Result]) -> Row:
@@ -432,7 +456,9 @@ def summary(results: Sequence[Result]) -> Row:
 
 def _count(results: Sequence[Result], decided: bool) -> str:
     """How many of the models with or without a recommendation are within: "4 of 5"."""
-    found = [is_within(result) for result in results if bool(result.recommended) == decided]
+    found = [
+        is_within(result) for result in results if bool(result.recommended) == decided
+    ]
     return f"{sum(found)} of {len(found)}"
 
 
@@ -505,7 +531,9 @@ def main() -> int:
         before = measured.results.get(name)
         measured.add(measure(name, PROBLEMS[name], steps=STEPS, recorded=before))
         print(row(measured.results[name]), flush=True)
-    rows = [{k: v for k, v in found.items() if v is not None} for found in measured.rows()]
+    rows = [
+        {k: v for k, v in found.items() if v is not None} for found in measured.rows()
+    ]
     report("preflight", " ".join(QUESTION.split()), rows)
     return 0
 

@@ -49,7 +49,9 @@ class Problem:
         """The setup of a seed: its own weights, and endless batches."""
         model = self.build()
         batches = map(self.batch, itertools.count(1 + APART * seed))
-        return Setup(model, batches, self.loss, torch.optim.AdamW(model.parameters(), lr=self.lr))
+        return Setup(
+            model, batches, self.loss, torch.optim.AdamW(model.parameters(), lr=self.lr)
+        )
 
 
 # Batches
@@ -77,7 +79,10 @@ def masked(number: int, rows: int = BATCH) -> dict[str, Tensor]:
     """Text of which some letters are masked and asked for."""
     ids = _windows(number, LENGTH, rows)
     hidden = torch.rand(ids.shape, generator=_generator(number)) < MASKED
-    return {"input_ids": ids.masked_fill(hidden, MASK), "labels": ids.masked_fill(~hidden, -100)}
+    return {
+        "input_ids": ids.masked_fill(hidden, MASK),
+        "labels": ids.masked_fill(~hidden, -100),
+    }
 
 
 def answered(number: int) -> dict[str, Tensor]:
@@ -101,7 +106,9 @@ def gratings(number: int) -> tuple[Tensor, Tensor]:
     at = torch.arange(SIDE, dtype=torch.float32)
     along = at * angles.cos()[:, None, None] + at[:, None] * angles.sin()[:, None, None]
     waves = torch.sin(along + 2 * torch.pi * phase)
-    return (waves + 1.5 * torch.randn(waves.shape, generator=generator))[:, None], labels
+    return (waves + 1.5 * torch.randn(waves.shape, generator=generator))[
+        :, None
+    ], labels
 
 
 def seen(number: int) -> dict[str, Tensor]:
@@ -167,7 +174,9 @@ def zoo(name: str, **settings: Any) -> nn.Module:
     ``settings``, without dropout."""
     transformers = import_module("transformers")
     entry = ZOO[name]
-    return _configured(getattr(transformers, entry.model), **{**entry.settings, **settings})
+    return _configured(
+        getattr(transformers, entry.model), **{**entry.settings, **settings}
+    )
 
 
 def _configured(cls: Any, **settings: Any) -> nn.Module:
@@ -178,7 +187,12 @@ def _configured(cls: Any, **settings: Any) -> nn.Module:
     return cls(config)
 
 
-VIEW = {"image_size": SIDE, "num_channels": 1, "patch_size": 4, "num_labels": drifting.CLASSES}
+VIEW = {
+    "image_size": SIDE,
+    "num_channels": 1,
+    "patch_size": 4,
+    "num_labels": drifting.CLASSES,
+}
 
 SMALL_RESNET: dict[str, Any] = {
     "hidden_sizes": [32, 64],
@@ -245,7 +259,9 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = (1, 16, 32, 64)
-        self.layers = nn.ModuleList(nn.Conv2d(a, b, 3, 1, 1) for a, b in itertools.pairwise(widths))
+        self.layers = nn.ModuleList(
+            nn.Conv2d(a, b, 3, 1, 1) for a, b in itertools.pairwise(widths)
+        )
         self.between = nn.Linear(64 * (SIDE // 8) ** 2, 64)
         self.head = nn.Linear(64, drifting.CLASSES)
         for layer in (*self.layers, self.between):
@@ -304,14 +320,20 @@ class DiT(nn.Module):
     def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()
         size = self.PATCH**2
-        self.positions = nn.Parameter(0.02 * torch.randn((SIDE // self.PATCH) ** 2, width))
+        self.positions = nn.Parameter(
+            0.02 * torch.randn((SIDE // self.PATCH) ** 2, width)
+        )
         self.enter, self.level = nn.Linear(size, width), nn.Linear(NOISES, width)
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.modulations = nn.ModuleList(nn.Linear(width, 6 * width) for _ in range(layers))
+        self.modulations = nn.ModuleList(
+            nn.Linear(width, 6 * width) for _ in range(layers)
+        )
         self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
         self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.mlp = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            nn.Sequential(
+                nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+            )
             for _ in range(layers)
         )
         self.head = nn.Linear(width, size)
@@ -357,7 +379,9 @@ class GraphAttention(nn.Module):
         self, features: Tensor, source: Tensor, to: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
         x = self.enter(features)
-        for left, right, score in zip(self.source, self.toward, self.score, strict=True):
+        for left, right, score in zip(
+            self.source, self.toward, self.score, strict=True
+        ):
             said = left(x)[source]
             weight = score(F.leaky_relu(said + right(x)[to], 0.2)).tanh().exp()
             total = torch.zeros_like(x[:, :1]).index_add(0, to, weight)
@@ -365,15 +389,23 @@ class GraphAttention(nn.Module):
         return self.head(F.silu(x)), labels
 
 
-def _language(name: str, kind: str = "decoder", batch: Any = read, **settings: Any) -> Problem:
-    return Problem(name, kind, "transformers", partial(zoo, name, **settings), batch, lr=1e-3)
+def _language(
+    name: str, kind: str = "decoder", batch: Any = read, **settings: Any
+) -> Problem:
+    return Problem(
+        name, kind, "transformers", partial(zoo, name, **settings), batch, lr=1e-3
+    )
 
 
 def _vision(name: str, kind: str, **settings: Any) -> Problem:
-    return Problem(name, kind, "transformers", partial(zoo, name, **{**VIEW, **settings}), seen)
+    return Problem(
+        name, kind, "transformers", partial(zoo, name, **{**VIEW, **settings}), seen
+    )
 
 
-def _own(name: str, kind: str, build: Any, batch: Any, loss: Any = cross_entropy) -> Problem:
+def _own(
+    name: str, kind: str, build: Any, batch: Any, loss: Any = cross_entropy
+) -> Problem:
     return Problem(name, kind, "ours", build, batch, loss)
 
 
@@ -391,7 +423,9 @@ _ROWS = (
     _vision("ViT", "encoder"),
     _vision("ConvNeXt", "convolutional", layer_scale_init_value=1.0),
     _vision("ResNet", "convolutional", **SMALL_RESNET),
-    Problem("VGG", "convolutional", "ours", Convolutions, gratings, cross_entropy, lr=1e-3),
+    Problem(
+        "VGG", "convolutional", "ours", Convolutions, gratings, cross_entropy, lr=1e-3
+    ),
     _own("residual", "convolutional", drifting.ResNet, gratings),
     _own("MLP", "recurrent and tabular", MLP, tabled),
     _own("GRU", "recurrent and tabular", GRU, series),
@@ -399,9 +433,27 @@ _ROWS = (
     Problem("PatchTSMixer", "recurrent and tabular", "transformers", mixer, forecast),
     _own("graph network", "graph and diffusion", drifting.GraphNetwork, drifting.graph),
     _own("graph attention", "graph and diffusion", GraphAttention, drifting.graph),
-    _own("diffusion MLP", "graph and diffusion", Denoiser, partial(diffused, shape=(2,)), None),
-    _own("UNet", "graph and diffusion", UNet, partial(diffused, shape=(1, SIDE, SIDE)), None),
-    _own("DiT", "graph and diffusion", DiT, partial(diffused, shape=(1, SIDE, SIDE)), None),
+    _own(
+        "diffusion MLP",
+        "graph and diffusion",
+        Denoiser,
+        partial(diffused, shape=(2,)),
+        None,
+    ),
+    _own(
+        "UNet",
+        "graph and diffusion",
+        UNet,
+        partial(diffused, shape=(1, SIDE, SIDE)),
+        None,
+    ),
+    _own(
+        "DiT",
+        "graph and diffusion",
+        DiT,
+        partial(diffused, shape=(1, SIDE, SIDE)),
+        None,
+    ),
 )
 PROBLEMS = {problem.name: problem for problem in _ROWS}
 """Name -> problem."""

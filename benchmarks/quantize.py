@@ -55,11 +55,15 @@ def main() -> None:
     slow = {"eager stochastic"}
     rows: list[Row] = []
     for chosen, rounds in ((set(functions) - slow, 60), (slow, 7)):
-        bound = {name: (lambda f=f: f(x)) for name, f in functions.items() if name in chosen}
+        bound = {
+            name: (lambda f=f: f(x)) for name, f in functions.items() if name in chosen
+        }
         rows += compare(x.clone, bound, rounds=rounds)
     half = x.bfloat16()
     rows += compare(
-        half.clone, {"eager nearest, bf16 tensor": lambda: quantize(half, "e4m3")}, rounds=20
+        half.clone,
+        {"eager nearest, bf16 tensor": lambda: quantize(half, "e4m3")},
+        rounds=20,
     )
     for row in rows:
         row["target"] = target = TARGETS[row["name"]]

@@ -34,7 +34,14 @@ from notebooks.nanogpt.settings import PRESETS, Settings
 from notebooks.nanogpt.train import Training, deterministic
 
 SIZE = {"layers": 2, "heads": 2, "width": 64, "context": 64}
-LARGE = {"layers": 4, "heads": 4, "width": 256, "context": 64, "batch_size": 8, "iters": 2000}
+LARGE = {
+    "layers": 4,
+    "heads": 4,
+    "width": 256,
+    "context": 64,
+    "batch_size": 8,
+    "iters": 2000,
+}
 RATES_OF_LARGE = {"lr": 1e-3}
 """That of the smaller model over 4, the ratio of the widths: at 4e-3 the loss in float32 ends at
 2.37, not 1.77."""
@@ -47,7 +54,11 @@ RUNS: dict[str, fp8.Recipe | None] = {"fp32": None, **OWN_SUMS}
 
 def trained(name: str) -> str:
     """The first run with the casts of a run: what is trained for both."""
-    same = [k for k, recipe in RUNS.items() if recipe and _unnamed(recipe) == _unnamed(RUNS[name])]
+    same = [
+        k
+        for k, recipe in RUNS.items()
+        if recipe and _unnamed(recipe) == _unnamed(RUNS[name])
+    ]
     return same[0] if same else name
 
 
@@ -96,7 +107,11 @@ class UnderRecipe(nn.Module):
 def under(recipe: fp8.Recipe, model: nn.Module) -> nn.Module:
     """``model`` under a recipe; under one that keeps scales between passes its layers alone, with
     attention in high precision."""
-    return fp8.convert(model, recipe) if recipe.keeps_history else UnderRecipe(model, recipe)
+    return (
+        fp8.convert(model, recipe)
+        if recipe.keeps_history
+        else UnderRecipe(model, recipe)
+    )
 
 
 def held_out_loss(
@@ -147,7 +162,11 @@ def losses(setting: Setting) -> Losses:
     """The loss of each run and seed; all of the first seed before any of the second."""
     found: Losses = {}
     corpus, settings, finished = setting.corpus, setting.settings, setting.finished
-    shared = {"settings": settings.as_json(), "sha256": corpus.sha256, "torch": torch.__version__}
+    shared = {
+        "settings": settings.as_json(),
+        "sha256": corpus.sha256,
+        "torch": torch.__version__,
+    }
     for seed, name in itertools.product(setting.seeds, RUNS):
         recipe = RUNS[name]
         about = {"recipe": trained(name), "seed": seed, **shared}
@@ -155,7 +174,9 @@ def losses(setting: Setting) -> Losses:
             continue
 
         def train(recipe: Any = recipe, seed: int = seed) -> float:
-            return held_out_loss(recipe, corpus, settings, seed, compiled=setting.compiled)
+            return held_out_loss(
+                recipe, corpus, settings, seed, compiled=setting.compiled
+            )
 
         found[name, seed] = finished.loss(about, train, compiled=setting.compiled)
         print(f"seed {seed} {name:32} {found[name, seed]:.4f}", flush=True)
@@ -225,16 +246,22 @@ def asked(
     out = Path(f"out/benchmark-{name.replace('_', '-')}.jsonl")
     parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
     default = "the standard library's source" if data is None else "%(default)s"
-    parser.add_argument("--data", default=data, help=f"text to train on (default: {default})")
+    parser.add_argument(
+        "--data", default=data, help=f"text to train on (default: {default})"
+    )
     parser.add_argument("--seeds", default=seeds)
     parser.add_argument("--iters", type=int, default=iters)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=out)
     if runs:
         only = "train these alone; without a name, nothing"
-        parser.add_argument("--train", nargs="*", default=runs, metavar="RECIPE", help=only)
+        parser.add_argument(
+            "--train", nargs="*", default=runs, metavar="RECIPE", help=only
+        )
         parser.add_argument("--large", action="store_true", help="the larger GPT")
-        parser.add_argument("--compile", action="store_true", help="compile what is trained")
+        parser.add_argument(
+            "--compile", action="store_true", help="compile what is trained"
+        )
     args = parser.parse_args()
     large = bool(runs) and args.large
     size = LARGE if large else {**SIZE, "iters": args.iters}
@@ -245,9 +272,13 @@ def asked(
     finished = Finished(args.out)
     train = args.train if runs else ()
     if unknown := set(train) - set(runs):
-        parser.error(f"--train: no recipe {', '.join(sorted(unknown))}; allowed: {', '.join(runs)}")
+        parser.error(
+            f"--train: no recipe {', '.join(sorted(unknown))}; allowed: {', '.join(runs)}"
+        )
     suffix, compiled = "_large" if large else "", bool(runs) and args.compile
-    return Setting(corpus, settings, finished, numbers, args.threads, train, suffix, compiled)
+    return Setting(
+        corpus, settings, finished, numbers, args.threads, train, suffix, compiled
+    )
 
 
 def main() -> int:

@@ -78,7 +78,11 @@ def measure(name: str) -> Row:
         steps.append(training_step(GPT(config), recipe))
     (row,) = compare(steps[0], {name: steps[1]}, rounds=20, clock=time.process_time)
     target = TARGETS.get(name)
-    return {**row, "target": target, "met": None if target is None else row["ratio"] <= target}
+    return {
+        **row,
+        "target": target,
+        "met": None if target is None else row["ratio"] <= target,
+    }
 
 
 def main(names: Sequence[str]) -> None:

@@ -57,7 +57,9 @@ def trained(seed: int) -> nn.Module:
 @contextmanager
 def routers_in_high_precision(model: nn.Module) -> Iterator[None]:
     """Runs each router in a disabled block."""
-    routers = [router for name, router in model.named_modules() if name.endswith("mlp.gate")]
+    routers = [
+        router for name, router in model.named_modules() if name.endswith("mlp.gate")
+    ]
     for router in routers:
         router.forward = fp8.autocast(enabled=False)(router.forward)
     try:
@@ -107,10 +109,14 @@ def rows() -> list[Row]:
             found.setdefault((recipe, kept), []).append(numbers)
     table = []
     for (recipe, kept), numbers in found.items():
-        moved, error, loss = (sum(each) / len(SEEDS) for each in zip(*numbers, strict=True))
+        moved, error, loss = (
+            sum(each) / len(SEEDS) for each in zip(*numbers, strict=True)
+        )
         routers = "high precision" if kept else "cast"
         row = {"name": recipe, "routers": routers, "rerouted": round(moved, 4)}
-        table.append(row | {"gradient_error": round(error, 4), "loss_gap": round(loss, 5)})
+        table.append(
+            row | {"gradient_error": round(error, 4), "loss_gap": round(loss, 5)}
+        )
     return table
 
 

@@ -18,7 +18,9 @@ from benchmarks.common import Row, compare, fix_allocator, write
 from benchmarks.ops import COMPILERS, leaf, step
 from unit_scaling.rules.table import OPS, Op
 
-QUESTION = "What does a forward and backward pass of each op cost, relative to plain torch?"
+QUESTION = (
+    "What does a forward and backward pass of each op cost, relative to plain torch?"
+)
 
 #: Modules of rows that are products: their target in eager mode is 1.2, of all others 2.
 PRODUCTS = ("products", "convolution", "attention")
@@ -93,7 +95,10 @@ ARGUMENTS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "grouped_mm": lambda s: (leaf(8, 256, 256), leaf(8, 256, 256)),
     "einsum": lambda s: ("bij,bjk->bik", leaf(8, 256, 256), leaf(8, 256, 256)),
     **{f"conv{d}d": lambda s, d=d: (image(s, *SIZES[d]), kernel(d)) for d in SIZES},
-    **{f"conv_transpose{d}d": lambda s, d=d: (image(s, *SIZES[d]), kernel(d)) for d in SIZES},
+    **{
+        f"conv_transpose{d}d": lambda s, d=d: (image(s, *SIZES[d]), kernel(d))
+        for d in SIZES
+    },
     **{
         f"{how}_pool{d}d": lambda s, d=d: (image(s, *SIZES[d]), 2)
         for how in ("avg", "max")
@@ -106,10 +111,15 @@ ARGUMENTS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     },
     **{f"dropout{d}d": lambda s, d=d: (image(s, *SIZES[d]), 0.5) for d in SIZES},
     "embedding": lambda s: (classes(s), leaf(WIDTH, WIDTH)),
-    "scaled_dot_product_attention": lambda s: tuple(leaf(4, 8, 256, 64) for _ in range(3)),
+    "scaled_dot_product_attention": lambda s: tuple(
+        leaf(4, 8, 256, 64) for _ in range(3)
+    ),
     "cross_entropy": lambda s: (leaf(s.rows, WIDTH), classes(s)),
     "nll_loss": lambda s: (leaf(s.rows, WIDTH), classes(s)),
-    "binary_cross_entropy_with_logits": lambda s: (leaf(s.rows, WIDTH), torch.rand(s.rows, WIDTH)),
+    "binary_cross_entropy_with_logits": lambda s: (
+        leaf(s.rows, WIDTH),
+        torch.rand(s.rows, WIDTH),
+    ),
     "binary_cross_entropy": lambda s: (
         torch.rand(s.rows, WIDTH).clamp(0.01, 0.99).requires_grad_(),
         torch.rand(s.rows, WIDTH),
@@ -153,7 +163,9 @@ LEFT_OUT = {
 }
 
 
-def functions(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def functions(
+    op: Op, args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The torch function and the unit-scaled one, of the tensors among ``args`` alone.
 
     The arguments of the unit-scaled one are bound here: a compiled function checks at every call
@@ -162,9 +174,13 @@ def functions(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., Any], Callab
     tensors = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
     plain = PLAIN.get(op.name) or op.replaces[0]
     names = inspect.signature(op.fn).parameters
-    bound = dict(zip(names, args, strict=False)) if op.name in PLAIN else op.bind(args, {})
+    bound = (
+        dict(zip(names, args, strict=False)) if op.name in PLAIN else op.bind(args, {})
+    )
     places = {id(args[i]): place for place, i in enumerate(tensors)}
-    named = {name: places[id(value)] for name, value in bound.items() if id(value) in places}
+    named = {
+        name: places[id(value)] for name, value in bound.items() if id(value) in places
+    }
     settings = {name: value for name, value in bound.items() if name not in named}
 
     def torch_op(*given: Tensor) -> Any:
@@ -174,7 +190,9 @@ def functions(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., Any], Callab
         return plain(*values)
 
     def scaled(*given: Tensor) -> Any:
-        return op.fn(**settings, **{name: given[place] for name, place in named.items()})
+        return op.fn(
+            **settings, **{name: given[place] for name, place in named.items()}
+        )
 
     return torch_op, scaled
 
@@ -215,7 +233,10 @@ def measure(mode: str, times: int, names: list[str]) -> Iterator[Row]:
         fns = {"": torch_op, op.name: scaled_op}
         if mode == "compiled":
             fns[HALVED] = halved(torch_op)
-        steps = {name: step(COMPILERS[mode](fn), *leaves, grad=grad) for name, fn in fns.items()}
+        steps = {
+            name: step(COMPILERS[mode](fn), *leaves, grad=grad)
+            for name, fn in fns.items()
+        }
         row, *others = compare(steps.pop(""), steps, rounds=30, seconds=0.01)
         row |= {other["name"]: other["ratio"] for other in others}
         target = COMPILED_TARGET if mode == "compiled" else 1.2 if product else 2.0

@@ -26,7 +26,11 @@ SHIFTS = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0)
 
 SIZES = {
     **{f"{n} layers": partial(gpt, n, WIDTH_OF_DEPTHS) for n in DEPTHS},
-    **{f"width {n}": partial(gpt, DEPTH_OF_WIDTHS, n) for n in WIDTHS if n != WIDTH_OF_DEPTHS},
+    **{
+        f"width {n}": partial(gpt, DEPTH_OF_WIDTHS, n)
+        for n in WIDTHS
+        if n != WIDTH_OF_DEPTHS
+    },
 }
 """Name -> what makes the model; all have a width of 64, or two layers."""
 
@@ -38,11 +42,15 @@ def main() -> int:
     seeds = [int(seed) for seed in args.seeds.split(",")]
     finished, rows = Finished(args.out), list[Row]()
     for size in args.models.split(";"):
-        problem = Problem(replace(MODELS["GPT"], build=SIZES[size]), args.steps, HELD_OUT)
+        problem = Problem(
+            replace(MODELS["GPT"], build=SIZES[size]), args.steps, HELD_OUT
+        )
         found = {}
         for shift in SHIFTS:
             about = {"size": size, "shift": shift, "steps": args.steps}
-            train = partial(held_out, "GPT", problem, Change(lr=2.0**shift).way(), lr=0.0)
+            train = partial(
+                held_out, "GPT", problem, Change(lr=2.0**shift).way(), lr=0.0
+            )
             found[shift] = mean_loss(finished, about, seeds, train)
             print(f"{size:12} 2^{shift:+.1f} {found[shift]:.4f}", flush=True)
         best = min(found, key=lambda shift: found[shift])

@@ -56,7 +56,11 @@ def rows(mode: str) -> list[Row]:
     steps = {name: training_step(mode, every) for name, every in names.items()}
     found = compare(training_step(mode, None), steps, rounds=20)
     cost = (found[0]["ratio"] - 1) / EVERY
-    found[0] |= {"cost_at_1_in_50": round(cost, 4), "target": TARGET, "met": cost <= TARGET}
+    found[0] |= {
+        "cost_at_1_in_50": round(cost, 4),
+        "target": TARGET,
+        "met": cost <= TARGET,
+    }
     return found
 
 

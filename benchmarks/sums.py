@@ -52,7 +52,9 @@ the 95 % interval over {len(SEEDS)} paired seeds. ratio: processor time of a sim
 def recipe(chip: str, promote: int, format: str = "e4m3") -> Recipe:
     """All operands in a format, with one scale each, under the sums of a chip."""
     cast = Cast(format=format, scaling="tensor")
-    return Recipe(name=chip, input=cast, weight=cast, grad=cast, accumulate=chip, promote=promote)
+    return Recipe(
+        name=chip, input=cast, weight=cast, grad=cast, accumulate=chip, promote=promote
+    )
 
 
 @functools.cache
@@ -66,11 +68,15 @@ def measured() -> tuple[Tensor, Tensor]:
         loss_of(start.model, batch, start.loss).backward()
         start.optimizer.step()
     layer = start.model.get_submodule("transformer.h")[-1].mlp.c_proj
-    layer.register_forward_pre_hook(lambda _, args: seen["input"].append(args[0].detach()))
+    layer.register_forward_pre_hook(
+        lambda _, args: seen["input"].append(args[0].detach())
+    )
     layer.register_full_backward_hook(lambda *given: seen["grad"].append(given[2][0]))
     for batch in itertools.cycle(start.batches):
         loss_of(start.model, batch, start.loss).backward()
-        x, g = (torch.cat([t.flatten(0, -2) for t in found]).T for found in seen.values())
+        x, g = (
+            torch.cat([t.flatten(0, -2) for t in found]).T for found in seen.values()
+        )
         if x.shape[1] >= LENGTHS[-1]:
             return x[:ROWS], g[:ROWS]
     raise AssertionError
@@ -94,9 +100,13 @@ def error_rows() -> Iterator[Row]:
             for kind in ("normal", "positive", "measured"):
                 row: Row = {"name": name, "format": format, "operands": kind}
                 for k in LENGTHS:
-                    found, exact = _both(recipe(chip, promote, format), *operands(kind, k))
+                    found, exact = _both(
+                        recipe(chip, promote, format), *operands(kind, k)
+                    )
                     row[f"error_{k}"] = _short((found - exact).norm() / exact.norm())
-                    row[f"shrinkage_{k}"] = _short(1 - (found * exact).sum() / exact.square().sum())
+                    row[f"shrinkage_{k}"] = _short(
+                        1 - (found * exact).sum() / exact.square().sum()
+                    )
                 yield row
 
 

@@ -29,7 +29,9 @@ def held_out_by_trainer(
     start = problem.start(seed)
     model = transform(start.model)
     examples = [
-        {k: v[i] for k, v in batch.items()} for batch in start.batches for i in _rows(batch)
+        {k: v[i] for k, v in batch.items()}
+        for batch in start.batches
+        for i in _rows(batch)
     ]
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(

@@ -33,11 +33,17 @@ PAIRS = {  # what is compared: variant, reference, what the mean difference may 
 def main() -> int:
     """Trains, prints the rows and records them; 2 for bad input."""
     parser = argparse.ArgumentParser(prog="benchmarks.training", description=__doc__)
-    parser.add_argument("--data", help="text to train on (default: the standard library's source)")
+    parser.add_argument(
+        "--data", help="text to train on (default: the standard library's source)"
+    )
     parser.add_argument("--seeds", default=SEEDS)
     parser.add_argument("--out", type=Path, default=Path("out/benchmark-training"))
     args, rest = parser.parse_known_args()
-    command = ["--preset=small", f"--variants={','.join(VARIANTS)}", f"--seeds={args.seeds}"]
+    command = [
+        "--preset=small",
+        f"--variants={','.join(VARIANTS)}",
+        f"--seeds={args.seeds}",
+    ]
     command += [f"--iters={ITERS}", f"--threads={THREADS}", "--device=cpu"]
     command += [f"--out={args.out}", "--resume", *rest]
     cli.main([*command, f"--data={args.data}"] if args.data else command)
@@ -58,7 +64,9 @@ def _variant_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
     for row in results["summary"]:
         runs = [run for run in results["runs"] if run["variant"] == row["variant"]]
         flushed = {
-            f"flushed_{when}": statistics.fmean(run["flushed_gradients"][when] for run in runs)
+            f"flushed_{when}": statistics.fmean(
+                run["flushed_gradients"][when] for run in runs
+            )
             for when in ("start", "end")
         }
         rows.append(
@@ -82,7 +90,11 @@ def _pair_rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         pairs = [(losses[variant, seed], losses[reference, seed]) for seed in seeds]
         gaps = [math.nan if None in pair else pair[0] - pair[1] for pair in pairs]
         mean = statistics.fmean(gaps)
-        row = {"name": name, "gap": mean, "gap_std": statistics.stdev(gaps) if gaps[1:] else None}
+        row = {
+            "name": name,
+            "gap": mean,
+            "gap_std": statistics.stdev(gaps) if gaps[1:] else None,
+        }
         row |= {"gaps": [round(gap, 4) for gap in gaps]}
         if target is not None:
             row |= {"target": target, "met": mean <= target}

@@ -49,13 +49,18 @@ class Runs:
         """The held-out loss of each seed."""
         return [self._loss(name, width, layers, log_rate, seed) for seed in SEEDS]
 
-    def _loss(self, name: str, width: int, layers: int, log_rate: int, seed: int) -> float:
+    def _loss(
+        self, name: str, width: int, layers: int, log_rate: int, seed: int
+    ) -> float:
         settings = {"width": width, "layers": layers, "seed": seed}
 
         def run() -> float:
             data, lr = (self.corpus.train, self.corpus.val), 2.0**log_rate
             loss = train(name, lr=lr, experiment=self.experiment, data=data, **settings)
-            print(f"{name:16} {width:4} wide {layers} deep 2^{log_rate:<4} {loss:.4f}", flush=True)
+            print(
+                f"{name:16} {width:4} wide {layers} deep 2^{log_rate:<4} {loss:.4f}",
+                flush=True,
+            )
             return loss
 
         about = {**self.shared, "name": name, "log_rate": log_rate, **settings}
@@ -96,10 +101,15 @@ def rows(kind: str, curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
         losses: Losses = curve["losses"]
         means = {k: statistics.fmean(values) for k, values in losses.items()}
         by_seed = [
-            best_rate({k: values[i] for k, values in losses.items()}) for i in range(len(SEEDS))
+            best_rate({k: values[i] for k, values in losses.items()})
+            for i in range(len(SEEDS))
         ]
-        first = next(c for c in curves if c["parametrisation"] == curve["parametrisation"])
-        reference = {k: statistics.fmean(values) for k, values in first["losses"].items()}
+        first = next(
+            c for c in curves if c["parametrisation"] == curve["parametrisation"]
+        )
+        reference = {
+            k: statistics.fmean(values) for k, values in first["losses"].items()
+        }
         result.append(
             {
                 "name": f"{curve['parametrisation']} {kind}",
@@ -118,11 +128,17 @@ def rows(kind: str, curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def begin(name: str, description: str | None) -> tuple[Runs, str]:
     """The runs that the command line asks for, and what they have in common, in words."""
     parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
-    parser.add_argument("--data", help="text to train on (default: the standard library's source)")
+    parser.add_argument(
+        "--data", help="text to train on (default: the standard library's source)"
+    )
     parser.add_argument("--steps", type=int, default=Experiment(vocab=1).steps)
-    parser.add_argument("--out", type=Path, default=Path("out/benchmark-transfer.jsonl"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/benchmark-transfer.jsonl")
+    )
     args = parser.parse_args()
-    torch.set_num_threads(1)  # the products are small; runs do not depend on the machine's cores
+    torch.set_num_threads(
+        1
+    )  # the products are small; runs do not depend on the machine's cores
     corpus = load_corpus(args.data, context=Experiment(vocab=1).context)
     experiment = Experiment(vocab=len(corpus.symbols), steps=args.steps)
     tokens = experiment.batch_size * experiment.context
@@ -134,11 +150,19 @@ def main() -> int:
     """Trains what is missing, prints the rows, records them and draws the figure."""
     runs, about = begin("transfer", __doc__)
     found = {
-        kind: [curve for name in ("standard", "u-muP") for curve in curves(runs, name, kind)]
+        kind: [
+            curve
+            for name in ("standard", "u-muP")
+            for curve in curves(runs, name, kind)
+        ]
         for kind in ("by width", "by depth")
     }
-    question = f"how far does the best learning rate move with the size of a model? {about}"
-    report("transfer", question, [row for kind in found for row in rows(kind, found[kind])])
+    question = (
+        f"how far does the best learning rate move with the size of a model? {about}"
+    )
+    report(
+        "transfer", question, [row for kind in found for row in rows(kind, found[kind])]
+    )
     title = f"Learning rates of a transformer on {runs.corpus.name}, mean of {len(SEEDS)} seeds"
     plot_sweeps(found, title=title).savefig(FIGURE)
     return 0

@@ -151,9 +151,15 @@ def row(r: Result) -> Row:
         "scaled": r.scaled,
         "kept": r.kept,
         "left_alone": r.left_alone,
-        **{n: None if math.isnan(each) else round(each, 1) for n, each in octaves.items()},
+        **{
+            n: None if math.isnan(each) else round(each, 1)
+            for n, each in octaves.items()
+        },
         "passes": r.passes,
-        **{n: None if math.isnan(share) else round(share, 3) for n, share in shares.items()},
+        **{
+            n: None if math.isnan(share) else round(share, 3)
+            for n, share in shares.items()
+        },
         "result": "verified" if r.verified else r.result,
     }
 
@@ -171,7 +177,9 @@ whose SQNR is within 1.5 dB of their format's own, in the second step and after 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of ZOO; all by default")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="of ZOO; all by default"
+    )
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)

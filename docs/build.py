@@ -76,13 +76,17 @@ def first_paragraph(documented: object) -> str:
 
 def torch_name(function: Callable[..., Any]) -> str:
     """What a torch function is called in code: F.linear, torch.mm, Tensor.add_, operator.matmul."""
-    parts = function.__name__.split("_")  # torch.linalg.multi_dot is called linalg_multi_dot
+    parts = function.__name__.split(
+        "_"
+    )  # torch.linalg.multi_dot is called linalg_multi_dot
     names = ["_".join(parts[i:]) for i in range(len(parts))]
     for owner, space in NAMESPACES.items():
         for name in names:
             if getattr(space, name, None) is function:
                 return f"{owner}.{name}"
-    raise ValueError(f"no public name of {function} is known: add its module to NAMESPACES")
+    raise ValueError(
+        f"no public name of {function} is known: add its module to NAMESPACES"
+    )
 
 
 def code(names: Iterable[object]) -> str:
@@ -124,7 +128,12 @@ def cast(cast: Cast | None) -> str:
 def ops(op: Op) -> list[str]:
     constraint = "yes" if op.constrainable else "no"
     replaced = code(torch_name(function) for function in op.replaces)
-    return [f"`U.{op.name}`", replaced or "nothing", constraint, first_paragraph(op.rule)]
+    return [
+        f"`U.{op.name}`",
+        replaced or "nothing",
+        constraint,
+        first_paragraph(op.rule),
+    ]
 
 
 def accelerator(row: Hardware) -> list[str]:
@@ -134,7 +143,13 @@ def accelerator(row: Hardware) -> list[str]:
         else "-"
         for unit in UNITS
     )
-    return [f"`{row.name}`", row.device, *peaks, f"{row.bandwidth / 1e12:.4g}", row.source]
+    return [
+        f"`{row.name}`",
+        row.device,
+        *peaks,
+        f"{row.bandwidth / 1e12:.4g}",
+        row.source,
+    ]
 
 
 def learning_rates(rule: str, mup_type: str) -> list[str]:
@@ -143,12 +158,22 @@ def learning_rates(rule: str, mup_type: str) -> list[str]:
     shapes = [torch.Size([width] * 2 if matrix else [width]) for width in WIDTHS]
     mult = LR_MULT.get(rule, {})
     kinds = (mup_type, "kernel") if mup_type == "weight" else (mup_type,)
-    factors = " or ".join(f"{each:g}" for each in dict.fromkeys(mult.get(k, 1.0) for k in kinds))
-    return [f"`{rule}`", f"`{mup_type}`", *(f"{factor(shape):.6g}" for shape in shapes), factors]
+    factors = " or ".join(
+        f"{each:g}" for each in dict.fromkeys(mult.get(k, 1.0) for k in kinds)
+    )
+    return [
+        f"`{rule}`",
+        f"`{mup_type}`",
+        *(f"{factor(shape):.6g}" for shape in shapes),
+        factors,
+    ]
 
 
 def products() -> Iterable[list[str]]:
-    yield [code(dict.fromkeys(map(torch_name, PRODUCTS))), "operands and gradients are cast"]
+    yield [
+        code(dict.fromkeys(map(torch_name, PRODUCTS))),
+        "operands and gradients are cast",
+    ]
     yield [
         f"{code(map(torch_name, COMPOSED))}, `torch.einsum` of three operands or more",
         "written out as products of the first line",
@@ -164,7 +189,10 @@ def recipe(recipe: Recipe) -> list[str]:
         others.append(f'`accumulate="{recipe.accumulate}"`, `promote={recipe.promote}`')
     casts = map(cast, (recipe.input, recipe.weight, recipe.grad))
     row = named(record("cast_bias")["rows"])[recipe.name]
-    bias = [f"{row[f'{kind}_bias']:.3f} ± {row[f'{kind}_se']:.3f}" for kind in ("normal", "heavy")]
+    bias = [
+        f"{row[f'{kind}_bias']:.3f} ± {row[f'{kind}_se']:.3f}"
+        for kind in ("normal", "heavy")
+    ]
     return [f"`{recipe.name}`", *casts, "; ".join(others), *bias]
 
 
@@ -185,8 +213,15 @@ def kernel(row: Kernel) -> list[str]:
 
 def encoding(name: str, row: Encoding) -> list[str]:
     places = {**MOMENTS, "master_weights": MASTERS}
-    shares = {"none": "none", "tensor": "the tensor", "block": "each 128 elements"}[row.scale]
-    return [f"`{name}`", f"`{row.dtype}`", shares, code(p for p, n in places.items() if name in n)]
+    shares = {"none": "none", "tensor": "the tensor", "block": "each 128 elements"}[
+        row.scale
+    ]
+    return [
+        f"`{name}`",
+        f"`{row.dtype}`",
+        shares,
+        code(p for p, n in places.items() if name in n),
+    ]
 
 
 def level(row: Level) -> list[str]:
@@ -302,7 +337,11 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         + ", ".join(f"{rate:g} (`{rule}`)" for rule, rate in RATES.items())
         + ".",
         f"optimizer | mup_type | width {WIDTHS[0]} | width {WIDTHS[1]} | default of lr_mult",
-        [learning_rates(rule, mup_type) for rule in LR_RULES for mup_type in LR_RULES[rule]],
+        [
+            learning_rates(rule, mup_type)
+            for rule in LR_RULES
+            for mup_type in LR_RULES[rule]
+        ],
     ),
 ]
 
@@ -357,7 +396,11 @@ def benchmark(study: str) -> str:
     """The section of one file of results."""
     found = record(study)
     rows, machine = found["rows"], found["machine"]
-    keys = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in _NOT_SHOWN]
+    keys = [
+        key
+        for key in dict.fromkeys(k for row in rows for k in row)
+        if key not in _NOT_SHOWN
+    ]
     lines = [[_cell(row, key) for key in keys] for row in rows]
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
     commit = machine["commit"][:7]
@@ -385,7 +428,9 @@ def render_benchmarks() -> str:
         ]
         for study, question in QUESTIONS.items()
     ]
-    return f"{BENCHMARKS_PREAMBLE}\n\n{table('question | answer | all numbers', lines)}\n"
+    return (
+        f"{BENCHMARKS_PREAMBLE}\n\n{table('question | answer | all numbers', lines)}\n"
+    )
 
 
 GENERATED: dict[Path, Callable[[], str]] = {

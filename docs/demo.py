@@ -51,7 +51,9 @@ def rows(run: dict[str, Any]) -> list[dict[str, Any]]:
             "gap": row["gap"],
             "gradients_lost": row["flushed_gradients"],
         }
-        found.append({k: round(v, 4) if isinstance(v, float) else v for k, v in about.items()})
+        found.append(
+            {k: round(v, 4) if isinstance(v, float) else v for k, v in about.items()}
+        )
     return found
 
 
@@ -80,7 +82,10 @@ def demo() -> str:
     """The table of the demo, and what it was measured on."""
     found = results("demo")
     lines = [
-        ["-" if row.get(key) is None else form.format(row[key]) for key, form in COLUMNS.values()]
+        [
+            "-" if row.get(key) is None else form.format(row[key])
+            for key, form in COLUMNS.values()
+        ]
         for row in found["rows"]
     ]
     where = found["machine"]
@@ -104,8 +109,12 @@ def training() -> str:
     """The differences of the longer runs of benchmarks.training."""
     found = results("training")
     pairs = [row for row in found["rows"] if "gap" in row]
-    lines = [[row["name"], f"{row['gap']:+.3f}", f"{row['gap_std']:.3f}"] for row in pairs]
-    made = table("difference of held-out losses | mean | standard deviation over seeds", lines)
+    lines = [
+        [row["name"], f"{row['gap']:+.3f}", f"{row['gap_std']:.3f}"] for row in pairs
+    ]
+    made = table(
+        "difference of held-out losses | mean | standard deviation over seeds", lines
+    )
     question = found["question"]
     return f"{made}\n\n{question[:1].upper()}{question[1:]}."
 
@@ -125,7 +134,9 @@ def one_line() -> str:
         gaps = [[r[n] for n in names] for r in map(ways.get, WAYS) if r]
         gaps.append([ways[WAYS[1]][f"cost_{end}"] for end in ("of_fp8", "low", "high")])
         cells = [f"{mean:+.3f} ({low:+.3f} to {high:+.3f})" for mean, low, high in gaps]
-        lines.append([name, f"{plain['lr']:g}", f"{plain['held_out_loss']:.3f}", *cells])
+        lines.append(
+            [name, f"{plain['lr']:g}", f"{plain['held_out_loss']:.3f}", *cells]
+        )
     return table(
         "model | best rate of plain AdamW | its loss | gap of `unit_scale` | in FP8 | cost of FP8",
         lines,
@@ -154,7 +165,9 @@ def times() -> str:
     plain = found["eager plain"]
 
     def ratios(how: str, baseline: float) -> str:
-        return ", ".join(f"`{name}` {found[f'{how} {name}'] / baseline:.2f}" for name in TIMED)
+        return ", ".join(
+            f"`{name}` {found[f'{how} {name}'] / baseline:.2f}" for name in TIMED
+        )
 
     return (
         f"Time of a training step on a CPU with {instructions}, relative to the plain model, for a "

@@ -51,7 +51,10 @@ DOCUMENTS = {
         "This package takes its place, so that the two cannot be installed together: tests compare "
         "with recorded values and signatures of 0.3.5.",
     ),
-    "Accelerate": (_GUIDE, "Installed and run on CPU, with TransformerEngine's Python."),
+    "Accelerate": (
+        _GUIDE,
+        "Installed and run on CPU, with TransformerEngine's Python.",
+    ),
     "TransformerEngine": (
         _GUIDE,
         "Its Python was run, on CPU: recipes, contexts and layers. Its kernels need a GPU.",
@@ -101,7 +104,10 @@ FEATURES = [
         "simulate_fp8(model)",
         "unit_scale(simulate_fp8(model))",
         "nanoGPT, plain, in FP8 and unit-scaled in FP8",
-        ("FP8 loses accuracy, unit scaling regains it", "[measured](benchmarks-all.md#training)"),
+        (
+            "FP8 loses accuracy, unit scaling regains it",
+            "[measured](benchmarks-all.md#training)",
+        ),
         ("any PyTorch model", "[51 architectures](benchmarks-all.md#zoo) were tried"),
         "with torch.compile",
         (
@@ -134,7 +140,9 @@ FEATURES = [
         "FP8RecipeKwargs",
     ),
     *_rows("Accelerate", "MS-AMP", "opt_level", "AORecipeKwargs"),
-    *_rows("Accelerate", "combining the two", ("TransformerEngine with MS-AMP", _PYTHON)),
+    *_rows(
+        "Accelerate", "combining the two", ("TransformerEngine with MS-AMP", _PYTHON)
+    ),
     *_rows(
         "TransformerEngine",
         "TransformersEngine",
@@ -146,7 +154,10 @@ FEATURES = [
         "fp8_format",
         "amax_history_len",
         "amax_compute_algo",
-        ("override_linear_precision", "TransformerEngine ignores it: refused, but for its default"),
+        (
+            "override_linear_precision",
+            "TransformerEngine ignores it: refused, but for its default",
+        ),
         ("numerics and speed of its products", _NO_GPU),
     ),
     *_rows(
@@ -185,8 +196,14 @@ FEATURES = [
         "Composer",
         "how to use",
         "apply_low_precision_layernorm",
-        ("LowPrecisionLayerNorm", "its Trainer was run by hand with torch 2.13, not by tests"),
-        ("the Trainer's precision", "on the Algorithm and Event classes of its package"),
+        (
+            "LowPrecisionLayerNorm",
+            "its Trainer was run by hand with torch 2.13, not by tests",
+        ),
+        (
+            "the Trainer's precision",
+            "on the Algorithm and Event classes of its package",
+        ),
         "amp is float16, bf16 bfloat16",
         "no effect in fp32 and fp16",
     ),
@@ -197,7 +214,10 @@ FEATURES = [
         "normalized_shape and eps are kept",
         "math equivalent",
         ("Fused LayerNorm before torch 1.13", "not had: torch 2.11 is the oldest"),
-        ("training is faster", "not shown: on CPU it is measured by benchmarks.norms, no GPU"),
+        (
+            "training is faster",
+            "not shown: on CPU it is measured by benchmarks.norms, no GPU",
+        ),
     ),
     *_rows(
         "timm",
@@ -438,11 +458,16 @@ COMPARISONS = [
         {"Accelerate": "not known with adapters"},
         _ENGINE,
     ),
-    Comparison("in axolotl's Trainer", {"Accelerate": f"{_AO}, by axolotl's `fp8`"}, _ENGINE),
-    Comparison("layers as a file without the library", dict.fromkeys(_UNREAD, "not known")),
+    Comparison(
+        "in axolotl's Trainer", {"Accelerate": f"{_AO}, by axolotl's `fp8`"}, _ENGINE
+    ),
+    Comparison(
+        "layers as a file without the library", dict.fromkeys(_UNREAD, "not known")
+    ),
     Comparison(
         "trainer and FP8 engine compared by log-probability",
-        dict.fromkeys(_UNREAD, "not known") | {"torchtitan": "its RL experiment logs it; no bound"},
+        dict.fromkeys(_UNREAD, "not known")
+        | {"torchtitan": "its RL experiment logs it; no bound"},
     ),
     Comparison(
         "time of a step on a GPU that is not there",

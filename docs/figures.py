@@ -40,7 +40,9 @@ def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") 
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{style}>{escape(words)}</text>'
 
 
-def box(x: float, y: float, width: float, height: float, kind: str = "box", bend: int = 4) -> str:
+def box(
+    x: float, y: float, width: float, height: float, kind: str = "box", bend: int = 4
+) -> str:
     """A filled rectangle."""
     size = f'width="{width:g}" height="{height:g}" rx="{bend}"'
     return f'<rect x="{x:g}" y="{y:g}" {size} class="{kind}"/>'
@@ -81,7 +83,9 @@ SHOWN = range(-26, 21)
 def _at(exponent: float) -> float:
     """The place of 2**exponent on the line."""
     first, last = SHOWN[0], SHOWN[-1]
-    return 140 + (min(max(exponent, first), last) - first) / (last - first) * (WIDTH - 160)
+    return 140 + (min(max(exponent, first), last) - first) / (last - first) * (
+        WIDTH - 160
+    )
 
 
 def _format_row(y: float, format: Format) -> list[str]:
@@ -109,14 +113,20 @@ def formats() -> str:
     rows = sorted(FORMATS.values(), key=lambda f: (f.bits, f.bias))
     top, step = 40, 27
     bottom = top + step * len(rows)
-    parts = [text(_at(0), 22, "RMS 1", "soft", "middle"), line(_at(0), 28, _at(0), bottom, True)]
+    parts = [
+        text(_at(0), 22, "RMS 1", "soft", "middle"),
+        line(_at(0), 28, _at(0), bottom, True),
+    ]
     for i, format in enumerate(rows):
         parts += _format_row(top + step * i, format)
     parts.append(line(_at(SHOWN[0]), bottom + 2, _at(SHOWN[-1]), bottom + 2))
     for exponent in range(-24, 21, 4):
-        parts.append(text(_at(exponent), bottom + 18, f"2^{exponent}", "soft", "middle"))
+        parts.append(
+            text(_at(exponent), bottom + 18, f"2^{exponent}", "soft", "middle")
+        )
     about = (
-        "Magnitudes that a format holds. Pale: subnormal, with fewer digits the smaller they are."
+        "Magnitudes that a format holds. Pale: subnormal, with fewer digits the smaller "
+        "they are."
     )
     parts.append(text(20, bottom + 42, about, "soft"))
     return figure("The formats on a number line", bottom + 56, parts)
@@ -131,7 +141,16 @@ PRODUCTS = (
 )
 """Name, formula, and operands of each product of a layer, in the order of `Recipe.products`."""
 
-IN_THE_FIGURE = ("unit", "tensor", "row", "row_gw_hp", "block", "mxfp8", "nvfp4", "bf16")
+IN_THE_FIGURE = (
+    "unit",
+    "tensor",
+    "row",
+    "row_gw_hp",
+    "block",
+    "mxfp8",
+    "nvfp4",
+    "bf16",
+)
 
 
 def _operands(recipe: Recipe) -> tuple[tuple[Cast | None, Cast | None], ...]:
@@ -157,7 +176,10 @@ def products() -> str:
     parts, left, step = [], 104, 218
     for i, (name, formula, operands) in enumerate(PRODUCTS):
         x = left + step * i
-        parts += [text(x + 98, 22, name, "head", "middle"), text(x + 98, 42, formula, "", "middle")]
+        parts += [
+            text(x + 98, 22, name, "head", "middle"),
+            text(x + 98, 42, formula, "", "middle"),
+        ]
         for j, operand in enumerate(operands):
             parts.append(text(x + 48 + 100 * j, 64, operand, "soft", "middle"))
     for row, name in enumerate(IN_THE_FIGURE):
@@ -167,7 +189,9 @@ def products() -> str:
             for j, cast in enumerate(pair):
                 parts += _cell(left + step * i + 100 * j, y, cast)
     bottom = 74 + 42 * len(IN_THE_FIGURE)
-    about = "x: input of the layer, w: its weight, g: gradient of its output. Q: the cast."
+    about = (
+        "x: input of the layer, w: its weight, g: gradient of its output. Q: the cast."
+    )
     parts.append(text(14, bottom + 16, about, "soft"))
     return figure("The three products of a layer under recipes", bottom + 30, parts)
 
@@ -271,7 +295,10 @@ PREFLIGHT_FLOW = (
         what="estimates for each accelerator, forecasts of the best one",
         where="fp8/lab/preflight/forecasts.py",
     ),
-    Step(what="training: finalists, paired seeds", where="fp8/lab/preflight/paired_runs.py"),
+    Step(
+        what="training: finalists, paired seeds",
+        where="fp8/lab/preflight/paired_runs.py",
+    ),
     Step(
         what="policy, sentences, table, page, JSON",
         where="fp8/lab/preflight/preflight.py",
@@ -300,8 +327,13 @@ def flow(title: str, steps: tuple[Step, ...]) -> str:
             parts.append(text(26, y + 20 + 17 * j, words, kind))
         if step.aside:
             middle = y + height / 2
-            parts += [arrow(14 + wide, middle, 490, middle), box(490, middle - 22, 256, 44)]
-            parts.append(text(500, middle - (3 if step.aside_where else -4), step.aside))
+            parts += [
+                arrow(14 + wide, middle, 490, middle),
+                box(490, middle - 22, 256, 44),
+            ]
+            parts.append(
+                text(500, middle - (3 if step.aside_where else -4), step.aside)
+            )
             parts.append(text(500, middle + 14, step.aside_where, "code"))
         y += height
         if i + 1 < len(steps):

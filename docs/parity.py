@@ -59,7 +59,9 @@ def proofs(folder: Path = ROOT / "tests") -> Iterator[Proof]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 test = f"{path.relative_to(folder.parent).as_posix()}::{node.name}"
-                yield from (_proof(mark, test) for mark in node.decorator_list if _proves(mark))
+                yield from (
+                    _proof(mark, test) for mark in node.decorator_list if _proves(mark)
+                )
 
 
 def _proves(mark: ast.expr) -> bool:
@@ -70,16 +72,24 @@ def _proof(mark: ast.expr, test: str) -> Proof:
     assert isinstance(mark, ast.Call)
     try:
         system, feature = map(ast.literal_eval, mark.args)
-        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in mark.keywords}
+        options = {
+            keyword.arg: ast.literal_eval(keyword.value) for keyword in mark.keywords
+        }
         return Proof(system, feature, options["how"], test)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{test}: the mark is proves(system, feature, how=...)") from error
+        raise ValueError(
+            f"{test}: the mark is proves(system, feature, how=...)"
+        ) from error
 
 
 def tests_of(system: str, feature: str, found: list[Proof]) -> str:
     """The tests of a feature, as a cell; empty without one."""
-    mine = [proof for proof in found if (proof.system, proof.feature) == (system, feature)]
-    return "<br>".join(f"`{proof.test.removeprefix('tests/')}`: {HOW[proof.how]}" for proof in mine)
+    mine = [
+        proof for proof in found if (proof.system, proof.feature) == (system, feature)
+    ]
+    return "<br>".join(
+        f"`{proof.test.removeprefix('tests/')}`: {HOW[proof.how]}" for proof in mine
+    )
 
 
 def line(feature: Feature, found: list[Proof]) -> list[str]:
@@ -108,7 +118,9 @@ def render() -> str:
     found = list(proofs())
     parts = [PREAMBLE, engines(found)]
     for system, (document, run) in DOCUMENTS.items():
-        rows = [line(feature, found) for feature in FEATURES if feature.system == system]
+        rows = [
+            line(feature, found) for feature in FEATURES if feature.system == system
+        ]
         lines = table("feature | section | tests | remarks", rows)
         parts.append(f"## {system}\n\n{document}. {run}\n\n{lines}")
     return "\n\n".join(parts) + "\n"

@@ -56,7 +56,9 @@ def ratios(*names: str, digits: int = 2) -> Callable[[list[Row]], str]:
 def _within(rows: list[Row]) -> str:
     met = sum(bool(row.get("met")) for row in rows if row.get("target") is not None)
     targets = {row["target"] for row in rows if row.get("target") is not None}
-    bound = f"take at most {min(targets):g}" if len(targets) == 1 else "meet their target"
+    bound = (
+        f"take at most {min(targets):g}" if len(targets) == 1 else "meet their target"
+    )
     all_ratios = sorted(row["ratio"] for row in rows)
     median = all_ratios[len(all_ratios) // 2]
     return f"{met} of {len(rows)} ops {bound}; the median is {median:.2f}"
@@ -74,7 +76,9 @@ def _demo_rates(rows: list[Row]) -> str:
 
 def _training(rows: list[Row]) -> str:
     pairs = [row for row in rows if "gap" in row]
-    return "; ".join(f"{r['name']}: {r['gap']:+.3f} ± {r['gap_std']:.3f}" for r in pairs)
+    return "; ".join(
+        f"{r['name']}: {r['gap']:+.3f} ± {r['gap_std']:.3f}" for r in pairs
+    )
 
 
 def _one_line(rows: list[Row]) -> str:
@@ -83,7 +87,9 @@ def _one_line(rows: list[Row]) -> str:
         found = [row for row in rows if row["way"] == way]
         gaps = ", ".join(f"{row['name']} {row['gap']:+.3f}" for row in found)
         met = sum(row["met"] for row in found)
-        parts.append(f"{way}: {met} of {len(found)} at most 0.02 above plain training ({gaps})")
+        parts.append(
+            f"{way}: {met} of {len(found)} at most 0.02 above plain training ({gaps})"
+        )
     found = [row for row in rows if row["way"] == "unit_scale, FP8"]
     met = sum(row["cost_met"] for row in found)
     return "; ".join([*parts, f"FP8 costs at most 0.01 in {met} of {len(found)}"])
@@ -107,7 +113,9 @@ def _recipe_loss(rows: list[Row]) -> str:
 
 def _cast_bias(rows: list[Row]) -> str:
     pairs = [(f"{kind}_bias", f"{kind}_se") for kind in ("normal", "heavy")]
-    unbiased = [r["name"] for r in rows if all(abs(r[b]) <= 3 * r[se] for b, se in pairs)]
+    unbiased = [
+        r["name"] for r in rows if all(abs(r[b]) <= 3 * r[se] for b, se in pairs)
+    ]
     worst = min(rows, key=lambda row: row["heavy_bias"])
     return (
         f"Within three standard errors that of {', '.join(unbiased)}; that of others shrinks, most "
@@ -133,7 +141,9 @@ def _router(rows: list[Row]) -> str:
 
 
 def _first_call(rows: list[Row]) -> str:
-    return "; ".join(f"{row['name']}: {row['first_call_ms'] / 1000:.1f} s" for row in rows)
+    return "; ".join(
+        f"{row['name']}: {row['first_call_ms'] / 1000:.1f} s" for row in rows
+    )
 
 
 def _moved(rows: list[Row]) -> str:
@@ -200,7 +210,9 @@ def _preflight(rows: list[Row]) -> str:
 
 
 def _defaults(rows: list[Row]) -> str:
-    changed = {row["name"]: [v for k, v in row.items() if k != "name"] for row in rows[1:]}
+    changed = {
+        row["name"]: [v for k, v in row.items() if k != "name"] for row in rows[1:]
+    }
     return "Worst and best change of the loss by " + "; ".join(
         f"{name}: {max(gaps):+.3f}, {min(gaps):+.3f}" for name, gaps in changed.items()
     )
@@ -239,7 +251,8 @@ def _optimizer_loss(rows: list[Row]) -> str:
 def _stats(rows: list[Row]) -> str:
     sampled = [row for row in rows if "cost_at_1_in_50" in row]
     return "Sampling 1 step in 50: " + "; ".join(
-        f"{row['name'].partition(',')[0]} {row['cost_at_1_in_50']:.2%}" for row in sampled
+        f"{row['name'].partition(',')[0]} {row['cost_at_1_in_50']:.2%}"
+        for row in sampled
     )
 
 
@@ -249,10 +262,16 @@ def _optim(rows: list[Row]) -> str:
 
 
 def _sums(rows: list[Row]) -> str:
-    long = [row for row in rows if row.get("operands") == "positive" and row["format"] == "e4m3"]
+    long = [
+        row
+        for row in rows
+        if row.get("operands") == "positive" and row["format"] == "e4m3"
+    ]
     errors = ", ".join(f"{row['name']} {float(row['error_16384']):.1g}" for row in long)
     gaps = "; ".join(f"{row['name']}: {row['gap']}" for row in rows if "gap" in row)
-    times = ", ".join(f"{row['name']} {row['ratio']:.0f}" for row in rows if "ratio" in row)
+    times = ", ".join(
+        f"{row['name']} {row['ratio']:.0f}" for row in rows if "ratio" in row
+    )
     return (
         f"Relative error of sums of 16384 positive products: {errors}; "
         + (f"gap to FP32 in training: {gaps}; " if gaps else "")
@@ -279,46 +298,60 @@ def _gpu(rows: list[Row]) -> str:
                 f"{row['recipe']} {row.get('gpu_ratio', row['ratio']):.2f}{beside}"
             )
     listed = (
-        f"{case}, of bf16's time: {', '.join(texts)}" for case, texts in cases.items() if texts
+        f"{case}, of bf16's time: {', '.join(texts)}"
+        for case, texts in cases.items()
+        if texts
     )
     return "; ".join(listed)
 
 
 QUESTIONS: dict[str, Question] = {
-    "forecast": Question(text="How long would a training step take on an H100?", answer=_forecast),
+    "forecast": Question(
+        text="How long would a training step take on an H100?", answer=_forecast
+    ),
     "demo": Question(
-        text="Which loss does a small GPT reach in FP32, BF16 and FP8 in `make demo`?", answer=_demo
+        text="Which loss does a small GPT reach in FP32, BF16 and FP8 in `make demo`?",
+        answer=_demo,
     ),
     "demo_rates": Question(
-        text="Does the demo train each variant at its best learning rate?", answer=_demo_rates
+        text="Does the demo train each variant at its best learning rate?",
+        answer=_demo_rates,
     ),
     "training": Question(
-        text="How much held-out loss does FP8 cost over several seeds?", answer=_training
+        text="How much held-out loss does FP8 cost over several seeds?",
+        answer=_training,
     ),
     "one_line": Question(
         text="Does one line, without a learning rate, end where plain training ends?",
         answer=_one_line,
     ),
     "cast_bias": Question(
-        text="Is the cast gradient of a recipe the gradient in the mean?", answer=_cast_bias
+        text="Is the cast gradient of a recipe the gradient in the mean?",
+        answer=_cast_bias,
     ),
     "recipe_loss": Question(
         text="How much held-out loss does each recipe cost?", answer=_recipe_loss
     ),
     "recipe_claims": Question(
-        text="Which claims of papers on recipes show in a small GPT?", answer=_recipe_claims
+        text="Which claims of papers on recipes show in a small GPT?",
+        answer=_recipe_claims,
     ),
     "recipe_loss_large": Question(
-        text="How much held-out loss do recipes cost in a larger GPT?", answer=_recipe_loss
+        text="How much held-out loss do recipes cost in a larger GPT?",
+        answer=_recipe_loss,
     ),
     "recipe_claims_large": Question(
-        text="Which claims of papers on recipes show in a larger GPT?", answer=_recipe_claims
+        text="Which claims of papers on recipes show in a larger GPT?",
+        answer=_recipe_claims,
     ),
     "papers": Question(
-        text="Which orders and ratios of papers on FP4 show in a small GPT?", answer=_papers
+        text="Which orders and ratios of papers on FP4 show in a small GPT?",
+        answer=_papers,
     ),
     "sums": Question(text="What do the sums of tensor cores cost?", answer=_sums),
-    "router": Question(text="What does a router in low precision change?", answer=_router),
+    "router": Question(
+        text="What does a router in low precision change?", answer=_router
+    ),
     "fine_tuning": Question(
         text="How much held-out loss does FP8 cost in fine-tuning?", answer=_fine_tuning
     ),
@@ -334,21 +367,29 @@ QUESTIONS: dict[str, Question] = {
         text="How long does a training step take after a transform, relative to the compiled plain "
         "model?",
         answer=ratios(
-            "compiled unit_scale", "compiled simulate_fp8", "eager unit_scale", "eager plain"
+            "compiled unit_scale",
+            "compiled simulate_fp8",
+            "eager unit_scale",
+            "eager plain",
         ),
     ),
     "first_call": Question(
-        text="How long does the first call of a unit-scaled model take?", answer=_first_call
+        text="How long does the first call of a unit-scaled model take?",
+        answer=_first_call,
     ),
-    "zoo": Question(text="Does `unit_scale` work on models of Hugging Face?", answer=_zoo),
+    "zoo": Question(
+        text="Does `unit_scale` work on models of Hugging Face?", answer=_zoo
+    ),
     "strangers": Question(
         text="Does `unit_scale` work on models of other libraries?", answer=_strangers
     ),
     "transfer": Question(
-        text="How far does the best learning rate move with the size of a model?", answer=_moved
+        text="How far does the best learning rate move with the size of a model?",
+        answer=_moved,
     ),
     "transfer_depth": Question(
-        text="Do other rules for depth keep the best learning rate in place?", answer=_moved
+        text="Do other rules for depth keep the best learning rate in place?",
+        answer=_moved,
     ),
     "optimizer_loss": Question(
         text="What do 8-bit states and bfloat16 weights cost in loss?",
@@ -362,14 +403,16 @@ QUESTIONS: dict[str, Question] = {
         text="Does the default learning rate suit any depth and width?", answer=_sizes
     ),
     "half_precision": Question(
-        text="Does a unit-scaled model train in float16 without loss scaling?", answer=_half
+        text="Does a unit-scaled model train in float16 without loss scaling?",
+        answer=_half,
     ),
     "levels": Question(
         text="How much memory does a weight take at O1, O2 and O3, and what does it cost in loss?",
         answer=_levels,
     ),
     "optimizers": Question(
-        text="How long does a step with 8-bit optimizer states take?", answer=_optimizers
+        text="How long does a step with 8-bit optimizer states take?",
+        answer=_optimizers,
     ),
     "optim": Question(text="How long does a step of `uu.optim` take?", answer=_optim),
     "ops": Question(
@@ -390,7 +433,8 @@ QUESTIONS: dict[str, Question] = {
         answer=_within,
     ),
     "rows_eager": Question(
-        text="How long do unit-scaled ops take in eager mode, relative to torch's?", answer=_within
+        text="How long do unit-scaled ops take in eager mode, relative to torch's?",
+        answer=_within,
     ),
     "quantize": Question(
         text="How long does a simulated cast to e4m3 take, relative to a copy?",

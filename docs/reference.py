@@ -84,8 +84,16 @@ _LINK = re.compile(r"(?<!!)\[([^]]+)\]\(([^)\s]+)\)")
 def public_names(module: str) -> dict[str, Any]:
     """Returns the exported objects of a module by name, without submodules and the version."""
     imported = importlib.import_module(module)
-    found = {name: getattr(imported, name) for name in imported.__all__ if name != "__version__"}
-    return {name: value for name, value in found.items() if not isinstance(value, ModuleType)}
+    found = {
+        name: getattr(imported, name)
+        for name in imported.__all__
+        if name != "__version__"
+    }
+    return {
+        name: value
+        for name, value in found.items()
+        if not isinstance(value, ModuleType)
+    }
 
 
 def canonical_names() -> dict[str, str]:
@@ -159,7 +167,9 @@ def _of_the_site(link: re.Match[str]) -> str:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds the pages of the API to the section "Reference" of the navigation."""
-    (reference,) = (section["Reference"] for section in config.nav if "Reference" in section)
+    (reference,) = (
+        section["Reference"] for section in config.nav if "Reference" in section
+    )
     reference.insert(0, {"API": [{module: f"api/{module}.md"} for module in MODULES]})
     return config
 
@@ -171,11 +181,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = api_page(module, canonical)
         files.append(File.generated(config, f"api/{module}.md", content=text))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=notebook(path)))
+        files.append(
+            File.generated(config, f"notebooks/{path.stem}.md", content=notebook(path))
+        )
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     """Redirects links to notebooks, and leaves long tables out of the search."""
     if page.file.src_uri in LONG_TABLES:
         page.meta["search"] = {"exclude": True}

@@ -40,13 +40,22 @@ def text(value: Any) -> str | None:
 
 def parameter(one: inspect.Parameter) -> griffe.Parameter:
     """Returns a parameter for griffe."""
-    default = None if one.default is one.empty else re.sub(r" at 0x\w+", "", repr(one.default))
+    default = (
+        None
+        if one.default is one.empty
+        else re.sub(r" at 0x\w+", "", repr(one.default))
+    )
     return griffe.Parameter(
-        one.name, annotation=text(one.annotation), kind=_KINDS[one.kind], default=default
+        one.name,
+        annotation=text(one.annotation),
+        kind=_KINDS[one.kind],
+        default=default,
     )
 
 
-def function(name: str, value: Any, parent: griffe.Module | griffe.Class) -> griffe.Function:
+def function(
+    name: str, value: Any, parent: griffe.Module | griffe.Class
+) -> griffe.Function:
     """Returns a function for griffe from an imported one."""
     signature = inspect.signature(value)
     made = griffe.Function(
@@ -65,7 +74,9 @@ def add_constructor(documented: griffe.Class, value: type) -> None:
     """Adds the arguments of a class that inherits or generates its constructor, and a docstring
     that it generates."""
     if documented.docstring is None and value.__doc__:
-        documented.docstring = griffe.Docstring(as_markdown(value.__doc__), parent=documented)
+        documented.docstring = griffe.Docstring(
+            as_markdown(value.__doc__), parent=documented
+        )
     if "__init__" in documented.all_members and "__signature__" not in vars(value):
         return
     try:
@@ -83,7 +94,11 @@ def static_kind(module: griffe.Module, name: str) -> griffe.Kind | None:
     """Returns the kind that static analysis found for a member, None if it found none."""
     try:
         member = module.members[name]
-        return member.final_target.kind if isinstance(member, griffe.Alias) else member.kind
+        return (
+            member.final_target.kind
+            if isinstance(member, griffe.Alias)
+            else member.kind
+        )
     except (KeyError, griffe.AliasResolutionError):
         return None
 
@@ -104,7 +119,9 @@ def complete(module: griffe.Module, name: str, value: Any) -> None:
 def joined(names: re.Match[str], owner: griffe.Class) -> str:
     """Several attributes that share a line, with their types: griffe ends a name at a space."""
     known = [owner.members.get(name) for name in names[0].split(", ")]
-    types = {str(one.annotation): None for one in known if isinstance(one, griffe.Attribute)}
+    types = {
+        str(one.annotation): None for one in known if isinstance(one, griffe.Attribute)
+    }
     text = names[0].replace(", ", ",\N{NO-BREAK SPACE}")
     return f"{text} ({' | '.join(types)})" if types else text
 
@@ -128,7 +145,9 @@ class RuntimeNames(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Completes each public module of the package."""
-        convert_docstrings(pkg)  # first: a function may take the place of a module of its name
+        convert_docstrings(
+            pkg
+        )  # first: a function may take the place of a module of its name
         for path in MODULES:
             package, _, inner = path.partition(".")
             if package == pkg.name:

@@ -17,9 +17,15 @@ LIMIT = 35_000
 
 def pages() -> list[Path]:
     """The README, CONTRIBUTING and the Markdown pages of the navigation."""
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nextra:")[0]
+    navigation = (
+        (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nextra:")[0]
+    )
     names = re.findall(r": ([\w-]+\.md)$", navigation, re.MULTILINE)
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / name for name in names)]
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs" / name for name in names),
+    ]
 
 
 def words(path: Path) -> int:

@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         try:
             print(text, flush=True)
-        except BrokenPipeError:  # discard further output, as recommended by Python's manual
+        except (
+            BrokenPipeError
+        ):  # discard further output, as recommended by Python's manual
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
@@ -50,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken, preflight "
         "cannot measure the model, or parity finds a difference beyond the bound.",
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {__version__}"
+    )
     commands = parser.add_subparsers(dest="what", required=True, metavar="COMMAND")
     for name, study in COMMANDS.items():
         command = commands.add_parser(name, help=study.ABOUT)

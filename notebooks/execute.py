@@ -23,7 +23,9 @@ NAMES = ("nanogpt_fp8", "umup_transfer")
 
 def conditions(notebook: Any) -> dict[str, str]:
     """What the outputs are made of: the cells, the text, Python and torch."""
-    code = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    code = "\n\n".join(
+        cell.source for cell in notebook.cells if cell.cell_type == "code"
+    )
     return {
         "cells": hashlib.sha256(code.encode()).hexdigest(),
         "text": load_corpus(None, context=1).sha256,
@@ -41,8 +43,14 @@ def execute(notebook: Any) -> None:
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     try:
         resources = {"metadata": {"path": str(FOLDER)}}
-        options = {"record_timing": False, "coalesce_streams": True, "resources": resources}
-        NotebookClient(notebook, timeout=600, kernel_name="python3", **options).execute()
+        options = {
+            "record_timing": False,
+            "coalesce_streams": True,
+            "resources": resources,
+        }
+        NotebookClient(
+            notebook, timeout=600, kernel_name="python3", **options
+        ).execute()
     finally:
         os.environ.clear()
         os.environ |= before

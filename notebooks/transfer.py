@@ -86,7 +86,9 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, vocab, bias=False)
         for name, parameter in self.named_parameters():
             joins = name.endswith(("out.weight", "down.weight"))
-            nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * layers if joins else 1))
+            nn.init.normal_(
+                parameter, std=INIT_STD / math.sqrt(2 * layers if joins else 1)
+            )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(_norm(self.layers(self.embedding(tokens))))
@@ -101,11 +103,20 @@ Built = tuple[nn.Module, torch.optim.Optimizer, Callable[[Tensor, Tensor], Tenso
 
 def _standard(width: int, layers: int, vocab: int, lr: float) -> Built:
     model = Decoder(width, layers, vocab)
-    return model, torch.optim.AdamW(model.parameters(), lr, BETAS, weight_decay=0), F.cross_entropy
+    return (
+        model,
+        torch.optim.AdamW(model.parameters(), lr, BETAS, weight_decay=0),
+        F.cross_entropy,
+    )
 
 
 def _umup(
-    width: int, layers: int, vocab: int, lr: float, ends: float = 1, complete: bool = False
+    width: int,
+    layers: int,
+    vocab: int,
+    lr: float,
+    ends: float = 1,
+    complete: bool = False,
 ) -> Built:
     """ends: the rate of the embedding and the readout, times that of the blocks.
 
@@ -113,7 +124,9 @@ def _umup(
     and a rate that is the same at all depths, both u-muP's at BASE_DEPTH. Adam's eps, which it
     scales too, is far below the gradients and left as it is.
     """
-    rule = uu.transformer_residual_scaling_rule(math.sqrt(BASE_DEPTH / layers) if complete else 1)
+    rule = uu.transformer_residual_scaling_rule(
+        math.sqrt(BASE_DEPTH / layers) if complete else 1
+    )
     heads = width // HEAD_WIDTH
     model = uu.TransformerDecoder(width, vocab, layers, heads, residual_scaling=rule)
     if complete:
@@ -171,14 +184,18 @@ def train(
         scheduler.step()
     with torch.no_grad():
         losses = [
-            F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item()
+            F.cross_entropy(
+                model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()
+            ).item()
             for rows in _examples(data[1], experiment.eval_batches, experiment, seed=-1)
         ]
     mean = statistics.fmean(losses)
     return mean if math.isfinite(mean) else math.inf
 
 
-def _examples(tokens: Tensor, count: int, experiment: Experiment, seed: int) -> Iterable[Tensor]:
+def _examples(
+    tokens: Tensor, count: int, experiment: Experiment, seed: int
+) -> Iterable[Tensor]:
     """`count` batches (batch_size, context + 1) of random stretches of a text."""
     generator = torch.Generator().manual_seed(seed + 1)
     shape = (count, experiment.batch_size, 1)
@@ -186,7 +203,9 @@ def _examples(tokens: Tensor, count: int, experiment: Experiment, seed: int) -> 
     return (tokens[rows + torch.arange(experiment.context + 1)] for rows in starts)
 
 
-def search(loss: Callable[[int], float], start: int, sides: int = 2) -> dict[int, float]:
+def search(
+    loss: Callable[[int], float], start: int, sides: int = 2
+) -> dict[int, float]:
     """Losses by the logarithm of the rate, to base 2, with `sides` on either side of the best.
 
     Begins at `start` and goes downhill; steps of one, a factor of two.
@@ -224,7 +243,9 @@ def plot_sweeps(sweeps: Mapping[str, list[dict[str, Any]]], *, title: str) -> Fi
 
     figure = Figure(figsize=(9, 3.4 * len(sweeps)), dpi=150, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    names = dict.fromkeys(c["parametrisation"] for curves in sweeps.values() for c in curves)
+    names = dict.fromkeys(
+        c["parametrisation"] for curves in sweeps.values() for c in curves
+    )
     grid = figure.subplots(len(sweeps), len(names), sharey="row", squeeze=False)
     for line, (name, curves) in zip(grid, sweeps.items(), strict=True):
         for axes, parametrisation in zip(line, names, strict=True):
@@ -255,7 +276,9 @@ def _draw_curves(axes: Axes, curves: list[dict[str, Any]]) -> None:
 
     for i, curve in enumerate(curves):
         color = colormaps["viridis_r"]((i + 1) / len(curves))
-        means = {k: statistics.fmean(values) for k, values in sorted(curve["losses"].items())}
+        means = {
+            k: statistics.fmean(values) for k, values in sorted(curve["losses"].items())
+        }
         means = {k: mean for k, mean in means.items() if math.isfinite(mean)}
         axes.plot(list(means), list(means.values()), color=color, label=curve["label"])
         for k in means:

@@ -62,8 +62,15 @@ def _importers(helper, root):
     """The test files that name the module of a helper."""
     folder, name = ".".join(helper.parts[:-1]), helper.stem
     forms = (f"{folder}.{name}", f"from {folder} import {name}")
-    tests = [(test, test.read_text(encoding="utf-8")) for test in root.glob("tests/**/test_*.py")]
-    return [test.relative_to(root) for test, text in tests if any(form in text for form in forms)]
+    tests = [
+        (test, test.read_text(encoding="utf-8"))
+        for test in root.glob("tests/**/test_*.py")
+    ]
+    return [
+        test.relative_to(root)
+        for test, text in tests
+        if any(form in text for form in forms)
+    ]
 
 
 def _by_name(source, root):
@@ -71,7 +78,10 @@ def _by_name(source, root):
     if home is None:
         return []
     folder = root / MIRRORS[home] / source.parent.relative_to(home)
-    own = [*folder.glob(f"test_{source.stem}.py"), *folder.glob(f"test_{source.stem}_*.py")]
+    own = [
+        *folder.glob(f"test_{source.stem}.py"),
+        *folder.glob(f"test_{source.stem}_*.py"),
+    ]
     return [test.relative_to(root) for test in own or folder.glob("test_*.py")]
 
 
@@ -89,8 +99,12 @@ def changed(root=ROOT):
 
 def _git(root, *args):
     """The items that git prints; none if it fails, as where a branch is not known."""
-    done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False)
-    return done.stdout.replace("\0", "\n").split("\n")[:-1] if done.returncode == 0 else []
+    done = subprocess.run(
+        ["git", *args], cwd=root, capture_output=True, text=True, check=False
+    )
+    return (
+        done.stdout.replace("\0", "\n").split("\n")[:-1] if done.returncode == 0 else []
+    )
 
 
 def main():

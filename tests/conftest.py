@@ -84,7 +84,9 @@ def skip_vmap(items):
         import torch
 
         if torch.__version__ < (2, 13):
-            skip = pytest.mark.skip(reason="torch 2.12 has no vmap of a view in another dtype")
+            skip = pytest.mark.skip(
+                reason="torch 2.12 has no vmap of a view in another dtype"
+            )
             for item in mapped:
                 item.add_marker(skip)
 
@@ -92,7 +94,9 @@ def skip_vmap(items):
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
     """4,000 characters of words in random order: something to learn in a few steps."""
-    words = random.Random(0).choices(["the ", "quick ", "brown ", "fox ", "jumps.\n"], k=1000)
+    words = random.Random(0).choices(
+        ["the ", "quick ", "brown ", "fox ", "jumps.\n"], k=1000
+    )
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text("".join(words)[:4000])
     return path

@@ -19,7 +19,11 @@ from fp8.warnings import RecipeWarning
 
 ROOT = Path(__file__).parents[1]
 #: GLOO talks over the loopback interface.
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 PRELOADED = [
     *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
     *("torch.distributed.tensor.parallel", "fp8", "unit_scaling"),
@@ -49,11 +53,17 @@ def run_ranks(
 
     Warnings are errors there too, unless told: "error", "default" or "ignore", as of ``python -W``.
     """
-    name = str(worker) if isinstance(worker, Path) else f"{worker.__module__}:{worker.__name__}"
+    name = (
+        str(worker)
+        if isinstance(worker, Path)
+        else f"{worker.__module__}:{worker.__name__}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(rank) for rank in range(world)]
         processes = [
-            server().Process(target=_run, args=(name, world, rank, store, outputs[rank], warnings))
+            server().Process(
+                target=_run, args=(name, world, rank, store, outputs[rank], warnings)
+            )
             for rank in range(world)
         ]
         end = time.monotonic() + timeout
@@ -68,7 +78,9 @@ def run_ranks(
                 process.join()
         texts = [path.read_text() if path.exists() else "" for path in outputs]
     for rank, (process, text) in enumerate(zip(processes, texts, strict=True)):
-        assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}:\n{text}"
+        assert process.exitcode == 0, (
+            f"rank {rank} ended with {process.exitcode}:\n{text}"
+        )
         assert f"rank {rank} done" in text
     return texts
 
@@ -81,7 +93,9 @@ def _run(name, world, rank, store, output, warnings):
     os.environ["WORLD"] = str(world)
     sys.argv = [name, str(rank), str(store)]
     warnings_module.simplefilter(warnings)
-    warnings_module.filterwarnings("ignore", "FSDP2-wrapped module")  # not to change views in place
+    warnings_module.filterwarnings(
+        "ignore", "FSDP2-wrapped module"
+    )  # not to change views in place
     if name.endswith(".py"):
         runpy.run_path(name, run_name="__main__")
     else:
@@ -96,7 +110,9 @@ def as_rank(check, world):
     """
     warnings_module.filterwarnings("ignore", category=RecipeWarning)
     rank, store = int(sys.argv[1]), Path(sys.argv[2])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+    )
     check(rank, store)
     dist.barrier()
     dist.destroy_process_group()

@@ -45,10 +45,32 @@ LINES = r'^__all__|^ +"[A-Za-z_0-9.]+"[,:]|^ +(_all|_add)\(|^_add\(|^@(row|op)\b
 """Every commit that changes such a line, an entry of a list or table, in a file of `TABLED` is
 looked at, and every `EVERY`-th one."""
 TABLED = (
-    *("fp8/__init__.py", "fp8/optim", "fp8/adapters", "fp8/recipes", "fp8/formats", "fp8/levels"),
-    *("fp8/*recipe*", "fp8/*scal*", "fp8/*format*", "fp8/*round*", "fp8/*encod*", "fp8/*hardware*"),
-    *("unit_scaling/__init__.py", "unit_scaling/functional.py", "unit_scaling/modules.py"),
-    *("unit_scaling/ops", "unit_scaling/optim.py", "unit_scaling/transforms/__init__.py"),
+    *(
+        "fp8/__init__.py",
+        "fp8/optim",
+        "fp8/adapters",
+        "fp8/recipes",
+        "fp8/formats",
+        "fp8/levels",
+    ),
+    *(
+        "fp8/*recipe*",
+        "fp8/*scal*",
+        "fp8/*format*",
+        "fp8/*round*",
+        "fp8/*encod*",
+        "fp8/*hardware*",
+    ),
+    *(
+        "unit_scaling/__init__.py",
+        "unit_scaling/functional.py",
+        "unit_scaling/modules.py",
+    ),
+    *(
+        "unit_scaling/ops",
+        "unit_scaling/optim.py",
+        "unit_scaling/transforms/__init__.py",
+    ),
     *("docs/reference.py", "docs/build.py", "fp8/training"),
 )
 EVERY = 20
@@ -66,7 +88,9 @@ def public(modules):
             continue
         found.add(f"module {name}")
         found |= {f"{name}.{export}" for export in exported if export[0] != "_"}
-    loaded = [m for name, m in [*sys.modules.items()] if name.partition(".")[0] in PACKAGES]
+    loaded = [
+        m for name, m in [*sys.modules.items()] if name.partition(".")[0] in PACKAGES
+    ]
     for module, (table, kind) in itertools.product(loaded, TABLES.items()):
         rows = vars(module).get(table, ())
         found |= {f"{kind} {row}" for row in rows if isinstance(row, str)}
@@ -78,9 +102,14 @@ def documented(root):
     found = list(PACKAGES)
     for path in root.glob("docs/*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODULES":
+            if (
+                isinstance(node, ast.Assign)
+                and ast.unparse(node.targets[0]) == "MODULES"
+            ):
                 found += ast.literal_eval(node.value)
-    found += [f"fp8.adapters.{path.stem}" for path in root.glob("fp8/adapters/[a-z]*.py")]
+    found += [
+        f"fp8.adapters.{path.stem}" for path in root.glob("fp8/adapters/[a-z]*.py")
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -92,13 +121,17 @@ def is_here(name, now):
             return importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:  # its parent is gone
             return False
-    return name in now or (not kind and (_last(name) in map(_last, now) or _is_read(name)))
+    return name in now or (
+        not kind and (_last(name) in map(_last, now) or _is_read(name))
+    )
 
 
 def _is_read(name):
     """Whether a module has the name, listed or not."""
     home, _, last = name.rpartition(".")
-    return is_here(f"module {home}", set()) and hasattr(importlib.import_module(home), last)
+    return is_here(f"module {home}", set()) and hasattr(
+        importlib.import_module(home), last
+    )
 
 
 def _last(name):
@@ -123,14 +156,23 @@ def of_commit(commit):
     if os.fork() == 0:
         try:
             with tempfile.TemporaryDirectory() as folder:
-                tops = subprocess.check_output(["git", "ls-tree", "--name-only", commit], cwd=ROOT)
+                tops = subprocess.check_output(
+                    ["git", "ls-tree", "--name-only", commit], cwd=ROOT
+                )
                 wanted = {*PACKAGES, "docs"} & {*tops.decode().split()}
-                packed = subprocess.Popen(["git", "archive", commit, *wanted], cwd=ROOT, stdout=-1)
+                packed = subprocess.Popen(
+                    ["git", "archive", commit, *wanted], cwd=ROOT, stdout=-1
+                )
                 with tarfile.open(fileobj=packed.stdout, mode="r|") as archive:
                     archive.extractall(folder)
                 # Not those that are installed or lie here.
-                sys.path[:] = [folder, *(p for p in sys.path if not (Path(p) / "fp8").exists())]
-                sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in str(f)]
+                sys.path[:] = [
+                    folder,
+                    *(p for p in sys.path if not (Path(p) / "fp8").exists()),
+                ]
+                sys.meta_path[:] = [
+                    f for f in sys.meta_path if "editable" not in str(f)
+                ]
                 names = public(documented(Path(folder)))
                 os.write(write, json.dumps(sorted(names)).encode())
         finally:
@@ -152,7 +194,9 @@ def as_text(gone):
         if " " in name or leaf not in seen:
             lines[home].append(leaf)
             seen.add(leaf)
-    return "".join(f"{home}: {' '.join(leaves)}\n" for home, leaves in sorted(lines.items()))
+    return "".join(
+        f"{home}: {' '.join(leaves)}\n" for home, leaves in sorted(lines.items())
+    )
 
 
 def read():
@@ -168,12 +212,16 @@ def read():
 
 
 def main():
-    importlib.import_module("torch.distributed.fsdp")  # before the forks, as what takes long
+    importlib.import_module(
+        "torch.distributed.fsdp"
+    )  # before the forks, as what takes long
     looked_at = commits()
     seen = set().union(*map(of_commit, looked_at))
     now = of_commit("HEAD")
     gone = [name for name in seen if not is_here(name, now)]
-    about = f"# Written by `python -m tests.public_names`, up to commit {looked_at[-1]}.\n"
+    about = (
+        f"# Written by `python -m tests.public_names`, up to commit {looked_at[-1]}.\n"
+    )
     GONE.write_text(about + as_text(gone), encoding="utf-8")
 
 

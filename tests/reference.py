@@ -25,7 +25,9 @@ def rounded(x, format):
     exponent = torch.where(magnitude > 0, magnitude, 1.0).log2().floor()
     exponent = exponent.clamp(min=format.min_exponent)
     step = 2.0 ** (exponent - format.mantissa_bits)
-    value = (torch.round(magnitude / step) * step).clamp(max=format.max)  # rounds half to even
+    value = (torch.round(magnitude / step) * step).clamp(
+        max=format.max
+    )  # rounds half to even
     value = torch.where(magnitude.isinf(), format.nonfinite or math.nan, value)
     return torch.copysign(value, x.double())
 
@@ -53,7 +55,9 @@ def scale_of(
     exponent, top = math.frexp(amax)[1] - 1, math.frexp(format.max)[1] - 1
     if rule == "up":
         near = math.frexp(amax / format.max)[1]  # of the quotient, which is rounded
-        fitting = (2.0**e for e in range(near - 2, near + 2) if amax <= format.max * 2.0**e)
+        fitting = (
+            2.0**e for e in range(near - 2, near + 2) if amax <= format.max * 2.0**e
+        )
         return min(max(next(fitting), 2.0**least), 2.0**-least)
     if rule == "exact":
         return min(max(float(real(amax) / real(format.max)), 2.0**-126), 2.0**126)
@@ -69,10 +73,16 @@ def scale_of(
         steps = real(guard) * (real(amax) / real(format.max) / real(unit))
         e4m3 = rounded_number(float(steps), get_format("e4m3"))
         if rule.endswith("_up"):
-            codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
-            steps = real(steps) * real(1 - 4 * np.finfo(real).eps)  # with errors of float32
+            codes = (
+                torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
+            )
+            steps = real(steps) * real(
+                1 - 4 * np.finfo(real).eps
+            )  # with errors of float32
             e4m3 = min((code for code in codes if code >= steps), default=448.0)
-        return min(max(float(real(max(e4m3, 2.0**-9)) * real(unit)), 2.0**-126), 2.0**126)
+        return min(
+            max(float(real(max(e4m3, 2.0**-9)) * real(unit)), 2.0**-126), 2.0**126
+        )
     if rule == "ceil":
         exponent += math.frexp(amax)[0] != 0.5
     if rule == "even":
@@ -98,7 +108,9 @@ def rotation(size):
     """Sylvester's matrix by its recursion, with the signs that the package documents."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        matrix = torch.cat(
+            [torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]
+        )
     pi = f"{0x243F6A8885A308D3:064b}"[1:]
     signs = torch.tensor([-1.0 if pi[j % 63] == "1" else 1.0 for j in range(size)])
     return matrix * signs.double() / size**0.5
@@ -143,10 +155,14 @@ def cast(x, how, axis=-1):
     largest = [float(magnitudes[at].max()) for at in kept]
     whole = max(largest, default=0.0)
     least = -127 if how.scaling == "mx" else -126
-    full = [min(by, max(n, 2)) for by, n in zip((across, along), x.shape[-2:], strict=True)]
+    full = [
+        min(by, max(n, 2)) for by, n in zip((across, along), x.shape[-2:], strict=True)
+    ]
     for at, amax in zip(kept, largest, strict=True):
         if how.rule == "quest" or how.rule.startswith("e4m3_4_6"):
-            missing = [by - n for by, n in zip(full, x[at].shape, strict=True)]  # at the end
+            missing = [
+                by - n for by, n in zip(full, x[at].shape, strict=True)
+            ]  # at the end
             tile = torch.nn.functional.pad(x[at], (0, missing[1], 0, missing[0]))
             scales[at] = scale_by_error(tile, format, how.rule, whole, real, least)
         else:
@@ -167,7 +183,10 @@ def _finite(x):
 def _tile(x, format, scale):
     """x under a scale: the quotient that is rounded is that of float32, or float64 for float64."""
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return rounded((x.to(work) / torch.as_tensor(scale, dtype=work)).double(), format) * scale
+    return (
+        rounded((x.to(work) / torch.as_tensor(scale, dtype=work)).double(), format)
+        * scale
+    )
 
 
 def _changed(recipe, change):
@@ -227,21 +246,37 @@ def product(
 
 def _matrices(a, b, g, recipe, layer):
     """How to compute the three results of a product of matrices, and from which operands."""
-    batch = () if layer or b.dim() < 3 else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = (
+        ()
+        if layer or b.dim() < 3
+        else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    )
     transposed = b  # (..., n, k)
     if not layer:
         transposed = b.mT if b.dim() > 1 else b[None]
     inner, outputs = transposed.shape[-1], transposed.shape[-2]
-    rows = (1 if a.dim() == 1 else a.shape[-2],) if batch else (a.numel() // max(inner, 1),)
+    rows = (
+        (1 if a.dim() == 1 else a.shape[-2],)
+        if batch
+        else (a.numel() // max(inner, 1),)
+    )
     if not inner and not batch:
         rows = (math.prod(a.shape[:-1]),)
     left = a.expand(*batch, *a.shape[-2:]) if batch and a.dim() > 1 else a
-    left = left.expand(*batch, a.shape[-1]).unsqueeze(-2) if batch and a.dim() == 1 else left
+    left = (
+        left.expand(*batch, a.shape[-1]).unsqueeze(-2)
+        if batch and a.dim() == 1
+        else left
+    )
     left = left.reshape(*batch, *rows, inner)
     right = transposed.expand(*batch, outputs, inner)
     grad = g.reshape(*batch, *rows, outputs)
     forward = recipe.forward if layer else (recipe.input, recipe.input)
-    grad_input = recipe.grad_input if layer else (recipe.grad, _turned(recipe.input, recipe.grad))
+    grad_input = (
+        recipe.grad_input
+        if layer
+        else (recipe.grad, _turned(recipe.input, recipe.grad))
+    )
     pairs = [
         (cast(left, forward[0]), cast(right, forward[1])),
         (cast(grad, grad_input[0]), cast(right, grad_input[1], -2)),

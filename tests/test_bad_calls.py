@@ -41,27 +41,41 @@ CALLS = (
     (lambda: FPFormat(4.5, 3), "exponent_bits must be 1 to 8, got 4.5"),
     (lambda: FPFormat(4, 3, srbits="a"), "srbits .* must be 0 to 20, got 'a'"),
     (lambda: AdamW(parameters(), lr="a"), "lr must be a number, got 'a'"),
-    (lambda: AdamW(parameters(), betas=("a", 0.9)), r"betas\[0\] must be a number, got 'a'"),
+    (
+        lambda: AdamW(parameters(), betas=("a", 0.9)),
+        r"betas\[0\] must be a number, got 'a'",
+    ),
     (
         lambda: AdamW(parameters(), stochastic_weights="yes"),
         "stochastic_weights must be True or False, got 'yes'",
     ),
-    (lambda: uu.optim.scaled_parameters(parameters(), "adam", lr="a"), "lr must be a number"),
     (
-        lambda: uu.optim.scaled_parameters(nn.Sequential(uu.Linear(4, 4)), "adam", lr=1.0),
+        lambda: uu.optim.scaled_parameters(parameters(), "adam", lr="a"),
+        "lr must be a number",
+    ),
+    (
+        lambda: uu.optim.scaled_parameters(
+            nn.Sequential(uu.Linear(4, 4)), "adam", lr=1.0
+        ),
         "params must be parameters or groups of them, got a Linear",
     ),
     (lambda: unit_scale(model(), replace=[1]), r"replace: a dict .*\[1\]"),
     (lambda: U.rms_norm(X, 8), "normalized_shape must be .*, got int 8"),
     (lambda: fp8.reduce_amax(5), "reduce_amax needs an nn.Module, got int"),
-    (lambda: uu.batch_multiplier("a").__enter__(), "n must be a whole number from 1, got 'a'"),
+    (
+        lambda: uu.batch_multiplier("a").__enter__(),
+        "n must be a whole number from 1, got 'a'",
+    ),
     (lambda: fp8.stats(model(), every=True), "every must be a whole number from 1"),
     (lambda: uu.verify(model(), X, loss=5), "loss must be a function .*, got 5"),
     (lambda: uu.verify(model(), X, seed="a"), "seed must be a whole number"),
     (lambda: tag(5, "weight"), "a parameter must be a Tensor, got int"),
     (lambda: tag(parameters()[0], "weight", True), "must be a whole number from 1"),
     (lambda: set_depth(5, 2), "set_depth needs an nn.Module, got int"),
-    (lambda: uu.transformer_residual_scaling_rule("a"), "residual_mult must be a number, got 'a'"),
+    (
+        lambda: uu.transformer_residual_scaling_rule("a"),
+        "residual_mult must be a number, got 'a'",
+    ),
     (lambda: simulate_fp8(5), "needs an nn.Module, got int"),
     (
         lambda: simulate_format(model(), 5, "e5m2"),
@@ -72,7 +86,10 @@ CALLS = (
         lambda: simulate_format(model(), FPFormat(4, 3, srbits=4), "e5m2"),
         "fwd_format has srbits=4; casts of products draw all random bits: use srbits=0",
     ),
-    (lambda: U.linear(X, X, 5), r"^U.linear: bias must be torch.Tensor \| None, got int 5$"),
+    (
+        lambda: U.linear(X, X, 5),
+        r"^U.linear: bias must be torch.Tensor \| None, got int 5$",
+    ),
     (lambda: U.cat(5), r"tensors must be .*Sequence.*, got int 5"),
     (lambda: uu.Linear(8, 8)("a"), "^U.linear: input must be Tensor, got str 'a'$"),
     (lambda: U.residual_split(5), "^U.residual_split: input must be Tensor"),
@@ -80,7 +97,9 @@ CALLS = (
 )
 
 
-@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
+@pytest.mark.parametrize(
+    ("call", "message"), CALLS, ids=[message for _, message in CALLS]
+)
 def test_a_bad_call_is_refused_by_name(call, message):
     with pytest.raises((TypeError, ValueError), match=message) as caught:
         call()
@@ -94,7 +113,13 @@ def test_every_tensor_of_an_op_is_refused_by_name_if_it_is_none(name):
     kwargs = op_kwargs(OPS[name], torch.float32)
     hints = get_type_hints(OPS[name].fn)
     tensors = [key for key in kwargs if hints.get(key) is torch.Tensor]
-    assert tensors or name in ("add", "sub", "mul", "cat", "stack")  # numbers, lists of tensors
+    assert tensors or name in (
+        "add",
+        "sub",
+        "mul",
+        "cat",
+        "stack",
+    )  # numbers, lists of tensors
     for key in tensors:
         error = f"^U.{name}: {key} must be Tensor, got str 'a'$"
         with pytest.raises(TypeError, match=error) as caught:
@@ -105,7 +130,9 @@ def test_every_tensor_of_an_op_is_refused_by_name_if_it_is_none(name):
 def test_an_error_that_is_not_of_a_type_stays():
     with pytest.raises(ValueError, match="input of shape"):
         U.linear(X, torch.ones(3, 5))
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'weight'"):
+    with pytest.raises(
+        TypeError, match="missing 1 required positional argument: 'weight'"
+    ):
         U.linear(X)
 
 

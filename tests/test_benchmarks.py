@@ -45,7 +45,9 @@ from unit_scaling.transforms import simulate_fp8
 ROOT = Path(__file__).parents[1]
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:AdamW steps:fp8.warnings.OptimizerWarning"),  # a sweep
+    pytest.mark.filterwarnings(
+        "ignore:AdamW steps:fp8.warnings.OptimizerWarning"
+    ),  # a sweep
     pytest.mark.usefixtures("one_thread"),  # models this small are slower on several
 ]
 
@@ -68,7 +70,9 @@ def run(tmp_path, monkeypatch):
 
     def main(module, *arguments, record=""):
         name = module.__name__.rpartition(".")[2]
-        monkeypatch.setattr("sys.argv", [name, f"--out={tmp_path / 'runs.jsonl'}", *arguments])
+        monkeypatch.setattr(
+            "sys.argv", [name, f"--out={tmp_path / 'runs.jsonl'}", *arguments]
+        )
         assert module.main() == 0
         return json.loads((tmp_path / f"{record or name}.json").read_text())["rows"]
 
@@ -83,7 +87,9 @@ def test_one_line_trains_and_goes_on(run, changed):
     arguments = ("--steps=22", "--seeds=0", "--models=Llama, Trainer")
     found = run(one_line, *arguments)
     assert [row["way"] for row in found] == ["plain AdamW", *list(WAYS)[1:]]
-    assert len({tuple(row["losses"]) for row in found}) == len(WAYS)  # each is a way of its own
+    assert len({tuple(row["losses"]) for row in found}) == len(
+        WAYS
+    )  # each is a way of its own
     changed(one_line, held_out=None)
     assert run(one_line, *arguments) == found
 
@@ -99,7 +105,14 @@ def test_recipes_are_trained_recorded_and_go_on(run, changed, tmp_path):
     """The large model, whose record is another one."""
     text = tmp_path / "text.txt"
     text.write_text("a few words, again and again. " * 40)
-    tiny = {"layers": 1, "heads": 2, "width": 16, "context": 16, "batch_size": 2, "iters": 2}
+    tiny = {
+        "layers": 1,
+        "heads": 2,
+        "width": 16,
+        "context": 16,
+        "batch_size": 2,
+        "iters": 2,
+    }
     runs = {"fp32": None, "unit": fp8.RECIPES["unit"], "static": fp8.RECIPES["static"]}
     changed(recipe_loss, RUNS=runs, LARGE=tiny)
     arguments = (f"--data={text}", "--iters=2", "--seeds=0,1", "--large")
@@ -121,7 +134,10 @@ CLAIMS = [
 @pytest.mark.parametrize(("gaps", "verdicts"), CLAIMS)
 def test_claims_are_judged_by_paired_intervals(changed, gaps, verdicts):
     bounds = ((0.1,), ())
-    changed(recipe_loss, CLAIMS=[recipe_loss.Claim("paper", "ours", "fp32", *b) for b in bounds])
+    changed(
+        recipe_loss,
+        CLAIMS=[recipe_loss.Claim("paper", "ours", "fp32", *b) for b in bounds],
+    )
     found = {("fp32", len(gaps)): 1000.0}  # without a run to compare it with
     for seed, gap in enumerate(gaps):
         found |= {("fp32", seed): 2.0, ("ours", seed): 2.0 + gap}
@@ -161,7 +177,9 @@ def test_sweeps_are_recorded_and_go_on(run, changed, text_file, tmp_path):
     assert [run(module, f"--data={text_file}") for module in modules] == records
     for name in ("figure.png", "umup-depth.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    best = {f"{r['name']} {r['width']}": r["log2_best"] for rows in records for r in rows}
+    best = {
+        f"{r['name']} {r['width']}": r["log2_best"] for rows in records for r in rows
+    }
     standard = [best.pop(name) for name in list(best) if name.startswith("standard")]
     assert standard == [-8, -9, -8]  # by width, and by depth
     assert {f"{COMPLETE} by depth 32", f"{ENDS} by depth 32"} <= set(best)
@@ -183,7 +201,9 @@ def test_each_problem_makes_a_step(name):
     loss_of(setup.model, batches[0], setup.loss).backward()
     before = [p.detach().clone() for p in setup.model.parameters()]
     setup.optimizer.step()
-    still = [torch.equal(a, b) for a, b in zip(before, setup.model.parameters(), strict=True)]
+    still = [
+        torch.equal(a, b) for a, b in zip(before, setup.model.parameters(), strict=True)
+    ]
     assert sum(still) <= 0.1 * len(still)
 
 
@@ -195,7 +215,9 @@ def test_losses_differ_by_more_than_their_interval():
         "c": [0.5, 2.5, 3.1],
         "d": [math.nan, 2.0, 3.0],
     }
-    runs = [Run(name, i, [], x) for name, of in held_out.items() for i, x in enumerate(of)]
+    runs = [
+        Run(name, i, [], x) for name, of in held_out.items() for i, x in enumerate(of)
+    ]
     found = {pair for pair in combinations("abcd", 2) if preflight._differ(runs, *pair)}
     assert found == {("a", "b"), ("a", "d"), ("b", "d"), ("c", "d")}
     assert preflight.difference(runs, "b", "a").mean == pytest.approx(0.1, abs=1e-4)
@@ -212,8 +234,12 @@ def test_preflights_are_measured_recorded_and_go_on(run, changed, tmp_path):
     assert run(preflight) == rows
     assert [row["name"] for row in rows] == ["MLP", "all"]
     details = json.loads((tmp_path / "runs.jsonl").read_text())
-    assert set(preflight.RECIPES_TRIED) <= set(details["gaps"]) == set(details["errors"])
-    assert details["gaps"][details["best"]][0] == min(gap[0] for gap in details["gaps"].values())
+    assert (
+        set(preflight.RECIPES_TRIED) <= set(details["gaps"]) == set(details["errors"])
+    )
+    assert details["gaps"][details["best"]][0] == min(
+        gap[0] for gap in details["gaps"].values()
+    )
 
 
 # On a GPU
@@ -221,7 +247,14 @@ def test_preflights_are_measured_recorded_and_go_on(run, changed, tmp_path):
 
 def test_rows_are_written_as_they_come_and_stay_after_sigterm(tmp_path):
     out = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device=cpu", "--small", f"--out={out}"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--device=cpu",
+        "--small",
+        f"--out={out}",
+    ]
     command += ["rates", "nanochat"]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OUT": str(out)})
     rows, end = [], time.monotonic() + 300
@@ -253,7 +286,9 @@ def test_a_stage_ends_with_its_time_and_a_failure_is_not_the_end(tmp_path):
     assert {row["stage"] for row in written["rows"]} == {"rates", "nanochat torchao"}
     assert not [row for row in written["rows"] if "error" in row]
     assert written["stages"]["selftest"]["ended"] == "its time was up"
-    assert written["stages"]["model"]["ended"].startswith("failed: exit code 1: RuntimeError")
+    assert written["stages"]["model"]["ended"].startswith(
+        "failed: exit code 1: RuntimeError"
+    )
     assert set(STAGES) == {*gpu.RATES, *gpu.LAST}
     assert sum(gpu.RATES.values()) + max(gpu.LAST.values()) <= gpu.SECONDS
 
@@ -266,7 +301,12 @@ def test_a_model_is_forecast_from_its_parts():
         theirs = {**ours, "stage": f"forecast {case} torchao"}
         rows.append({**ours, "recipe": BF16, "ms": 1.0})
         rows.append({**theirs, "recipe": "torchao tensorwise", "ms": 0.25})
-    whole = {"stage": "model", "case": "model", "recipe": "torchao tensorwise", "ratio": 0.5}
+    whole = {
+        "stage": "model",
+        "case": "model",
+        "recipe": "torchao tensorwise",
+        "ratio": 0.5,
+    }
     assert gpu.with_forecasts([*rows, whole])[-1]["forecast"] == 0.25
     assert "forecast" not in gpu.with_forecasts([*rows[:-1], whole])[-1]
 
@@ -291,15 +331,21 @@ def test_the_share_of_casts_is_that_of_operands_in_range(scale):
 
 
 def _network():
-    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 4))
-    return loss_inside(model, F.cross_entropy, torch.randint(4, (32,)), torch.randn(32, 16))
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 4)
+    )
+    return loss_inside(
+        model, F.cross_entropy, torch.randint(4, (32,)), torch.randn(32, 16)
+    )
 
 
 def _broken():
     raise RuntimeError("of its own\nand more")
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, with threads
+@pytest.mark.filterwarnings(
+    "ignore:.*fork:DeprecationWarning"
+)  # of Python 3.12, with threads
 def test_the_rows_of_strangers():
     rows = []
     examine(Stranger("net", "none", _network), Options(train=True), rows.append)

@@ -34,7 +34,15 @@ def test_a_file_chooses_its_tests(path):
 
 def test_what_is_chosen_can_be_run():
     pages = mirrors_of("README.md") + mirrors_of("docs/adapters.md")
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *NAMED.values(), *pages]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        *NAMED.values(),
+        *pages,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(pages) <= set(done.stdout.splitlines())
@@ -42,7 +50,9 @@ def test_what_is_chosen_can_be_run():
 
 def test_most_sources_have_tests():
     """Of their name, or of their folder."""
-    sources = [p for name in ("fp8", "unit_scaling") for p in (ROOT / name).rglob("*.py")]
+    sources = [
+        p for name in ("fp8", "unit_scaling") for p in (ROOT / name).rglob("*.py")
+    ]
     without = [p for p in sources if not mirrors_of(p.relative_to(ROOT).as_posix())]
     assert len(without) < len(sources) / 10, without
 

@@ -8,7 +8,11 @@ import pytest
 from tests.public_names import GONE, TABLES, documented, is_here, public, read
 
 ROOT = Path(__file__).parents[1]
-REMOVED = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("### Removed and moved")[2]
+REMOVED = (
+    (ROOT / "CHANGELOG.md")
+    .read_text(encoding="utf-8")
+    .partition("### Removed and moved")[2]
+)
 CODE = re.findall(r"`([^`]+)`", REMOVED)
 
 
@@ -20,7 +24,9 @@ def is_named(name, text=REMOVED, code=CODE):
         parts = last.split(".")
         paths = {".".join(parts[:n]) for n in range(2, len(parts) + 1)}
         gone = {path for path in paths if not is_here(f"module {path}", set())}
-        return any(path in re.findall(r"[\w.]+", each) for path in gone for each in code)
+        return any(
+            path in re.findall(r"[\w.]+", each) for path in gone for each in code
+        )
     if kind:
         return f'"{last}"' in text
     word = rf"(?<!\w){re.escape(name.rpartition('.')[2])}(?!\w)"
@@ -54,7 +60,12 @@ def test_tables_are_read():
     found = public(documented(ROOT))
     for kind in TABLES.values():
         assert any(name.startswith(f"{kind} ") for name in found), kind
-    assert {"recipe tensor", "rounding nearest", "fp8.optim.AdamW", "module fp8.optim"} <= found
+    assert {
+        "recipe tensor",
+        "rounding nearest",
+        "fp8.optim.AdamW",
+        "module fp8.optim",
+    } <= found
 
 
 def test_the_list_is_small():

@@ -71,10 +71,14 @@ def test_outputs_are_kept_with_what_made_them(name):
     assert made["cells"] == conditions(notebook)["cells"], "run `make notebooks`"
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
-    assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+    assert not [
+        o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"
+    ]
 
 
-@pytest.mark.proves("unit-scaling", "nanoGPT, plain, in FP8 and unit-scaled in FP8", how="own")
+@pytest.mark.proves(
+    "unit-scaling", "nanoGPT, plain, in FP8 and unit-scaled in FP8", how="own"
+)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", NAMES)
 def test_cells_run_and_print_what_they_do_there(name, monkeypatch, tmp_path):
@@ -104,7 +108,9 @@ def test_outputs_are_those_of_the_code(name):
     notebook = read(name)
     here, there = conditions(notebook), notebook.metadata["conditions"]
     if here["text"] != there["text"]:
-        pytest.skip(f"trained on the sources of Python {there['python']}, here {here['python']}")
+        pytest.skip(
+            f"trained on the sources of Python {there['python']}, here {here['python']}"
+        )
     again = copy.deepcopy(notebook)
     execute(again)
     pairs = zip(code(notebook), code(again), strict=True)

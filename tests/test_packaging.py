@@ -27,10 +27,14 @@ EXTRAS = set(
 def wheel(tmp_path_factory):
     """Built from the sdist, and that from a copy, since a build leaves files in the tree."""
     folder = tmp_path_factory.mktemp("wheel")
-    skip = shutil.ignore_patterns(".*", "build", "dist", "out", "__pycache__", "*.egg-info")
+    skip = shutil.ignore_patterns(
+        ".*", "build", "dist", "out", "__pycache__", "*.egg-info"
+    )
     shutil.copytree(ROOT, folder / "source", ignore=skip)
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
-    done = subprocess.run([*build, str(folder / "source")], capture_output=True, text=True)
+    done = subprocess.run(
+        [*build, str(folder / "source")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("*.whl")
     return built
@@ -67,13 +71,18 @@ def test_sdist_holds_no_part_of_the_tests(wheel):
 def _about(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
-    return metadata.PathDistribution(zipfile.Path(archive, name.removesuffix("METADATA")))
+    return metadata.PathDistribution(
+        zipfile.Path(archive, name.removesuffix("METADATA"))
+    )
 
 
 def test_wheel_says_what_it_is(wheel):
     about = _about(wheel)
     fields = about.metadata
-    assert (fields["Name"], fields["License-Expression"]) == ("unit-scaling-fp8", "Apache-2.0")
+    assert (fields["Name"], fields["License-Expression"]) == (
+        "unit-scaling-fp8",
+        "Apache-2.0",
+    )
     needed = {_name(r) for r in about.requires or [] if "extra ==" not in r}
     assert needed == set(CORE)
     assert set(fields.get_all("Provides-Extra")) >= EXTRAS
@@ -143,7 +152,11 @@ def test_wheel_works_with_core_dependencies_alone(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     core = core_distributions()
     owners = metadata.packages_distributions()
-    other = {name for name, dists in owners.items() if not core & {_name(dist) for dist in dists}}
+    other = {
+        name
+        for name, dists in owners.items()
+        if not core & {_name(dist) for dist in dists}
+    }
     blocked = sorted(other - PACKAGES)
     assert "pytest" in blocked
     site = str(Path(torch.__file__).parent.parent)

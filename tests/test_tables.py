@@ -17,14 +17,20 @@ PAGES = sorted(Path(build.__file__).parent.glob("*.md"))
 
 @pytest.mark.parametrize("path", build.GENERATED, ids=lambda path: path.name)
 def test_generated_files_are_up_to_date(path):
-    assert path.read_text(encoding="utf-8") == build.GENERATED[path](), "run `make docs`"
+    assert path.read_text(encoding="utf-8") == build.GENERATED[path](), (
+        "run `make docs`"
+    )
 
 
 def test_rows_of_a_table_have_its_columns():
     """A bar in a cell that is not in code would begin another one."""
     for page in PAGES:
         text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
-        rows = [pair for pair in pairwise(text.split("\n")) if all(x.startswith("|") for x in pair)]
+        rows = [
+            pair
+            for pair in pairwise(text.split("\n"))
+            if all(x.startswith("|") for x in pair)
+        ]
         assert [b for a, b in rows if a.count("|") != b.count("|")] == [], page.name
 
 
@@ -36,7 +42,10 @@ def test_the_readme_says_what_the_demo_has_found():
     """Without scales FP8 hardly learns; with one per tensor, or unit-scaled, it does."""
     for row in demo.results("demo")["rows"]:
         variant = VARIANTS[row["name"]]
-        assert (row["label"], row["lr"]) == (variant.label, variant.default_lr(PRESETS["small"]))
+        assert (row["label"], row["lr"]) == (
+            variant.label,
+            variant.default_lr(PRESETS["small"]),
+        )
         assert row["gap"] > 0.3 if row["name"] == "fp8" else row["gap"] < 0.05
 
 
@@ -51,7 +60,9 @@ def test_the_demo_takes_the_best_rates_of_its_sweep():
     assert list(found) == [name for name in DEMO if not VARIANTS[name].unit_scaled]
     assert {row["name"] for row in demo.results("demo")["rows"]} <= set(DEMO)
     for name, row in found.items():
-        rates = sorted(float(key.removeprefix("at ")) for key in row if key.startswith("at "))
+        rates = sorted(
+            float(key.removeprefix("at ")) for key in row if key.startswith("at ")
+        )
         assert row["demo"] == VARIANTS[name].default_lr(PRESETS["small"])
         assert row[f"at {row['demo']:g}"] <= row[f"at {row['best']:g}"] + SEED
         assert rates[0] < row["best"] < rates[-1]
@@ -76,7 +87,9 @@ def test_figures_are_drawn_for_light_and_dark(name):
     for part in root.iter():
         assert not part.attrib.keys() & {"fill", "stroke", "style"}
         if part.tag == f"{space}rect":
-            x, y, w, h = (float(part.attrib[key]) for key in ("x", "y", "width", "height"))
+            x, y, w, h = (
+                float(part.attrib[key]) for key in ("x", "y", "width", "height")
+            )
             assert 0 <= x <= x + w <= figures.WIDTH
             assert 0 <= y <= y + h <= height
 

@@ -19,15 +19,21 @@ from unit_scaling.transforms import compile, simulate_fp8, track_scales, unit_sc
 
 def test_a_model_keeps_its_type() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
-    assert_type(fp8.convert(model, "unit", where=lambda name, layer: name == "0"), nn.Sequential)
+    assert_type(
+        fp8.convert(model, "unit", where=lambda name, layer: name == "0"), nn.Sequential
+    )
     assert_type(fp8.revert(model), nn.Sequential)
-    assert_type(fp8.apply_low_precision_layernorm(nn.Sequential(nn.LayerNorm(4))), nn.Sequential)
+    assert_type(
+        fp8.apply_low_precision_layernorm(nn.Sequential(nn.LayerNorm(4))), nn.Sequential
+    )
     for transform in (unit_scale, simulate_fp8, track_scales, compile):
         assert_type(transform(model), nn.Sequential)
 
 
 def test_a_policy_of_tuples() -> None:
-    policy = fp8.Policy("row", rules=[("0", None, None)], keep=[], switch=[(0.9, "bf16")])
+    policy = fp8.Policy(
+        "row", rules=[("0", None, None)], keep=[], switch=[(0.9, "bf16")]
+    )
     assert_type(policy.rules, tuple[LayerRule, ...])
     model = fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), policy)
     assert_type(model, nn.Sequential)
@@ -41,7 +47,9 @@ def test_an_optimizer_keeps_its_type() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = fp8.initialize(model, optimizer)  # under the names that they had
     assert_type(fp8.initialize(nn.Linear(16, 16)), tuple[nn.Linear, fp8.optim.AdamW])
-    uu.optim.AdamW(uu.Linear(4, 4).parameters(), lr=0.5, betas=(0.9, 0.95), maximize=True)
+    uu.optim.AdamW(
+        uu.Linear(4, 4).parameters(), lr=0.5, betas=(0.9, 0.95), maximize=True
+    )
 
 
 def test_rows_of_reports_have_types() -> None:
@@ -70,7 +78,9 @@ def pooled(x: Tensor) -> Tensor:
 
 
 def test_modules_and_functions() -> None:
-    layer = uu.Linear(4, 4, bias=True, device="cpu", dtype=torch.bfloat16, constraint=None)
+    layer = uu.Linear(
+        4, 4, bias=True, device="cpu", dtype=torch.bfloat16, constraint=None
+    )
     assert_type(layer.forward(torch.randn(2, 4, dtype=torch.bfloat16)), Tensor)
     assert pooled(torch.randn(1, 2, 4)).shape == (1, 2, 2)
     with pytest.raises(TypeError):

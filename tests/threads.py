@@ -56,12 +56,17 @@ def together(*calls):
             for barrier in _BARRIERS:
                 barrier.abort()
 
-    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(calls)]
+    threads = [
+        threading.Thread(target=run, args=item, daemon=True)
+        for item in enumerate(calls)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * TIMEOUT)
-    assert not any(thread.is_alive() for thread in threads), "the threads wait for each other"
+    assert not any(thread.is_alive() for thread in threads), (
+        "the threads wait for each other"
+    )
     if errors:
         raise errors[0]
     return [results[i] for i in range(len(calls))]

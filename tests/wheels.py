@@ -11,7 +11,14 @@ import pytest
 def unpacked(requirement, folder):
     """The unpacked wheel of ``name==version``, without what it needs. Skips the test, with the
     reason, where the package index cannot be reached."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     options = ["--no-deps", "--only-binary=:all:", "--retries=0", "--timeout=10"]
     run = [*pip, *options, "--dest", str(folder), requirement]
     try:
@@ -19,7 +26,9 @@ def unpacked(requirement, folder):
     except subprocess.TimeoutExpired:
         pytest.skip(f"{requirement} was not fetched within a minute")
     if done.returncode:
-        pytest.skip(f"{requirement} cannot be fetched: {done.stderr.strip().splitlines()[-1:]}")
+        pytest.skip(
+            f"{requirement} cannot be fetched: {done.stderr.strip().splitlines()[-1:]}"
+        )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "unpacked")
@@ -41,7 +50,13 @@ def signature(path, name):
     node = _body(path, name)
     assert isinstance(node, ast.FunctionDef)
     given = node.args
-    for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
+    for argument in (
+        *given.posonlyargs,
+        *given.args,
+        *given.kwonlyargs,
+        given.vararg,
+        given.kwarg,
+    ):
         if argument is not None:
             argument.annotation = None
     return ast.unparse(given)

@@ -14,7 +14,10 @@ from . import (
     utils,
 )
 from .common.missing import explain_missing
-from .core.functional import completep_residual_scaling_rule, transformer_residual_scaling_rule
+from .core.functional import (
+    completep_residual_scaling_rule,
+    transformer_residual_scaling_rule,
+)
 from .layers.attention import *
 from .layers.containers import *
 from .layers.convolution import *

@@ -70,12 +70,16 @@ def example_batch(
     check_whole("seq_len", seq_len)
     wanted = shuffle_buffer_size + seq_len
     # No more than needed: tokens of natural text rarely exceed 16 characters.
-    ids = getattr(tokenizer, "encode", tokenizer)(_text(text, dataset_path)[: 16 * wanted])
+    ids = getattr(tokenizer, "encode", tokenizer)(
+        _text(text, dataset_path)[: 16 * wanted]
+    )
     ids = ids["input_ids"] if isinstance(ids, Mapping) else getattr(ids, "ids", ids)
     ids = torch.as_tensor(ids, dtype=torch.long).flatten()[:wanted]
     starts = ids.numel() - seq_len
     if starts < 1:
-        raise ValueError(f"a text of {ids.numel()} tokens is too short for sequences of {seq_len}")
+        raise ValueError(
+            f"a text of {ids.numel()} tokens is too short for sequences of {seq_len}"
+        )
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(starts, (batch_size, 1), generator=generator)
     sequences = ids[start + torch.arange(seq_len + 1)]
@@ -113,7 +117,13 @@ def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
             numbers = [getattr(data, name, None) for name in Metrics.names()]
             about = [node.meta["clean_name"], kind == "w", direction, prefix + kind]
             rows.append([*about, *numbers])
-    columns = ["layer", "weight tensor", "direction", "tensor type", *Metrics.full_names()]
+    columns = [
+        "layer",
+        "weight tensor",
+        "direction",
+        "tensor type",
+        *Metrics.full_names(),
+    ]
     return pandas.DataFrame(rows, columns=columns)
 
 
@@ -152,10 +162,13 @@ def plot(
     need("matplotlib")
     from matplotlib import pyplot
 
-    metric = dict(zip(Metrics.full_names(), Metrics.names(), strict=True)).get(metric, metric)
+    metric = dict(zip(Metrics.full_names(), Metrics.names(), strict=True)).get(
+        metric, metric
+    )
     Metrics.get_full_name(metric)  # raises for an unknown name
     g = prune_non_float_tensors(g)
-    g = prune_same_scale_tensors(g) if prune_same_scale else g
+    if prune_same_scale:
+        g = prune_same_scale_tensors(g)
     nodes = [node for node in _measured(g) if node.meta["metrics"].fwd.numel]
     if not nodes:
         raise ValueError("the graph has no tensors: run the model first")
@@ -171,10 +184,19 @@ def _limits(
     nodes: list[Node], metric: str, bars: bool, xmin: float | None, xmax: float | None
 ) -> tuple[float, float]:
     names = [metric, "abs_min", "abs_max"] if bars else [metric]
-    values = [getattr(d, name) for node in nodes for d in _data(node).values() for name in names]
+    values = [
+        getattr(d, name)
+        for node in nodes
+        for d in _data(node).values()
+        for name in names
+    ]
     logs = [math.log2(value) for value in values if 0 < value < math.inf]
     low, high = min([-15.0, *logs]) - 1, max([16.0, *logs]) + 1
-    return 2.0**low if xmin is None else xmin, 2.0**high if xmax is None else xmax
+    if xmin is None:
+        xmin = 2.0**low
+    if xmax is None:
+        xmax = 2.0**high
+    return xmin, xmax
 
 
 def _data(node: Node) -> dict[str, Metrics.Data]:
@@ -182,7 +204,9 @@ def _data(node: Node) -> dict[str, Metrics.Data]:
     return {d: data for d in _NAMES if (data := getattr(metrics, d)) is not None}
 
 
-def _draw(axes: Any, nodes: list[Node], metric: str, bars: bool, arrows: bool, zeros: bool) -> None:
+def _draw(
+    axes: Any, nodes: list[Node], metric: str, bars: bool, arrows: bool, zeros: bool
+) -> None:
     """Draws tensors, one row each. Zeros and NaN are at the left end if shown."""
     left = axes.get_xlim()[0]
     at: dict[tuple[Node, str], tuple[float, int]] = {}
@@ -214,12 +238,17 @@ def _decorate(axes: Any, nodes: list[Node], title: str, metric: str) -> None:
     axes.grid(axis="y", alpha=0.3)
     place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
     for name, style in (("e4m3", ":"), ("e5m2", "--")):
-        for value, what in ((FORMATS[name].min_normal, "min\nnormal"), (FORMATS[name].max, "max")):
+        for value, what in (
+            (FORMATS[name].min_normal, "min\nnormal"),
+            (FORMATS[name].max, "max"),
+        ):
             axes.axvline(value, color="grey", linestyle=style, linewidth=1)
             axes.text(value, 1.0, f"{name}\n{what}", fontsize=7, **place)
     marks = [(".", colour, _NAMES[direction]) for direction, colour in _COLOURS.items()]
     marks += [("v", "grey", "parameter"), (".", "grey", "other tensor")]
-    handles = [axes.plot([], [], mark, color=c, label=label)[0] for mark, c, label in marks]
+    handles = [
+        axes.plot([], [], mark, color=c, label=label)[0] for mark, c, label in marks
+    ]
     axes.legend(handles=handles, loc="lower left", fontsize=8)
     if title:
         axes.figure.suptitle(title, fontweight="bold")
@@ -265,6 +294,8 @@ def visualiser(
     if backward:
         loss = find_loss(output)
         if loss is None:
-            raise ValueError("the model's output has no loss: no tensor without dimensions")
+            raise ValueError(
+                "the model's output has no loss: no tensor without dimensions"
+            )
         loss.backward()
     return plot(tracked.scales_graph(), **plot_kwargs)

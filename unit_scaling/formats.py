@@ -51,7 +51,9 @@ class FPFormat:
         check_name("rounding", self.rounding, _SHORT)
         check_between("exponent_bits", self.exponent_bits, 1, 8)
         check_between("mantissa_bits", self.mantissa_bits, 0, _MANTISSA_BITS)
-        dropped = _MANTISSA_BITS - self.mantissa_bits if self.rounding == "stochastic" else 0
+        dropped = (
+            _MANTISSA_BITS - self.mantissa_bits if self.rounding == "stochastic" else 0
+        )
         check_between(f"srbits of {self.rounding} rounding", self.srbits, 0, dropped)
         self.srbits = self.srbits or dropped
 
@@ -71,7 +73,9 @@ class FPFormat:
     def random_bits(self) -> int:
         """``srbits`` as the random_bits of `fp8.quantize`, where 31 stands for all."""
         dropped = _MANTISSA_BITS - self.mantissa_bits
-        return self.srbits if 0 < self.srbits < dropped else 31
+        if 0 < self.srbits < dropped:
+            return self.srbits
+        return 31
 
     @property
     def bits(self) -> int:
@@ -94,7 +98,9 @@ class FPFormat:
         return self.format.min_subnormal
 
     def _rounded(self, quantize: Callable[..., Tensor], x: Tensor) -> Tensor:
-        return quantize(x, self.format, rounding=self.rounding, random_bits=self.random_bits)
+        return quantize(
+            x, self.format, rounding=self.rounding, random_bits=self.random_bits
+        )
 
     def quantise(self, x: Tensor) -> Tensor:
         """Returns ``x`` rounded to the format, in its shape and dtype, without a gradient."""

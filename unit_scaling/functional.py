@@ -29,5 +29,7 @@ _OTHERS = "baddbmm bmm mm mv residual_add residual_apply residual_split swiglu"
 __all__ = sorted([*OPS, *_OTHERS.split()])
 
 # The files of ops import other names, and torch.fx wraps all that it finds in a module.
-for _name in {name for name in globals() if not name.startswith("_")}.difference(__all__):
+for _name in {name for name in globals() if not name.startswith("_")}.difference(
+    __all__
+):
     del globals()[_name]

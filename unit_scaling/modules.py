@@ -21,7 +21,9 @@ from .layers.transformer import *
 MODULES: dict[type[_nn.Module], type[_nn.Module]] = {
     getattr(_nn, _name): _unit
     for _name, _unit in {**globals()}.items()
-    if hasattr(_nn, _name) and isinstance(_unit, type) and issubclass(_unit, getattr(_nn, _name))
+    if hasattr(_nn, _name)
+    and isinstance(_unit, type)
+    and issubclass(_unit, getattr(_nn, _name))
 }
 
 # All imported names without a leading underscore are public.

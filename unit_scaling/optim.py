@@ -117,9 +117,13 @@ def scaled_parameters(
     """
     rule, factors = lr_scale_func, _factors(lr_scale_func, lr_mult)
     groups = _as_groups(params)
-    if any(_is_pending(_tensor(entry)) for group in groups for entry in group["params"]):
+    if any(
+        _is_pending(_tensor(entry)) for group in groups for entry in group["params"]
+    ):
         raise ValueError(f"scaled_parameters: {_PENDING}")
-    without_lr = [_tensor(e) for g in groups if g.get("lr", lr) is None for e in g["params"]]
+    without_lr = [
+        _tensor(e) for g in groups if g.get("lr", lr) is None for e in g["params"]
+    ]
     default = _default_rate(rule, without_lr) if without_lr else lr
     result = []
     for group in groups:
@@ -131,16 +135,12 @@ def scaled_parameters(
         others = {k: v for k, v in group.items() if k not in _SET_KEYS}
         for scale, entries in _by_scale(group, factors, allow_non_unit_scaling_params):
             rate = base if scale == 1.0 else base * scale
-            divide = independent_weight_decay and float(rate) != 0.0
-            result.append(
-                {
-                    **others,
-                    "params": entries,
-                    "lr": rate.clone() if isinstance(rate, Tensor) else rate,
-                    "weight_decay": decay / float(rate) if divide else decay,
-                    "mup_lr_scale": scale,
-                }
-            )
+            new = {**others, "params": entries, "lr": rate, "weight_decay": decay}
+            if isinstance(rate, Tensor):
+                new["lr"] = rate.clone()
+            if independent_weight_decay and float(rate) != 0.0:
+                new["weight_decay"] = decay / float(rate)
+            result.append({**new, "mup_lr_scale": scale})
     return result
 
 
@@ -171,7 +171,9 @@ def _warn_of_decay(decay: float) -> None:
 
 def _default_rate(rule: LrScale | str, parameters: Sequence[Any]) -> float:
     if not isinstance(rule, str):
-        raise ValueError("lr: a function has no default rate; pass lr, or an 'lr' in every group")
+        raise ValueError(
+            "lr: a function has no default rate; pass lr, or an 'lr' in every group"
+        )
     is_start = any(getattr(p, "mup_divisor", None) for p in parameters)
     for p in parameters:
         if has_parameter_data(p) and (is_start or p.mup_scale == 1.0):
@@ -190,12 +192,16 @@ def _entries(params: Any) -> list[Any]:
     for entry in map(_tensor, entries):
         if not isinstance(entry, Tensor):
             kind = type(entry).__name__
-            raise TypeError(f"params must be parameters or groups of them, got a {kind}")
+            raise TypeError(
+                f"params must be parameters or groups of them, got a {kind}"
+            )
     return entries
 
 
 def _tensor(entry: Any) -> Any:
-    return entry[1] if isinstance(entry, tuple) else entry
+    if isinstance(entry, tuple):
+        return entry[1]
+    return entry
 
 
 def _factors(rule: LrScale | str, lr_mult: LrMult | None) -> LrScale:
@@ -222,8 +228,12 @@ def _multiplied(scale: LrScale, mult: LrMult, param: ParameterData) -> float:
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
     """Groups of parameters or (name, parameter) pairs."""
-    entries: list[Any] = [params] if isinstance(params, (Tensor, dict)) else list(params)
-    groups = entries if all(isinstance(e, dict) for e in entries) else [{"params": entries}]
+    entries: list[Any] = (
+        [params] if isinstance(params, (Tensor, dict)) else list(params)
+    )
+    groups = (
+        entries if all(isinstance(e, dict) for e in entries) else [{"params": entries}]
+    )
     return [{**group, "params": _entries(group["params"])} for group in groups]
 
 
@@ -232,7 +242,9 @@ def _by_scale(
 ) -> Iterable[tuple[float, list[Any]]]:
     by_scale: dict[float, list[Any]] = {}
     for index, entry in enumerate(group["params"]):
-        name, parameter = entry if isinstance(entry, tuple) else (f"number {index}", entry)
+        name, parameter = (
+            entry if isinstance(entry, tuple) else (f"number {index}", entry)
+        )
         scale = _scale_of(name, parameter, lr_scale_func, allow_untagged)
         by_scale.setdefault(scale, []).append(entry)
     return by_scale.items()
@@ -273,7 +285,16 @@ _LR_SCALES, _EPS_SCALES, _DECAY_LR = "mup_lr_scales", "mup_eps_scales", "mup_dec
 decays by weight_decay, or None for torch's decay. Checkpoints of all forms take lists of numbers.
 """
 
-_OWN = {"params", "param_names", "lr", "eps", "weight_decay", _LR_SCALES, _EPS_SCALES, _DECAY_LR}
+_OWN = {
+    "params",
+    "param_names",
+    "lr",
+    "eps",
+    "weight_decay",
+    _LR_SCALES,
+    _EPS_SCALES,
+    _DECAY_LR,
+}
 
 
 class _Key(NamedTuple):
@@ -327,7 +348,9 @@ def _times(lr: Any, scale: float, previous: Any) -> Any:
     if not isinstance(lr, Tensor) or lr.requires_grad:
         return lr * scale
     is_kept = isinstance(previous, Tensor) and previous.device == lr.device
-    return torch.mul(lr, scale, out=previous) if is_kept else lr * scale
+    if is_kept:
+        return torch.mul(lr, scale, out=previous)
+    return lr * scale
 
 
 class _Settings(NamedTuple):
@@ -346,10 +369,19 @@ class _UnitScaled(torch.optim.Optimizer):
     numbers: further arguments of torch's optimizer, in order.
     """
 
-    def __init__(self, settings: _Settings, params: ParamsT, lr: Any, *numbers: Any, **kwargs: Any):
+    def __init__(
+        self,
+        settings: _Settings,
+        params: ParamsT,
+        lr: Any,
+        *numbers: Any,
+        **kwargs: Any,
+    ):
         self._settings = settings
         self._splits: list[_Split] = []
-        self._loaded = set[int]()  # the indices of groups with the factors of a state_dict
+        self._loaded = set[
+            int
+        ]()  # the indices of groups with the factors of a state_dict
         init: Any = super().__init__
         init(params, RATES[settings.rule] if lr is None else lr, *numbers, **kwargs)
         if lr is None:
@@ -365,11 +397,17 @@ class _UnitScaled(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             if "mup_lr_scale" in group:
-                raise ValueError("groups of scaled_parameters are for optimizers of other packages")
+                raise ValueError(
+                    "groups of scaled_parameters are for optimizers of other packages"
+                )
             check_number("lr", group["lr"])
             if self._settings.independent_decay:
                 _warn_of_decay(float(group["weight_decay"]))
-                lr = group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"]
+                lr = (
+                    group["lr"].item()
+                    if isinstance(group["lr"], Tensor)
+                    else group["lr"]
+                )
                 group.setdefault(_DECAY_LR, lr or None)
             self._update_splits()
         except (TypeError, ValueError):
@@ -412,7 +450,8 @@ class _UnitScaled(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             params = group["params"]
             # Parameters are alive as long as their parts: an id is that of one parameter.
-            tags = [tuple(map(vars(p).get, Tags._fields)) for p in params]  # `tags_of` is slow
+            # `tags_of` is slow.
+            tags = [tuple(map(vars(p).get, Tags._fields)) for p in params]
             key = _Key(tuple(map(id, params)), tags, group.get("eps"))
             split = before.get(id(group))
             if split is None or split.key != key:
@@ -425,7 +464,8 @@ class _UnitScaled(torch.optim.Optimizer):
         """Records the factors of each parameter in the group, which untagged ones keep, and those
         in ``kept``."""
         names, lr_scales, eps_scales = (
-            dict(enumerate(group.get(key, ()))) for key in ("param_names", _LR_SCALES, _EPS_SCALES)
+            dict(enumerate(group.get(key, ())))
+            for key in ("param_names", _LR_SCALES, _EPS_SCALES)
         )
         scale, allow_untagged = self._settings.lr_scale, self._settings.allow_untagged
         if len(lr_scales) not in (0, len(group["params"])):
@@ -450,7 +490,9 @@ class _UnitScaled(torch.optim.Optimizer):
         group[_LR_SCALES] = [lr for lr, _ in records]
         if "eps" in group:
             group[_EPS_SCALES] = [eps for _, eps in records]
-        return list(parts.values()) or [{"params": [], "mup_lr_scale": 1.0, "mup_eps_scale": 1.0}]
+        return list(parts.values()) or [
+            {"params": [], "mup_lr_scale": 1.0, "mup_eps_scale": 1.0}
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state, as in torch.optim. Each group has the factors of lr and eps of its
@@ -465,7 +507,9 @@ class _UnitScaled(torch.optim.Optimizer):
         unit-scaling 0.3.5, whose lr and weight_decay have another meaning.
         """
         if not all(_LR_SCALES in group for group in state_dict["param_groups"]):
-            raise ValueError("the state_dict is not of an optimizer of unit_scaling.optim")
+            raise ValueError(
+                "the state_dict is not of an optimizer of unit_scaling.optim"
+            )
         super().load_state_dict(state_dict)
         self._loaded = set(range(len(self.param_groups)))
 
@@ -478,7 +522,9 @@ class _UnitScaled(torch.optim.Optimizer):
             for key in group.keys() & {_LR_SCALES, _EPS_SCALES}:
                 low, high = min(group[key], default=1.0), max(group[key], default=1.0)
                 is_known = not any(map(math.isnan, group[key]))
-                group[key] = f"{low:.4g} to {high:.4g}" if is_known else "set by the first call"
+                group[key] = (
+                    f"{low:.4g} to {high:.4g}" if is_known else "set by the first call"
+                )
         text: str = super(_UnitScaled, shown).__repr__()
         return text
 
@@ -491,7 +537,9 @@ def _next_step(cls: type) -> Any:
     """The step of the class after `_UnitScaled`, without the hooks that torch puts into the step of
     a class when it makes the first instance: those of this step have run."""
     step: Any = super(_UnitScaled, cls).step  # type: ignore[misc]
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    if getattr(step, "hooked", False):
+        return step.__wrapped__
+    return step
 
 
 class SGD(_UnitScaled, torch.optim.SGD):
@@ -519,7 +567,9 @@ class SGD(_UnitScaled, torch.optim.SGD):
     ) -> None:
         check_name("readout_constraint", readout_constraint, _SGD_RULES)
         rule, decay = _SGD_RULES[readout_constraint], independent_weight_decay
-        settings = _Settings(rule, _factors(rule, lr_mult), decay, allow_non_unit_scaling_params)
+        settings = _Settings(
+            rule, _factors(rule, lr_mult), decay, allow_non_unit_scaling_params
+        )
         numbers = (momentum, dampening, weight_decay, nesterov)
         super().__init__(settings, params, lr, *numbers, **kwargs)
 
@@ -545,8 +595,12 @@ class Adam(_UnitScaled, torch.optim.Adam):
         **kwargs: Any,
     ) -> None:
         rule, decay = "adam", independent_weight_decay
-        settings = _Settings(rule, _factors(rule, lr_mult), decay, allow_non_unit_scaling_params)
-        super().__init__(settings, params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+        settings = _Settings(
+            rule, _factors(rule, lr_mult), decay, allow_non_unit_scaling_params
+        )
+        super().__init__(
+            settings, params, lr, betas, eps, weight_decay, amsgrad, **kwargs
+        )
 
 
 class AdamW(Adam, torch.optim.AdamW):

@@ -120,19 +120,24 @@ def tag(
     check_name("mup_type", mup_type, get_args(MupType))
     check_optimizers()
     if not isinstance(parameter, Tensor):
-        raise TypeError(f"tag: a parameter must be a Tensor, got {type(parameter).__name__}")
+        raise TypeError(
+            f"tag: a parameter must be a Tensor, got {type(parameter).__name__}"
+        )
     if mup_scaling_depth is not None:
         check_whole("mup_scaling_depth", mup_scaling_depth)
-    before = tags_of(parameter)
-    scale = before.mup_scale if mup_scale is None else mup_scale
+    others = {
+        "mup_scale": mup_scale,
+        "mup_divisor": mup_divisor,
+        "mup_stacked": mup_stacked,
+        "mup_fan_in": mup_fan_in,
+        "mup_pending": mup_pending,
+    }
+    attributes: dict[str, Any] = tags_of(parameter)._asdict()
+    attributes |= {name: value for name, value in others.items() if value is not None}
+    attributes |= {"mup_type": mup_type, "mup_scaling_depth": mup_scaling_depth}
+    scale = attributes["mup_scale"]
     if not (0 < scale < math.inf):
         raise ValueError(f"mup_scale must be positive and finite: got {scale}")
-    divisor = before.mup_divisor if mup_divisor is None else mup_divisor
-    stacked = before.mup_stacked if mup_stacked is None else mup_stacked
-    fan_in = before.mup_fan_in if mup_fan_in is None else mup_fan_in
-    pending = before.mup_pending if mup_pending is None else mup_pending
-    tags = Tags(mup_type, mup_scaling_depth, scale, divisor, stacked, fan_in, pending)
-    attributes: dict[str, Any] = tags._asdict()
     if type(parameter) is nn.Parameter:
         # torch copies and pickles a plain Parameter without its attributes. These methods replace
         # its own on this instance. The reference is weak, so that they keep nothing alive.
@@ -145,7 +150,11 @@ def tag(
 
 def tags_of(parameter: Tensor | ParameterData) -> Tags:
     """The tags of a parameter; missing ones have the values of a weight."""
-    tags = {name: getattr(parameter, name) for name in Tags._fields if hasattr(parameter, name)}
+    tags = {
+        name: getattr(parameter, name)
+        for name in Tags._fields
+        if hasattr(parameter, name)
+    }
     return Tags(**{"mup_type": "weight", **tags})
 
 
@@ -184,7 +193,9 @@ class TaggedModule(nn.Module):
     def tag_parameters(self, kind: MupType) -> None:
         """Tags the module's own parameters, biases as "bias" and others as ``kind``."""
         names = [name for name, _ in self.named_parameters(recurse=False)]
-        self.mup_tags = {name: Tags("bias" if "bias" in name else kind) for name in names}
+        self.mup_tags = {
+            name: Tags("bias" if "bias" in name else kind) for name in names
+        }
         self.restore_tags()
         check_weights_at_first_call(self)
 
@@ -277,7 +288,9 @@ def restore_tags(model: nn.Module) -> None:
             if not parametrize.is_parametrized(module, name):
                 continue
             shape = getattr(module, name).shape
-            for part in module.get_submodule(f"parametrizations.{name}").parameters(recurse=False):
+            for part in module.get_submodule(f"parametrizations.{name}").parameters(
+                recurse=False
+            ):
                 if not has_parameter_data(part):
                     kind = before.mup_type if part.shape == shape else "norm"
                     retag(part, before._replace(mup_type=kind, mup_divisor=None))
@@ -323,7 +336,10 @@ def _rebuild(data: Tensor, requires_grad: bool, *tags: Any) -> nn.Parameter:
 
 
 #: Methods of a tagged parameter; the first argument is a weak reference to it.
-_METHODS: dict[str, Callable[..., Any]] = {"__deepcopy__": _deepcopy, "__reduce_ex__": _reduce}
+_METHODS: dict[str, Callable[..., Any]] = {
+    "__deepcopy__": _deepcopy,
+    "__reduce_ex__": _reduce,
+}
 
 # Allows torch.load(weights_only=True) to read what torch.save wrote.
 torch.serialization.add_safe_globals([_rebuild])

@@ -28,10 +28,14 @@ class _Scale(Function):
 
     @staticmethod
     def forward(x: Tensor, fwd: float, bwd: float) -> Tensor:
-        return same(x) if _is_one(fwd) else x * fwd
+        if _is_one(fwd):
+            return same(x)
+        return x * fwd
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor
+    ) -> None:
         ctx.bwd = inputs[2]
 
     @staticmethod
@@ -70,12 +74,16 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
 
 @partial(in_graph, graph=_Scale.apply)
 def _scale_numbers(input: Tensor, fwd: float, bwd: float) -> Tensor:
-    return input if _is_one(fwd) and _is_one(bwd) else apply(_Scale, input, fwd, bwd)
+    if _is_one(fwd) and _is_one(bwd):
+        return input
+    return apply(_Scale, input, fwd, bwd)
 
 
 def _scale_both(input: Tensor, scale: float) -> Tensor:
     """``scale * input``; ``input`` itself if the scale is 1."""
-    return input if _is_one(scale) else input * scale
+    if _is_one(scale):
+        return input
+    return input * scale
 
 
 def scale_output(output: Tensor, fwd: float, bwd: float) -> Tensor:
@@ -94,11 +102,15 @@ def written_to(out: Tensor | None, output: Tensor) -> Tensor:
     if out is None:
         return output
     if not torch.can_cast(output.dtype, out.dtype):
-        raise TypeError(f"a result of {output.dtype} cannot be written to a tensor of {out.dtype}")
+        raise TypeError(
+            f"a result of {output.dtype} cannot be written to a tensor of {out.dtype}"
+        )
     return out.copy_(output)
 
 
-@partial(in_graph, graph=lambda value, total, scale: _Instead.apply(total, value, scale))
+@partial(
+    in_graph, graph=lambda value, total, scale: _Instead.apply(total, value, scale)
+)
 def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:
     """Returns ``value``, whose gradient is ``scale`` times that of ``total`` (of equal shape)."""
     return apply(_Instead, total, value, scale)

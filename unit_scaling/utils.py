@@ -36,7 +36,9 @@ class ScalePair:
 
     def __str__(self) -> str:
         scales = (self.forward, self.backward)
-        return "(-> {}, <- {})".format(*("n/a" if s is None else f"{s:.3}" for s in scales))
+        return "(-> {}, <- {})".format(
+            *("n/a" if s is None else f"{s:.3}" for s in scales)
+        )
 
 
 class ScaleTracker(Function):
@@ -119,15 +121,21 @@ def analyse_module(
     for path, part in () if recurse_modules else tracked.named_modules():
         if path:
             part.forward = partial(tap.call_part, path, part.forward)
-    output = outside_compiler(lambda: tap.run(tracked, lambda given: tracked(*given[0])))
+    output = outside_compiler(
+        lambda: tap.run(tracked, lambda given: tracked(*given[0]))
+    )
     output.backward(backward)
     code = "\n".join(_lines(tap.graph))
-    return _highlighted(code) if syntax_highlight else code
+    if syntax_highlight:
+        return _highlighted(code)
+    return code
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:
     _shorten_names(graph)
-    inputs = [n for n in graph.nodes if n.op == "placeholder" and not n.meta.get("attribute")]
+    inputs = [
+        n for n in graph.nodes if n.op == "placeholder" and not n.meta.get("attribute")
+    ]
     scales = ", ".join(_scales(n) for n in inputs if _scales(n))
     yield f"def forward({', '.join(['self', *map(repr, inputs)])}):  {scales}".rstrip()
     for node in graph.nodes:
@@ -142,7 +150,9 @@ def _shorten_names(graph: fx.Graph) -> None:
     """Gives inputs and parameters short names where these are unique. A node is written by name."""
     taken = {node.name for node in graph.nodes}
     for node in graph.nodes:
-        short = (node.meta.get("attribute") or node.meta["clean_name"]).replace(".", "_")
+        short = (node.meta.get("attribute") or node.meta["clean_name"]).replace(
+            ".", "_"
+        )
         if short not in taken:
             node.name = short
             taken.add(short)
@@ -152,7 +162,9 @@ def _scales(node: fx.Node) -> str:
     metrics = node.meta.get("metrics")
     if metrics is None:
         return ""
-    return str(ScalePair(metrics.fwd.std, None if metrics.bwd is None else metrics.bwd.std))
+    return str(
+        ScalePair(metrics.fwd.std, None if metrics.bwd is None else metrics.bwd.std)
+    )
 
 
 _SYMBOLS: dict[Callable[..., Any], str] = {
@@ -178,7 +190,9 @@ def _expression(node: fx.Node) -> str:
     keywords = [f"{name}={value!r}" for name, value in node.kwargs.items()]
     if node.op == "call_method":
         return f"{args[0]}.{node.target}({', '.join([*args[1:], *keywords])})"
-    function = f"self.{node.target}" if node.op == "call_module" else _function(node.target)
+    function = (
+        f"self.{node.target}" if node.op == "call_module" else _function(node.target)
+    )
     return f"{function}({', '.join([*args, *keywords])})"
 
 
@@ -188,7 +202,9 @@ def _function(target: Any) -> str:
         return f"U.{name}"
     if getattr(nn.functional, name, None) is target:
         return f"F.{name}"
-    return f"torch.{name}" if getattr(torch, name, None) is target else name
+    if getattr(torch, name, None) is target:
+        return f"torch.{name}"
+    return name
 
 
 def _highlighted(code: str) -> str:

@@ -69,7 +69,11 @@ def measured(stranger: Stranger, options: Options, seconds: float) -> Row:
     start = time.monotonic()
     process.start()
     sender.close()
-    row: Row = {"name": stranger.name, "library": stranger.package, "result": "not built"}
+    row: Row = {
+        "name": stranger.name,
+        "library": stranger.package,
+        "result": "not built",
+    }
     ended = "timeout"
     while receiver.poll(max(0.0, start + PATIENCE * seconds - time.monotonic())):
         try:
@@ -103,7 +107,11 @@ def _run(stranger: Stranger, options: Options, sender: Any, seconds: float) -> N
     if not os.environ.get("STRANGERS_VERBOSE"):
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
-    last: Row = {"name": stranger.name, "library": stranger.package, "result": "not built"}
+    last: Row = {
+        "name": stranger.name,
+        "library": stranger.package,
+        "result": "not built",
+    }
 
     def send(row: Row) -> None:
         last.update(row)
@@ -120,16 +128,22 @@ def _run(stranger: Stranger, options: Options, sender: Any, seconds: float) -> N
 
 def summary(rows: list[Row]) -> str:
     """The totals in one line."""
-    kinds = Counter(row["result"].partition(":")[0].partition(" in ")[0] for row in rows)
+    kinds = Counter(
+        row["result"].partition(":")[0].partition(" in ")[0] for row in rows
+    )
     runs = [row for row in rows if row["result"] == "runs"]
-    parts = [f"{len(rows)} models: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}"]
+    parts = [
+        f"{len(rows)} models: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}"
+    ]
     for key in ("unit", "trained", "static"):
         shares = [row[key] for row in runs if isinstance(row.get(key), float)]
         parts.append(f"{key} inside {sum(map(is_inside, shares))} of {len(shares)}")
     parts.append(f"verify agrees on {sum(row.get('agrees', False) for row in runs)}")
     for key in ("fp32_fall", "fp8_fall"):
         falls = [row[key] for row in runs if isinstance(row.get(key), float)]
-        parts.append(f"{key} below 1: {sum(fall < 1 for fall in falls)} of {len(falls)}")
+        parts.append(
+            f"{key} below 1: {sum(fall < 1 for fall in falls)} of {len(falls)}"
+        )
     return "; ".join(parts + _compiled(runs))
 
 
@@ -158,9 +172,16 @@ def by_library(rows: list[Row]) -> list[Row]:
 def _compiled(rows: list[Row]) -> list[str]:
     rows = [row for row in rows if "compiled" in row]
     plain = [row for row in rows if _equal(row["details"].get("compiled_plain", ""))]
-    equal, others = sum(_equal(row["compiled"]) for row in plain), len(rows) - len(plain)
+    equal, others = (
+        sum(_equal(row["compiled"]) for row in plain),
+        len(rows) - len(plain),
+    )
     aside = f" ({others} aside that differ when they are plain)" if others else ""
-    return [f"compiled within {COMPILED:g}: {equal} of {len(plain)}{aside}"] if rows else []
+    return (
+        [f"compiled within {COMPILED:g}: {equal} of {len(plain)}{aside}"]
+        if rows
+        else []
+    )
 
 
 def _equal(error: str) -> bool:
@@ -186,7 +207,9 @@ def main() -> None:
         if why:
             print(f"{stranger.package}/{stranger.name}: skipped, {why}", flush=True)
             continue
-        compiled = i * given.compiled // len(found) < (i + 1) * given.compiled // len(found)
+        compiled = i * given.compiled // len(found) < (i + 1) * given.compiled // len(
+            found
+        )
         options = Options(given.train, compiled)
         row = done.get(f"{stranger.package}/{stranger.name}")
         if row is None or not has_all(row, options):
@@ -226,10 +249,16 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, metavar="N", help="the first N models")
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument(
-        "--reduced", action="store_true", help="every architecture of transformers instead"
+        "--reduced",
+        action="store_true",
+        help="every architecture of transformers instead",
     )
-    parser.add_argument("--install", action="store_true", help="print how to get the libraries")
-    parser.add_argument("--train", action="store_true", help="20 steps, plain and in FP8")
+    parser.add_argument(
+        "--install", action="store_true", help="print how to get the libraries"
+    )
+    parser.add_argument(
+        "--train", action="store_true", help="20 steps, plain and in FP8"
+    )
     parser.add_argument(
         "--compiled",
         type=int,
@@ -239,15 +268,24 @@ def parsed() -> argparse.Namespace:
         metavar="N",
         help="compare N models, evenly chosen, with torch.compile of them; 30 by default",
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="that a model may take")
-    parser.add_argument("--verbose", action="store_true", help="print the casts outside")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="rows, one a line")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="that a model may take"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print the casts outside"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=OUT, metavar="FILE", help="rows, one a line"
+    )
     return parser.parse_args()
 
 
 def printed(row: Row, verbose: bool) -> None:
     values = {k: v for k, v in row.items() if k not in ("details", "library")}
-    print("  ".join(f"{v}" if k == "name" else f"{k}={v}" for k, v in values.items()), flush=True)
+    print(
+        "  ".join(f"{v}" if k == "name" else f"{k}={v}" for k, v in values.items()),
+        flush=True,
+    )
     if verbose:
         print(json.dumps(row.get("details", {}), indent=2), flush=True)
 

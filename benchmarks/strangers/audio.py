@@ -61,7 +61,9 @@ def _deepspeech() -> Case:
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         steps = torch.full((4,), output.shape[1])
-        return F.ctc_loss(output.transpose(0, 1).log_softmax(-1), target, steps, lengths)
+        return F.ctc_loss(
+            output.transpose(0, 1).log_softmax(-1), target, steps, lengths
+        )
 
     return loss_inside(DeepSpeech(16, 64, 20), loss, ids, torch.randn(4, 1, 32, 16))
 
@@ -83,7 +85,9 @@ def _hdemucs() -> Case:
     from torchaudio.models import HDemucs
 
     model = HDemucs(["a", "b"], 1, channels=8, nfft=256, depth=3)
-    return loss_outside(model, F.l1_loss, torch.randn(1, 2, 1, 4096), torch.randn(1, 1, 4096))
+    return loss_outside(
+        model, F.l1_loss, torch.randn(1, 2, 1, 4096), torch.randn(1, 1, 4096)
+    )
 
 
 def _wav2vec2() -> Case:
@@ -116,7 +120,9 @@ def _wav2vec2() -> Case:
 def _ecapa() -> Case:
     from speechbrain.lobes.models.ECAPA_TDNN import ECAPA_TDNN
 
-    model = ECAPA_TDNN(16, lin_neurons=32, channels=[32] * 5, attention_channels=16, se_channels=16)
+    model = ECAPA_TDNN(
+        16, lin_neurons=32, channels=[32] * 5, attention_channels=16, se_channels=16
+    )
     return Case(model, (torch.randn(4, 32, 16),))
 
 
@@ -130,7 +136,12 @@ def _xvector() -> Case:
 def _crdnn() -> Case:
     from speechbrain.lobes.models.CRDNN import CRDNN
 
-    sizes = {"cnn_channels": [8, 8], "rnn_layers": 1, "rnn_neurons": 32, "dnn_neurons": 32}
+    sizes = {
+        "cnn_channels": [8, 8],
+        "rnn_layers": 1,
+        "rnn_neurons": 32,
+        "dnn_neurons": 32,
+    }
     return Case(CRDNN(input_shape=[4, 32, 16], **sizes), (torch.randn(4, 32, 16),))
 
 
@@ -149,14 +160,19 @@ def _speech_lm() -> Case:
     ids = torch.randint(1, 128, (8, 32))
     model = TransformerLM(128, d_model=64, nhead=4, num_encoder_layers=2, d_ffn=128)
     return loss_inside(
-        model, lambda y, t: F.cross_entropy(y[:, :-1].flatten(0, 1), t[:, 1:].flatten()), ids, ids
+        model,
+        lambda y, t: F.cross_entropy(y[:, :-1].flatten(0, 1), t[:, 1:].flatten()),
+        ids,
+        ids,
     )
 
 
 def _speech_tasnet() -> Case:
     from speechbrain.lobes.models.conv_tasnet import MaskNet
 
-    return Case(MaskNet(N=32, B=16, H=32, P=3, X=2, R=1, C=2), (torch.randn(2, 32, 64),))
+    return Case(
+        MaskNet(N=32, B=16, H=32, P=3, X=2, R=1, C=2), (torch.randn(2, 32, 64),)
+    )
 
 
 # asteroid, with its loss over permutations of the sources
@@ -182,7 +198,12 @@ ASTEROID: dict[str, dict[str, Any]] = {
     },
     "DPRNNTasNet": {"bn_chan": 16, "hid_size": 16, "chunk_size": 20, "n_repeats": 1},
     "DPTNet": {"ff_hid": 32, "chunk_size": 20, "n_repeats": 1, "n_filters": 32},
-    "SuDORMRFNet": {"bn_chan": 16, "num_blocks": 1, "upsampling_depth": 2, "n_filters": 32},
+    "SuDORMRFNet": {
+        "bn_chan": 16,
+        "num_blocks": 1,
+        "upsampling_depth": 2,
+        "n_filters": 32,
+    },
 }
 
 
@@ -197,7 +218,9 @@ def _demucs() -> Case:
     from demucs.demucs import Demucs
 
     model = Demucs(["a", "b"], audio_channels=1, channels=8, depth=3, resample=False)
-    return loss_inside(model, F.l1_loss, torch.randn(1, 2, 1, 4096), torch.randn(1, 1, 4096))
+    return loss_inside(
+        model, F.l1_loss, torch.randn(1, 2, 1, 4096), torch.randn(1, 1, 4096)
+    )
 
 
 STRANGERS = [
@@ -215,7 +238,10 @@ STRANGERS = [
     Stranger("ConformerEncoder", "speechbrain", _speech_conformer),
     Stranger("TransformerLM", "speechbrain", _speech_lm),
     Stranger("MaskNet", "speechbrain", _speech_tasnet),
-    *(Stranger(n, "asteroid", lambda n=n, s=s: _asteroid(n, s)) for n, s in ASTEROID.items()),
+    *(
+        Stranger(n, "asteroid", lambda n=n, s=s: _asteroid(n, s))
+        for n, s in ASTEROID.items()
+    ),
     Stranger("Conformer", "conformer", _conformer),
     Stranger("Demucs", "demucs", _demucs),
 ]

@@ -51,9 +51,9 @@ class Case:
     def named(self) -> dict[str, Any]:
         """Every argument of the model by its name."""
         bound = inspect.signature(self.model.forward).bind(*self.args, **self.kwargs)
-        return {name: value for name, value in bound.arguments.items() if name != "kwargs"} | dict(
-            bound.arguments.get("kwargs", {})
-        )
+        return {
+            name: value for name, value in bound.arguments.items() if name != "kwargs"
+        } | dict(bound.arguments.get("kwargs", {}))
 
     def loss_of(self, output: Any) -> Tensor:
         """The loss of an output."""
@@ -79,7 +79,9 @@ def distance(output: Any) -> Tensor:
     outputs = [t for t in tensors_within(output) if t.requires_grad]
     targets = [torch.randn(t.shape, generator=generator) for t in outputs]
     pairs = zip(outputs, targets, strict=True)
-    return torch.stack([(t - target).abs().square().mean() for t, target in pairs]).sum()
+    return torch.stack(
+        [(t - target).abs().square().mean() for t, target in pairs]
+    ).sum()
 
 
 def tokens(high: int, *shape: int) -> Tensor:
@@ -99,11 +101,15 @@ class WithLoss(nn.Module):
         return self.loss(self.model(*args), target)
 
 
-def loss_inside(model: nn.Module, loss: Callable[..., Tensor], target: Any, *args: Any) -> Case:
+def loss_inside(
+    model: nn.Module, loss: Callable[..., Tensor], target: Any, *args: Any
+) -> Case:
     """A case whose loss is part of the model, so that the transform sees it."""
     return Case(WithLoss(model, loss), (target, *args))
 
 
-def loss_outside(model: nn.Module, loss: Callable[..., Tensor], target: Any, *args: Any) -> Case:
+def loss_outside(
+    model: nn.Module, loss: Callable[..., Tensor], target: Any, *args: Any
+) -> Case:
     """A case whose loss is computed by the training loop."""
     return Case(model, args, loss=lambda output: loss(output, target))

@@ -57,14 +57,22 @@ class Casts(CastRecorder):
         own = without_limits(x / scale, seen.format) * scale
         rms = float((x / scale).square().mean().sqrt())
         name = f"{operand} of {layer}"
-        self.seen.append(CastSeen(name, str(seen.format), sqnr(x, y), sqnr(x, own), rms))
+        self.seen.append(
+            CastSeen(name, str(seen.format), sqnr(x, y), sqnr(x, own), rms)
+        )
 
     @property
     def share(self) -> float | None:
         """The share of casts inside; None if there are none."""
-        return sum(cast.inside for cast in self.seen) / len(self.seen) if self.seen else None
+        return (
+            sum(cast.inside for cast in self.seen) / len(self.seen)
+            if self.seen
+            else None
+        )
 
     def outside(self) -> list[str]:
         """The casts that are not inside, those that lose most first."""
         outside = [cast for cast in self.seen if not cast.inside]
-        return [str(cast) for cast in sorted(outside, key=lambda cast: cast.sqnr - cast.own)]
+        return [
+            str(cast) for cast in sorted(outside, key=lambda cast: cast.sqnr - cast.own)
+        ]

@@ -22,7 +22,15 @@ from benchmarks.common import Row
 from . import audio, graphs, images, language, segmentation, series
 from .case import Stranger
 
-__all__ = ["NEEDED", "STRANGERS", "missing", "preload", "prepare", "requirements", "versions"]
+__all__ = [
+    "NEEDED",
+    "STRANGERS",
+    "missing",
+    "preload",
+    "prepare",
+    "requirements",
+    "versions",
+]
 
 STRANGERS: list[Stranger] = [
     *images.STRANGERS,
@@ -50,7 +58,9 @@ PINNED = {"torchvision": "0.28.0", "torchaudio": "2.11.0"}
 
 def requirements() -> list[str]:
     """What pip installs with --no-deps."""
-    libraries = dict.fromkeys(s.package for s in STRANGERS if s.package != "transformers")
+    libraries = dict.fromkeys(
+        s.package for s in STRANGERS if s.package != "transformers"
+    )
     names = dict.fromkeys([*libraries, *NEEDED])
     return [f"{name}=={PINNED[name]}" if name in PINNED else name for name in names]
 

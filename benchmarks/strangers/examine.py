@@ -46,7 +46,11 @@ class Options:
 
 def examine(stranger: Stranger, options: Options, send: Callable[[Row], None]) -> None:
     """Measures a stranger; sends its row after every phase, each time with more of it."""
-    row: Row = {"name": stranger.name, "library": stranger.package, "result": "not built"}
+    row: Row = {
+        "name": stranger.name,
+        "library": stranger.package,
+        "result": "not built",
+    }
     case = _built(stranger)
     _step(case, case.model)
     row["parameters"] = sum(p.numel() for p in case.model.parameters())
@@ -125,12 +129,16 @@ def _unit(stranger: Stranger, options: Options, row: Row) -> None:
         shares = [None if math.isnan(s := found.share(kind)) else s for kind in KINDS]
         row["verify"] = [_rounded(share) for share in shares]
         row["agrees"] = all(map(is_inside, shares)) == row["inside"]
-        rows = [f"{r.tensor} of {r.path} ({r.call}): {r.rms:.2g}" for r in found.outside]
+        rows = [
+            f"{r.tensor} of {r.path} ({r.call}): {r.rms:.2g}" for r in found.outside
+        ]
         row["details"]["verify"] = rows[:8]
     except Exception as error:
         row["verify"] = f"failed: {described(error)}"
     if options.train:
-        row["fp8_fall"] = _train(case, model, uu.optim.AdamW(model.parameters(), lr=0.25))
+        row["fp8_fall"] = _train(
+            case, model, uu.optim.AdamW(model.parameters(), lr=0.25)
+        )
         _cast_step(case, model, row, "trained")
 
 
@@ -176,7 +184,9 @@ def _compiled(stranger: Stranger, options: Options, row: Row) -> None:
 def in_float64(case: Case) -> Case:
     """The case with a model and arguments in float64."""
     args, kwargs = tree_map_only(
-        Tensor, lambda t: t.double() if t.is_floating_point() else t, (case.args, case.kwargs)
+        Tensor,
+        lambda t: t.double() if t.is_floating_point() else t,
+        (case.args, case.kwargs),
     )
     return Case(case.model.double(), args, kwargs, case.loss)
 
@@ -185,7 +195,9 @@ def _compile_error(case: Case, model: nn.Module) -> str:
     """The error of a step under torch.compile, with the random numbers of eager mode."""
     eager = _results(case, model)
     try:
-        compiled = _results(case, torch.compile(model, options={"fallback_random": True}))
+        compiled = _results(
+            case, torch.compile(model, options={"fallback_random": True})
+        )
     except Exception as error:
         return f"failed: {described(error)}"
     return f"{_error(compiled, eager):.1e}"
@@ -198,9 +210,13 @@ GRADIENT = "gradient "
 def _results(case: Case, model: nn.Module) -> dict[str, Tensor]:
     """The outputs and the loss of a step, and the gradients of parameters."""
     output, loss = _step(case, model)
-    results = {f"output {i}": t.detach().clone() for i, t in enumerate(tensors_within(output))}
+    results = {
+        f"output {i}": t.detach().clone() for i, t in enumerate(tensors_within(output))
+    }
     found = [p.grad for p in model.parameters()]
-    gradients = {f"{GRADIENT}{i}": g.clone() for i, g in enumerate(found) if g is not None}
+    gradients = {
+        f"{GRADIENT}{i}": g.clone() for i, g in enumerate(found) if g is not None
+    }
     return {**results, "loss": loss.detach(), **gradients}
 
 
@@ -218,7 +234,10 @@ def _error(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> float:
     noise = max([NOISE, *(torch.finfo(t.dtype).eps for t in gradients.values())])
     least = noise * max(sizes.values(), default=0.0)
     errors = [
-        float((ours[name].double() - t.double()).abs().max() / t.double().abs().max().clamp(1e-30))
+        float(
+            (ours[name].double() - t.double()).abs().max()
+            / t.double().abs().max().clamp(1e-30)
+        )
         for name, t in plain.items()
         if not torch.equal(ours[name], t) and sizes.get(name, math.inf) >= least
     ]

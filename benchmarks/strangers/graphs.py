@@ -29,7 +29,11 @@ GEOMETRIC: dict[str, Settings] = {
     "GIN": {"norm": "batch_norm"},
     "GAT": {"heads": 4, "v2": True},
     "EdgeCNN": {},
-    "PNA": {"aggregators": ["mean", "max"], "scalers": ["identity"], "deg": torch.ones(16).long()},
+    "PNA": {
+        "aggregators": ["mean", "max"],
+        "scalers": ["identity"],
+        "deg": torch.ones(16).long(),
+    },
 }
 
 
@@ -92,7 +96,11 @@ def _pairs(pos: Tensor, batch: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _molecules() -> tuple[Tensor, Tensor, Tensor]:
-    return torch.randint(1, 9, (32,)), 2 * torch.randn(32, 3), torch.arange(4).repeat_interleave(8)
+    return (
+        torch.randint(1, 9, (32,)),
+        2 * torch.randn(32, 3),
+        torch.arange(4).repeat_interleave(8),
+    )
 
 
 class _Pairs(nn.Module):
@@ -103,7 +111,12 @@ class _Pairs(nn.Module):
 def _schnet() -> Case:
     from torch_geometric.nn.models import SchNet
 
-    sizes = {"hidden_channels": 32, "num_filters": 32, "num_interactions": 2, "num_gaussians": 16}
+    sizes = {
+        "hidden_channels": 32,
+        "num_filters": 32,
+        "num_interactions": 2,
+        "num_gaussians": 16,
+    }
     model = SchNet(**sizes, interaction_graph=_Pairs())
     return loss_outside(model, F.l1_loss, torch.randn(4, 1), *_molecules())
 
@@ -111,7 +124,9 @@ def _schnet() -> Case:
 def _egnn() -> Case:
     from egnn_pytorch import EGNN_Network
 
-    model = EGNN_Network(num_tokens=21, num_positions=32, dim=32, depth=2, num_nearest_neighbors=8)
+    model = EGNN_Network(
+        num_tokens=21, num_positions=32, dim=32, depth=2, num_nearest_neighbors=8
+    )
     return Case(model, (torch.randint(21, (2, 32)), torch.randn(2, 32, 3)))
 
 
@@ -123,7 +138,9 @@ def _equivariant() -> Case:
         def __init__(self) -> None:
             super().__init__()
             gate = Gate("16x0e", [torch.relu], "8x0e", [torch.sigmoid], "8x1o")
-            self.product = o3.FullyConnectedTensorProduct("8x0e+8x1o", "1x0e+1x1o", gate.irreps_in)
+            self.product = o3.FullyConnectedTensorProduct(
+                "8x0e+8x1o", "1x0e+1x1o", gate.irreps_in
+            )
             self.gate = gate
             self.head = o3.Linear(gate.irreps_out, "1x0e")
 
@@ -134,7 +151,10 @@ def _equivariant() -> Case:
 
 
 STRANGERS = [
-    *(Stranger(n, "torch_geometric", partial(_geometric, n, s)) for n, s in GEOMETRIC.items()),
+    *(
+        Stranger(n, "torch_geometric", partial(_geometric, n, s))
+        for n, s in GEOMETRIC.items()
+    ),
     *(Stranger(f"{n} layers", "torch_geometric", partial(_stack, n)) for n in LAYERS),
     Stranger("SGFormer", "torch_geometric", _sgformer),
     Stranger("SchNet", "torch_geometric", _schnet),

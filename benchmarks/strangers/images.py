@@ -158,7 +158,9 @@ TORCHVISION: dict[str, tuple[int, Settings]] = {
 def _torchvision(name: str, size: int, settings: Settings) -> Case:
     import torchvision
 
-    model = torchvision.models.get_model(name, weights=None, num_classes=CLASSES, **settings)
+    model = torchvision.models.get_model(
+        name, weights=None, num_classes=CLASSES, **settings
+    )
     return loss_outside(model, F.cross_entropy, labels(), pictures(size))
 
 
@@ -224,7 +226,14 @@ VIT_PYTORCH: dict[str, tuple[int, Settings]] = {
     "rvt.RvT": (32, _P2),
     "look_vit.LookViT": (
         32,
-        {**_P, "dim": 64, "depth": 2, "heads": 4, "highres_patch_size": 4, "mlp_factor": 2},
+        {
+            **_P,
+            "dim": 64,
+            "depth": 2,
+            "heads": 4,
+            "highres_patch_size": 4,
+            "mlp_factor": 2,
+        },
     ),
     "cct.CCT": (
         32,

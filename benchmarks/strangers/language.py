@@ -45,9 +45,15 @@ DECODERS: dict[str, Settings] = {
     },
     "Decoder ALiBi": {"alibi_pos_bias": True},
     "Decoder T5 bias, post-norm": {"rel_pos_bias": True, "pre_norm": False},
-    "Decoder one key head, ReLU squared": {"attn_one_kv_head": True, "ff_relu_squared": True},
+    "Decoder one key head, ReLU squared": {
+        "attn_one_kv_head": True,
+        "ff_relu_squared": True,
+    },
     "Decoder QK norm": {"attn_qk_norm": True, "use_scalenorm": True},
-    "Decoder sandwich norm, gated residual": {"sandwich_norm": True, "gate_residual": True},
+    "Decoder sandwich norm, gated residual": {
+        "sandwich_norm": True,
+        "gate_residual": True,
+    },
     "Decoder hyper-connections": {"num_residual_streams": 2},
     "Decoder softclamp": {"attn_softclamp_logits": True, "softclamp_output": True},
     "Decoder macaron, shifted tokens": {"macaron": True, "shift_tokens": 1},
@@ -79,7 +85,9 @@ def _x_image() -> Case:
     from x_transformers import Encoder, ViTransformerWrapper
 
     layers = Encoder(dim=64, depth=2, heads=4, attn_dim_head=16)
-    model = ViTransformerWrapper(image_size=32, patch_size=8, num_classes=10, attn_layers=layers)
+    model = ViTransformerWrapper(
+        image_size=32, patch_size=8, num_classes=10, attn_layers=layers
+    )
     return Case(model, (torch.randn(BATCH, 3, 32, 32),))
 
 
@@ -110,7 +118,12 @@ LANGUAGE: dict[str, tuple[str, Settings]] = {
     ),
     "local_attention.LocalTransformer": (
         "local-attention",
-        {**_LM_HEADS, "max_seq_len": LENGTH, "dim_head": 16, "local_attn_window_size": 8},
+        {
+            **_LM_HEADS,
+            "max_seq_len": LENGTH,
+            "dim_head": 16,
+            "local_attn_window_size": 8,
+        },
     ),
     "local_attention.LocalTransformer xPos": (
         "local-attention",
@@ -125,7 +138,13 @@ LANGUAGE: dict[str, tuple[str, Settings]] = {
     ),
     "perceiver_pytorch.perceiver_io.PerceiverLM": (
         "perceiver-pytorch",
-        {**_LM, "max_seq_len": LENGTH, "num_latents": 16, "latent_dim": 64, "latent_heads": 4},
+        {
+            **_LM,
+            "max_seq_len": LENGTH,
+            "num_latents": 16,
+            "latent_dim": 64,
+            "latent_heads": 4,
+        },
     ),
     "minGRU_pytorch.minLM.minLM": ("minGRU-pytorch", {**_LM}),
     "block_recurrent_transformer_pytorch.BlockRecurrentTransformer": (
@@ -159,7 +178,13 @@ LANGUAGE: dict[str, tuple[str, Settings]] = {
     ),
     "reformer_pytorch.ReformerLM": (
         "reformer-pytorch",
-        {**_LM_HEADS, "max_seq_len": LENGTH, "bucket_size": 8, "n_hashes": 2, "causal": True},
+        {
+            **_LM_HEADS,
+            "max_seq_len": LENGTH,
+            "bucket_size": 8,
+            "n_hashes": 2,
+            "causal": True,
+        },
     ),
     "g_mlp_pytorch.gMLP": ("g-mlp-pytorch", {**_LM, "seq_len": LENGTH, "causal": True}),
 }
@@ -179,7 +204,13 @@ def _language(name: str, settings: Settings) -> Case:
 def _megabyte() -> Case:
     from MEGABYTE_pytorch import MEGABYTE
 
-    sizes = {"dim": (64, 32), "max_seq_len": (8, 4), "depth": (2, 1), "dim_head": 16, "heads": 2}
+    sizes = {
+        "dim": (64, 32),
+        "max_seq_len": (8, 4),
+        "depth": (2, 1),
+        "dim_head": 16,
+        "heads": 2,
+    }
     model = MEGABYTE(num_tokens=WORDS, **sizes)
     return Case(model, (text().view(BATCH, 8, 4),), {"return_loss": True})
 
@@ -195,8 +226,16 @@ def _retnet() -> Case:
     from torchscale.architecture.config import RetNetConfig
     from torchscale.architecture.retnet import RetNetDecoder
 
-    sizes = {"decoder_embed_dim": 64, "decoder_value_embed_dim": 128, "decoder_layers": 2}
-    more = {"decoder_retention_heads": 4, "decoder_ffn_embed_dim": 128, "vocab_size": WORDS}
+    sizes = {
+        "decoder_embed_dim": 64,
+        "decoder_value_embed_dim": 128,
+        "decoder_layers": 2,
+    }
+    more = {
+        "decoder_retention_heads": 4,
+        "decoder_ffn_embed_dim": 128,
+        "vocab_size": WORDS,
+    }
     config = RetNetConfig(**sizes, **more, no_output_layer=False)
     ids = text()
     model = RetNetDecoder(config, embed_tokens=nn.Embedding(WORDS, 64))
@@ -307,7 +346,10 @@ TRANSFORMERS: dict[str, tuple[str, Settings]] = {
     "ConvBertForMaskedLM": ("language", {}),
     "BigBirdForMaskedLM": ("language", {"attention_type": "original_full"}),
     "LongformerForMaskedLM": ("language", {"attention_window": 8}),
-    "NystromformerForMaskedLM": ("language", {"segment_means_seq_len": 32, "num_landmarks": 8}),
+    "NystromformerForMaskedLM": (
+        "language",
+        {"segment_means_seq_len": 32, "num_landmarks": 8},
+    ),
     "YosoForMaskedLM": ("language", {"use_expectation": True}),
     "RoFormerForMaskedLM": ("language", {}),
     "MPNetForMaskedLM": ("language", {}),
@@ -317,7 +359,11 @@ TRANSFORMERS: dict[str, tuple[str, Settings]] = {
     "M2M100ForConditionalGeneration": ("language", {"decoder_start_token_id": 2}),
     "NllbMoeForConditionalGeneration": (
         "language",
-        {"decoder_start_token_id": 2, "encoder_sparse_step": 2, "decoder_sparse_step": 2},
+        {
+            "decoder_start_token_id": 2,
+            "encoder_sparse_step": 2,
+            "decoder_sparse_step": 2,
+        },
     ),
     "SwitchTransformersForConditionalGeneration": (
         "language",
@@ -337,14 +383,27 @@ TRANSFORMERS: dict[str, tuple[str, Settings]] = {
     "IJepaForImageClassification": ("image", {}),
     "Dinov2WithRegistersForImageClassification": ("image", {"mlp_ratio": 2}),
     "TimesformerForVideoClassification": ("video", {"num_frames": 4}),
-    "VivitForVideoClassification": ("video", {"num_frames": 4, "tubelet_size": [2, 8, 8]}),
+    "VivitForVideoClassification": (
+        "video",
+        {"num_frames": 4, "tubelet_size": [2, 8, 8]},
+    ),
     "PatchTSTForPrediction": (
         "series",
-        {"num_input_channels": 3, "context_length": 32, "prediction_length": 8, "patch_length": 8},
+        {
+            "num_input_channels": 3,
+            "context_length": 32,
+            "prediction_length": 8,
+            "patch_length": 8,
+        },
     ),
     "PatchTSMixerForPrediction": (
         "series",
-        {"num_input_channels": 3, "context_length": 32, "prediction_length": 8, "patch_length": 8},
+        {
+            "num_input_channels": 3,
+            "context_length": 32,
+            "prediction_length": 8,
+            "patch_length": 8,
+        },
     ),
 }
 
@@ -369,13 +428,19 @@ def batch_of(kind: str) -> Settings:
         ids = text()
         return {"input_ids": ids, "labels": ids.clone()}
     if kind == "wave":
-        return {"input_values": torch.randn(4, 1024), "labels": torch.randint(1, 32, (4, 8))}
+        return {
+            "input_values": torch.randn(4, 1024),
+            "labels": torch.randint(1, 32, (4, 8)),
+        }
     if kind == "pairs":
         return {"input_ids": text(), "pixel_values": torch.randn(BATCH, 3, 32, 32)} | {
             "return_loss": True
         }
     if kind == "series":
-        return {"past_values": torch.randn(4, 32, 3), "future_values": torch.randn(4, 8, 3)}
+        return {
+            "past_values": torch.randn(4, 32, 3),
+            "future_values": torch.randn(4, 8, 3),
+        }
     frames = (4,) if kind == "video" else ()
     pixels = torch.randn(4, *frames, 3, 32, 32)
     return {"pixel_values": pixels, "labels": torch.randint(10, (4,))}
@@ -394,8 +459,20 @@ def _clip() -> Case:
     import open_clip
     from open_clip.loss import ClipLoss
 
-    vision = {"image_size": 32, "layers": 2, "width": 64, "patch_size": 8, "head_width": 16}
-    words = {"context_length": LENGTH, "vocab_size": WORDS, "width": 64, "heads": 4, "layers": 2}
+    vision = {
+        "image_size": 32,
+        "layers": 2,
+        "width": 64,
+        "patch_size": 8,
+        "head_width": 16,
+    }
+    words = {
+        "context_length": LENGTH,
+        "vocab_size": WORDS,
+        "width": 64,
+        "heads": 4,
+        "layers": 2,
+    }
     model = open_clip.CLIP(embed_dim=64, vision_cfg=vision, text_cfg=words)
     loss = ClipLoss()
     batch = (torch.randn(BATCH, 3, 32, 32), text())
@@ -406,13 +483,33 @@ def _coca() -> Case:
     import open_clip
     from open_clip.loss import CoCaLoss
 
-    vision = {"image_size": 32, "layers": 2, "width": 64, "patch_size": 8, "head_width": 16}
+    vision = {
+        "image_size": 32,
+        "layers": 2,
+        "width": 64,
+        "patch_size": 8,
+        "head_width": 16,
+    }
     vision |= {"attentional_pool": True, "attn_pooler_heads": 4, "output_tokens": True}
-    words = {"context_length": LENGTH, "vocab_size": WORDS, "width": 64, "heads": 4, "layers": 2}
-    more = {"context_length": LENGTH, "vocab_size": WORDS, "width": 64, "heads": 4, "layers": 2}
+    words = {
+        "context_length": LENGTH,
+        "vocab_size": WORDS,
+        "width": 64,
+        "heads": 4,
+        "layers": 2,
+    }
+    more = {
+        "context_length": LENGTH,
+        "vocab_size": WORDS,
+        "width": 64,
+        "heads": 4,
+        "layers": 2,
+    }
     words |= {"embed_cls": True, "output_tokens": True}
     model = open_clip.CoCa(64, multimodal_cfg=more, text_cfg=words, vision_cfg=vision)
-    nn.init.normal_(model.text_decoder.text_projection, std=64**-0.5)  # is whatever memory held
+    nn.init.normal_(
+        model.text_decoder.text_projection, std=64**-0.5
+    )  # is whatever memory held
     loss = CoCaLoss(caption_loss_weight=2.0, clip_loss_weight=1.0)
 
     def total(output: Mapping[str, Any]) -> Tensor:

@@ -61,7 +61,9 @@ def strangers() -> list[Stranger]:
     """One for each name in transformers' mapping of configurations."""
     from transformers import CONFIG_MAPPING
 
-    return [Stranger(kind, "transformers", partial(_build, kind)) for kind in CONFIG_MAPPING]
+    return [
+        Stranger(kind, "transformers", partial(_build, kind)) for kind in CONFIG_MAPPING
+    ]
 
 
 def _build(kind: str) -> Case:
@@ -90,9 +92,13 @@ def _classes(kind: str) -> Iterator[tuple[type[nn.Module], str]]:
     from transformers.models.auto import modeling_auto
 
     for task, labels in TASKS.items():
-        mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING" if task else "MODEL_MAPPING")
+        mapping = getattr(
+            modeling_auto, f"MODEL_FOR_{task}_MAPPING" if task else "MODEL_MAPPING"
+        )
         found = mapping.get(CONFIG_MAPPING[kind], ())
-        yield from ((cls, labels) for cls in (found if isinstance(found, tuple) else (found,)))
+        yield from (
+            (cls, labels) for cls in (found if isinstance(found, tuple) else (found,))
+        )
 
 
 def _configuration(kind: str) -> Any:
@@ -121,10 +127,14 @@ def _smaller(name: str, value: Any) -> Any:
     if isinstance(value, int):
         if re.search(r"token_id|pad_token|eos|bos|sep|cls", name) and value >= WORDS:
             return 100 + zlib.crc32(name.encode()) % 7
-        largest = next((size for part, size in SIZES.items() if re.search(part, name)), value)
+        largest = next(
+            (size for part, size in SIZES.items() if re.search(part, name)), value
+        )
         return min(value, largest)
     if isinstance(value, float):
-        return 0.0 if re.search(r"dropout|drop_rate|drop_path|layerdrop", name) else value
+        return (
+            0.0 if re.search(r"dropout|drop_rate|drop_path|layerdrop", name) else value
+        )
     if not isinstance(value, list | tuple) or not value:
         return value
     if name in ("layer_types", "mlp_layer_types", "layers_block_type"):
@@ -136,7 +146,9 @@ def _smaller(name: str, value: Any) -> Any:
     if "heads" in name:
         return type(value)(min(item, 2) for item in value)
     if re.search(r"hidden_sizes|embed_dims|channels|dims|conv_dim", name):
-        return type(value)(min(item, 16 * 2 ** min(i, 2)) for i, item in enumerate(value))
+        return type(value)(
+            min(item, 16 * 2 ** min(i, 2)) for i, item in enumerate(value)
+        )
     return value
 
 
@@ -164,7 +176,11 @@ def _batches(model: nn.Module, labels: str) -> Iterator[dict[str, Tensor]]:
     bins = getattr(config, "num_mel_bins", 80)
     shapes = {
         "pixel_values": [(channels, side, side) for side in sides],
-        "input_values": [(4000,), (1, 4000), (getattr(config, "max_length", 1024), bins)],
+        "input_values": [
+            (4000,),
+            (1, 4000),
+            (getattr(config, "max_length", 1024), bins),
+        ],
         "input_features": [(bins, 64), (64, bins), (bins, 3000)],
     }
     for name in shapes.keys() & takes.keys():

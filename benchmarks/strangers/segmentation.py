@@ -37,7 +37,12 @@ SMP: dict[str, tuple[str, str, bool, Settings]] = {
     "DeepLabV3Plus": ("mobilenet_v2", "LovaszLoss", True, {"decoder_channels": 32}),
     "MAnet": ("mobilenet_v2", "FocalLoss", False, _SHALLOW),
     "Segformer": ("mit_b0", "DiceLoss", True, {"decoder_segmentation_channels": 32}),
-    "UPerNet": ("mobilenet_v2", "SoftBCEWithLogitsLoss", True, {"decoder_channels": 32}),
+    "UPerNet": (
+        "mobilenet_v2",
+        "SoftBCEWithLogitsLoss",
+        True,
+        {"decoder_channels": 32},
+    ),
 }
 
 
@@ -58,7 +63,10 @@ MONAI: dict[str, tuple[int, Settings]] = {
     "UNet": (32, {"channels": (8, 16, 32), "strides": (2, 2), "num_res_units": 1}),
     "BasicUNet": (32, {"features": (8, 8, 16, 16, 32, 8)}),
     "AttentionUnet": (32, {"channels": (8, 16, 32), "strides": (2, 2)}),
-    "SegResNet": (32, {"init_filters": 8, "blocks_down": (1, 1, 1), "blocks_up": (1, 1)}),
+    "SegResNet": (
+        32,
+        {"init_filters": 8, "blocks_down": (1, 1, 1), "blocks_up": (1, 1)},
+    ),
     "VNet": (32, {}),
     "DynUNet": (
         32,
@@ -79,7 +87,10 @@ MONAI: dict[str, tuple[int, Settings]] = {
             "num_heads": 4,
         },
     ),
-    "SwinUNETR": (64, {"feature_size": 12, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}),
+    "SwinUNETR": (
+        64,
+        {"feature_size": 12, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)},
+    ),
     "HighResNet": (16, {}),
 }
 
@@ -99,10 +110,14 @@ def _monai(name: str) -> Case:
     return case(model, loss, _mask(2, 1, *volume), batch)
 
 
-def _diffused(cls: str, settings: Settings, args: tuple[Any, ...], given: Settings) -> Case:
+def _diffused(
+    cls: str, settings: Settings, args: tuple[Any, ...], given: Settings
+) -> Case:
     import diffusers
 
-    return Case(getattr(diffusers, cls)(**settings), args, {**given, "return_dict": False})
+    return Case(
+        getattr(diffusers, cls)(**settings), args, {**given, "return_dict": False}
+    )
 
 
 def _unet2d() -> Case:
@@ -169,17 +184,26 @@ _DIT: Settings = {
 def _dit() -> Case:
     settings = {**_DIT, "num_embeds_ada_norm": 100, "norm_num_groups": 8}
     given = {"timestep": torch.tensor([3, 50]), "class_labels": torch.tensor([1, 2])}
-    return _diffused("DiTTransformer2DModel", settings, (torch.randn(2, 4, 8, 8),), given)
+    return _diffused(
+        "DiTTransformer2DModel", settings, (torch.randn(2, 4, 8, 8),), given
+    )
 
 
 def _pixart() -> Case:
-    settings = {**_DIT, "cross_attention_dim": 64, "caption_channels": 32, "norm_num_groups": 8}
+    settings = {
+        **_DIT,
+        "cross_attention_dim": 64,
+        "caption_channels": 32,
+        "norm_num_groups": 8,
+    }
     given = {
         "timestep": torch.tensor([3, 50]),
         "encoder_hidden_states": torch.randn(2, 7, 32),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
     }
-    return _diffused("PixArtTransformer2DModel", settings, (torch.randn(2, 4, 8, 8),), given)
+    return _diffused(
+        "PixArtTransformer2DModel", settings, (torch.randn(2, 4, 8, 8),), given
+    )
 
 
 def _sd3() -> Case:
@@ -196,7 +220,9 @@ def _sd3() -> Case:
         "encoder_hidden_states": torch.randn(2, 7, 32),
         "pooled_projections": torch.randn(2, 32),
     }
-    return _diffused("SD3Transformer2DModel", settings, (torch.randn(2, 4, 8, 8),), given)
+    return _diffused(
+        "SD3Transformer2DModel", settings, (torch.randn(2, 4, 8, 8),), given
+    )
 
 
 def _flux() -> Case:
@@ -217,7 +243,9 @@ def _flux() -> Case:
         "img_ids": torch.randint(8, (16, 3)).float(),
         "txt_ids": torch.zeros(7, 3),
     }
-    return _diffused("FluxTransformer2DModel", settings, (torch.randn(2, 16, 16),), given)
+    return _diffused(
+        "FluxTransformer2DModel", settings, (torch.randn(2, 16, 16),), given
+    )
 
 
 def _prior() -> Case:
@@ -240,11 +268,17 @@ def _gaussian_diffusion() -> Case:
     from denoising_diffusion_pytorch import GaussianDiffusion, Unet
 
     unet = Unet(dim=16, dim_mults=(1, 2), flash_attn=False)
-    return Case(GaussianDiffusion(unet, image_size=16, timesteps=50), (torch.rand(4, 3, 16, 16),))
+    return Case(
+        GaussianDiffusion(unet, image_size=16, timesteps=50),
+        (torch.rand(4, 3, 16, 16),),
+    )
 
 
 STRANGERS = [
-    *(Stranger(name, "segmentation_models_pytorch", partial(_smp, name)) for name in SMP),
+    *(
+        Stranger(name, "segmentation_models_pytorch", partial(_smp, name))
+        for name in SMP
+    ),
     *(Stranger(name, "monai", partial(_monai, name)) for name in MONAI),
     Stranger("UNet2DModel", "diffusers", _unet2d),
     Stranger("UNet2DConditionModel", "diffusers", _unet_condition),

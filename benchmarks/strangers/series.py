@@ -22,16 +22,30 @@ def _numbers(*shape: int) -> Tensor:
 def _itransformer() -> Case:
     from iTransformer import iTransformer
 
-    sizes = {"num_variates": 7, "lookback_len": 32, "depth": 2, "dim": 64, "dim_head": 16}
+    sizes = {
+        "num_variates": 7,
+        "lookback_len": 32,
+        "depth": 2,
+        "dim": 64,
+        "dim_head": 16,
+    }
     model = iTransformer(**sizes, pred_length=8, flash_attn=False)
     future = torch.randn(8, 8, 7)
-    return Case(model, (torch.randn(8, 32, 7),), loss=lambda out: F.mse_loss(out, future))
+    return Case(
+        model, (torch.randn(8, 32, 7),), loss=lambda out: F.mse_loss(out, future)
+    )
 
 
 def _tab_transformer() -> Case:
     from tab_transformer_pytorch import TabTransformer
 
-    sizes = {"categories": (5, 6, 7), "num_continuous": 4, "dim": 32, "depth": 2, "heads": 4}
+    sizes = {
+        "categories": (5, 6, 7),
+        "num_continuous": 4,
+        "dim": 32,
+        "depth": 2,
+        "heads": 4,
+    }
     model = TabTransformer(**sizes, mlp_act=nn.ReLU())
     batch = (torch.randint(5, (ROWS, 3)), _numbers(4))
     return loss_outside(model, F.mse_loss, _numbers(1), *batch)
@@ -40,7 +54,9 @@ def _tab_transformer() -> Case:
 def _tabular() -> Case:
     from tab_transformer_pytorch import FTTransformer
 
-    model = FTTransformer(categories=(5, 6, 7), num_continuous=4, dim=32, depth=2, heads=4)
+    model = FTTransformer(
+        categories=(5, 6, 7), num_continuous=4, dim=32, depth=2, heads=4
+    )
     batch = (torch.randint(5, (ROWS, 3)), _numbers(4))
     return loss_inside(model, F.mse_loss, _numbers(1), *batch)
 
@@ -49,14 +65,23 @@ def _rtdl(name: str) -> Case:
     import rtdl_revisiting_models as rtdl
 
     if name == "MLP":
-        model: nn.Module = rtdl.MLP(d_in=16, d_out=1, n_blocks=2, d_block=64, dropout=0.1)
+        model: nn.Module = rtdl.MLP(
+            d_in=16, d_out=1, n_blocks=2, d_block=64, dropout=0.1
+        )
         return loss_inside(model, F.mse_loss, _numbers(1), _numbers(16))
     if name == "ResNet":
-        sizes = {"n_blocks": 2, "d_block": 64, "d_hidden": None, "d_hidden_multiplier": 2.0}
+        sizes = {
+            "n_blocks": 2,
+            "d_block": 64,
+            "d_hidden": None,
+            "d_hidden_multiplier": 2.0,
+        }
         model = rtdl.ResNet(d_in=16, d_out=1, **sizes, dropout1=0.1, dropout2=0.0)
         return loss_outside(model, F.mse_loss, _numbers(1), _numbers(16))
     settings = rtdl.FTTransformer.get_default_kwargs(n_blocks=2)
-    model = rtdl.FTTransformer(n_cont_features=8, cat_cardinalities=[4], d_out=1, **settings)
+    model = rtdl.FTTransformer(
+        n_cont_features=8, cat_cardinalities=[4], d_out=1, **settings
+    )
     batch = (_numbers(8), torch.randint(4, (ROWS, 1)))
     return loss_outside(model, F.mse_loss, _numbers(1), *batch)
 
@@ -83,7 +108,9 @@ def _flow(name: str) -> Case:
 
     if name == "MaskedAutoregressiveFlow":
         sizes = {"num_layers": 2, "num_blocks_per_layer": 2}
-        return Case(_Likelihood(MaskedAutoregressiveFlow(8, 64, **sizes)), (_numbers(8),))
+        return Case(
+            _Likelihood(MaskedAutoregressiveFlow(8, 64, **sizes)), (_numbers(8),)
+        )
     parts = [
         ReversePermutation(8),
         MaskedPiecewiseRationalQuadraticAutoregressiveTransform(8, 64, tails="linear"),
@@ -122,7 +149,11 @@ def _nbeats() -> Case:
     from pytorch_forecasting.models.nbeats.sub_modules import NBEATSGenericBlock
 
     model = NBEATSGenericBlock(
-        units=64, thetas_dim=16, num_block_layers=2, backcast_length=32, forecast_length=8
+        units=64,
+        thetas_dim=16,
+        num_block_layers=2,
+        backcast_length=32,
+        forecast_length=8,
     )
     return Case(model, (_numbers(32),))
 
@@ -137,7 +168,9 @@ def _nystrom() -> Case:
 def _mixer() -> Case:
     from mlp_mixer_pytorch import MLPMixer
 
-    model = MLPMixer(image_size=32, channels=3, patch_size=8, dim=64, depth=2, num_classes=10)
+    model = MLPMixer(
+        image_size=32, channels=3, patch_size=8, dim=64, depth=2, num_classes=10
+    )
     labels = torch.randint(10, (8,))
     return loss_inside(model, F.cross_entropy, labels, torch.randn(8, 3, 32, 32))
 
@@ -145,7 +178,12 @@ def _mixer() -> Case:
 def _perceiver() -> Case:
     from perceiver_pytorch import Perceiver
 
-    latent = {"num_latents": 16, "latent_dim": 64, "latent_heads": 4, "latent_dim_head": 16}
+    latent = {
+        "num_latents": 16,
+        "latent_dim": 64,
+        "latent_heads": 4,
+        "latent_dim_head": 16,
+    }
     sizes = {"input_channels": 3, "num_freq_bands": 4, "max_freq": 8.0, "depth": 2}
     model = Perceiver(**sizes, **latent, num_classes=10)
     labels = torch.randint(10, (8,))
@@ -170,7 +208,11 @@ def _sparse_experts() -> Case:
 
     experts = MoE(dim=64, num_experts=4, gating_top_n=2)
     block = SparseMoEBlock(experts, add_ff_before=True, add_ff_after=True)
-    return Case(block, (torch.randn(4, 32, 64),), loss=lambda out: out[0].square().mean() + out[1])
+    return Case(
+        block,
+        (torch.randn(4, 32, 64),),
+        loss=lambda out: out[0].square().mean() + out[1],
+    )
 
 
 def _slots() -> Case:
@@ -184,7 +226,9 @@ def _wide_and_deep(name: str) -> Case:
     from torch_rechub.models import ranking
 
     dense = [features.DenseFeature(f"d{i}") for i in range(4)]
-    sparse = [features.SparseFeature(f"s{i}", vocab_size=20, embed_dim=16) for i in range(4)]
+    sparse = [
+        features.SparseFeature(f"s{i}", vocab_size=20, embed_dim=16) for i in range(4)
+    ]
     mlp = {"dims": [64, 32], "dropout": 0.0, "activation": "relu"}
     batch: dict[str, Any] = {f"d{i}": torch.randn(ROWS) for i in range(4)}
     batch |= {f"s{i}": torch.randint(20, (ROWS,)) for i in range(4)}

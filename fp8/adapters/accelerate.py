@@ -94,7 +94,9 @@ def prepare(
         for model in models:
             new[id(model)] = _converted(accelerator, model, recipe, backend, where)
         if opt_level is not None:
-            initialize(new[id(models[0])], optimizers[0], opt_level=opt_level, recipe=None)
+            initialize(
+                new[id(models[0])], optimizers[0], opt_level=opt_level, recipe=None
+            )
     except (TypeError, ValueError):
         for model in new.values():
             revert_layers(model)
@@ -125,7 +127,9 @@ def _checked_backend(backend: str, recipe: Any) -> str:
     kind = type(recipe).__name__
     if wanted is None:
         names = ", ".join(_KINDS)
-        raise TypeError(f"recipe must be a name, a Recipe, a Policy or one of {names}, not {kind}")
+        raise TypeError(
+            f"recipe must be a name, a Recipe, a Policy or one of {names}, not {kind}"
+        )
     if backend not in ("auto", wanted):
         raise ValueError(f"{kind} is for backend {wanted!r}, got {backend!r}")
     return wanted
@@ -141,11 +145,15 @@ def _converted(
         chosen, options["in_eval"] = _te(recipe), bool(recipe.use_autocast_during_eval)
     else:
         chosen = recipe.config
-        if not getattr(accelerator, "is_fsdp2", False):  # it would replace parameters, to no effect
+        if not getattr(
+            accelerator, "is_fsdp2", False
+        ):  # it would replace parameters, to no effect
             chosen = dataclasses.replace(chosen, enable_fsdp_float8_all_gather=False)
         where = _ao_where(model, recipe.module_filter_func, where)
     where = checked_where(where)
-    return expand(adapter(backend).convert(revert_layers(model), chosen, where=where, **options))
+    return expand(
+        adapter(backend).convert(revert_layers(model), chosen, where=where, **options)
+    )
 
 
 _KINDS = {
@@ -171,8 +179,12 @@ def _te(kwargs: Any) -> Any:
 def _ao_where(model: nn.Module, chosen: Any, where: Any) -> Where:
     """The layers that Accelerate converts: those selected, else all but the first and last."""
     if where is not None and chosen is not None:
-        raise ValueError("give where, or AORecipeKwargs its module_filter_func, not both")
+        raise ValueError(
+            "give where, or AORecipeKwargs its module_filter_func, not both"
+        )
     if chosen is not None:
         return lambda name, layer: bool(chosen(layer, name))
-    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    names = [
+        name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)
+    ]
     return where or (lambda name, layer: name not in (names[0], names[-1]))

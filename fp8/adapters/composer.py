@@ -47,6 +47,8 @@ def LowPrecisionLayerNorm(apply_at: Any = None) -> Any:
             return bool(event == at)
 
         def apply(self, event: Any, state: Any, logger: Any) -> None:
-            apply_low_precision_layernorm(state.model, state.precision, state.optimizers)
+            apply_low_precision_layernorm(
+                state.model, state.precision, state.optimizers
+            )
 
     return LowPrecisionLayerNorm()

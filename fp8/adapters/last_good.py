@@ -56,7 +56,11 @@ class LastGood:
     """
 
     def __init__(
-        self, *, every: int = 100, threshold: float = 2.0, path: str | Path | None = None
+        self,
+        *,
+        every: int = 100,
+        threshold: float = 2.0,
+        path: str | Path | None = None,
     ) -> None:
         check_whole("every", every)
         check_number("threshold", threshold)
@@ -69,7 +73,9 @@ class LastGood:
         self._next: State | None = None
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
-    def before(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+    def before(
+        self, step: int, model: nn.Module, optimizers: Sequence[Optimizer] = ()
+    ) -> None:
         """Copies the state, if it is due. step: the number of steps before this one."""
         if not self.spiked and (self.state is None or step % self.every == 0):
             states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
@@ -122,7 +128,9 @@ def lightning_callback(*, library: str | None = None, **options: Any) -> Any:
         def __init__(self) -> None:
             self.last_good = LastGood(**options)
 
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, module: Any, batch: Any, index: int
+        ) -> None:
             self.last_good.before(trainer.global_step, module, trainer.optimizers)
 
         def on_train_batch_end(
@@ -154,14 +162,22 @@ def transformers_callback(**options: Any) -> Any:
             self.last_good = LastGood(**options)
             self._hook: Any = None
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._hook = kwargs["model"].register_forward_hook(self._note, with_kwargs=True)
+        def on_train_begin(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
+            self._hook = kwargs["model"].register_forward_hook(
+                self._note, with_kwargs=True
+            )
 
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_begin(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
             optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
             self.last_good.before(state.global_step, kwargs["model"], [optimizer])
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_train_end(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
             self._hook.remove()
 
         def _note(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

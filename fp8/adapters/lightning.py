@@ -94,7 +94,9 @@ def FP8FabricPrecision(
 
 def _base(of_trainer: bool, precision: str, library: str | None) -> Any:
     check_name("precision", precision, PRECISIONS)
-    plugins = importlib.import_module(f"{library_of(of_trainer, library)}.plugins.precision")
+    plugins = importlib.import_module(
+        f"{library_of(of_trainer, library)}.plugins.precision"
+    )
     return getattr(plugins, PRECISIONS[precision])
 
 
@@ -126,9 +128,13 @@ class _Converting:
     _of_trainer: bool
     _base: Any
 
-    def __init__(self, recipe: Any, precision: str, how: dict[str, Any], options: Any) -> None:
+    def __init__(
+        self, recipe: Any, precision: str, how: dict[str, Any], options: Any
+    ) -> None:
         policy = as_policy(recipe)
-        self.recipe = recipe if isinstance(recipe, Policy) else source_of(policy.recipe) or AUTO
+        self.recipe = (
+            recipe if isinstance(recipe, Policy) else source_of(policy.recipe) or AUTO
+        )
         self._how = how
         self._model: nn.Module | None = None
         if how["backend"] not in ADAPTERS:
@@ -137,7 +143,9 @@ class _Converting:
             device = torch.accelerator.current_accelerator(check_available=True)
             options = {"device": "cpu" if device is None else device.type, **options}
         elif options:
-            raise TypeError(f"{', '.join(options)}: for a mixed precision, not for {precision!r}")
+            raise TypeError(
+                f"{', '.join(options)}: for a mixed precision, not for {precision!r}"
+            )
         precision_option = {} if precision == "32-true" else {"precision": precision}
         super().__init__(**precision_option, **options)
 
@@ -163,7 +171,10 @@ class _Converting:
         """The step of Lightning's plugin. In a Trainer, first the switch of the policy."""
         if self._of_trainer and isinstance(self.recipe, Policy) and self.recipe.switch:
             model: Any = self._model
-            done, total = model.trainer.global_step, model.trainer.estimated_stepping_batches
+            done, total = (
+                model.trainer.global_step,
+                model.trainer.estimated_stepping_batches,
+            )
             advance(model, min(done / total, 1.0))
         return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
@@ -195,16 +206,25 @@ class _Converting:
             shown = recipe.name or f"a policy of {name_of(recipe.recipe)}"
             return recipe.to_dict() | {"name": shown}
         if recipe == AUTO and self._model is not None:
-            recipes = {r for m in self._model.modules() if (r := getattr(m, "fp8_recipe", None))}
+            recipes = {
+                r
+                for m in self._model.modules()
+                if (r := getattr(m, "fp8_recipe", None))
+            }
             recipe = recipes.pop() if len(recipes) == 1 else AUTO
-        return recipe.to_dict() if isinstance(recipe, Recipe) else {"name": AUTO}
+        if isinstance(recipe, Recipe):
+            return recipe.to_dict()
+        return {"name": AUTO}
 
     @torch.no_grad()
     def _remember(self, saved: dict[str, Tensor]) -> None:
         """Sets the histories of the model to those known, and others to zero."""
         if self._model is None:
             return
-        for path, module in self._model.named_modules():  # a layer's first pass may create them
+        for (
+            path,
+            module,
+        ) in self._model.named_modules():  # a layer's first pass may create them
             add_initial_histories(module, dict(saved), path and f"{path}.")
         for name, history in histories(self._model).items():
             value = saved.get(name)

@@ -44,7 +44,9 @@ def initialize(
         need("transformer_engine")
     library = probe("msamp")
     if library.module is None:
-        model, optimizer = levels.initialize(model, optimizer, opt_level, None if use_te else AUTO)
+        model, optimizer = levels.initialize(
+            model, optimizer, opt_level, None if use_te else AUTO
+        )
         note(model, f"by fp8.initialize; MS-AMP: {library.why}")
         return model, optimizer
     model, optimizer = library.module.initialize(model, optimizer, opt_level, use_te)
@@ -56,7 +58,9 @@ def initialize(
 def _rows(model: nn.Module) -> Iterator[Row]:
     for name, module in model.named_modules():
         kind, own = bare_class(module).__name__, list(module.parameters(recurse=False))
-        if not all(isinstance(p, Tensor) for p in own):  # MS-AMP's parameters are no tensors
+        if not all(
+            isinstance(p, Tensor) for p in own
+        ):  # MS-AMP's parameters are no tensors
             yield Row(name, kind, "converted", "MS-AMP")
         elif any(p.dim() > 1 for p in own):
             yield Row(name, kind, LEFT_ALONE, "MS-AMP does not replace it")
@@ -70,9 +74,12 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``msamp.clip_grad_norm_``: as `torch.nn.utils.clip_grad_norm_`, but ``max_norm`` <= 0 clips
     nothing. Returns the norm of all gradients together."""
-    library: Any = sys.modules.get("msamp")  # whose gradients are no tensors: no import each step
+    # Not imported: this runs in each step, and only a loaded MS-AMP has such gradients.
+    library: Any = sys.modules.get("msamp")
     if library is not None:
-        return library.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        return library.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite
+        )
     limit = max_norm if max_norm > 0 else torch.inf
     return nn.utils.clip_grad_norm_(parameters, limit, norm_type, error_if_nonfinite)
 

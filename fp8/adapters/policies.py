@@ -32,7 +32,9 @@ __all__ = [
 
 def _low(recipe: Recipe | None) -> Recipe | None:
     """``recipe``; None for 16 bits, which these libraries take from the model."""
-    return None if recipe == RECIPES["bf16"] else recipe
+    if recipe == RECIPES["bf16"]:
+        return None
+    return recipe
 
 
 def _at_start(policy: Policy, library: str) -> tuple[Policy, list[str]]:
@@ -45,7 +47,9 @@ def _at_start(policy: Policy, library: str) -> tuple[Policy, list[str]]:
     return policy.at(0), notes
 
 
-def _translated(policy: Policy, model: nn.Module, make: Any) -> dict[str, tuple[Any, Any]]:
+def _translated(
+    policy: Policy, model: nn.Module, make: Any
+) -> dict[str, tuple[Any, Any]]:
     """Layer -> (recipe, ``make(recipe)``), None twice for high precision; "auto" is "tensor", as
     the layers of these libraries are not unit-scaled."""
     translated = {}
@@ -82,11 +86,15 @@ def for_torchao(
         if recipe is not None and isinstance(model.get_submodule(name), nn.Linear):
             groups.setdefault(recipe, (theirs, set()))[1].add(name)
         elif recipe is not None:
-            notes.append(f"torchao converts linear layers only: {name!r} stays in high precision")
+            notes.append(
+                f"torchao converts linear layers only: {name!r} stays in high precision"
+            )
     return [*groups.values()], notes
 
 
-def for_transformer_engine(policy: Policy, model: nn.Module) -> tuple[dict[str, Any], list[str]]:
+def for_transformer_engine(
+    policy: Policy, model: nn.Module
+) -> tuple[dict[str, Any], list[str]]:
     """The contexts of TransformerEngine in which a model and some of its modules run.
 
     Args:
@@ -104,7 +112,9 @@ def for_transformer_engine(policy: Policy, model: nn.Module) -> tuple[dict[str, 
     policy, notes = _at_start(policy, "TransformerEngine")
     base = _low(recipe_of(policy.recipe))
     layers = _translated(policy, model, transformer_engine.te_recipe)
-    inner = {name: theirs for name, (recipe, theirs) in layers.items() if recipe != base}
+    inner = {
+        name: theirs for name, (recipe, theirs) in layers.items() if recipe != base
+    }
     return {"": base and transformer_engine.te_recipe(base), **inner}, notes
 
 
@@ -119,7 +129,9 @@ def open_contexts(model: nn.Module, contexts: Mapping[str, Any]) -> None:
     Raises:
         AttributeError: if the model has no such module.
     """
-    for module, recipe in [(model.get_submodule(name), r) for name, r in contexts.items()]:
+    for module, recipe in [
+        (model.get_submodule(name), r) for name, r in contexts.items()
+    ]:
         transformer_engine.run_under(module, recipe, in_eval=True)
 
 
@@ -132,7 +144,12 @@ class MegatronFiles(NamedTuple):
     notes: list[str]
 
 
-_MEGATRON = {"tensor": "tensorwise", "delayed": "delayed", "block": "blockwise", "mxfp8": "mxfp8"}
+_MEGATRON = {
+    "tensor": "tensorwise",
+    "delayed": "delayed",
+    "block": "blockwise",
+    "mxfp8": "mxfp8",
+}
 """Our recipe -> Megatron's ``--fp8-recipe``."""
 
 
@@ -150,7 +167,9 @@ def _in_megatron(what: str, recipe: str | Recipe | None) -> dict[str, str]:
             if chosen == replace(candidate, name=chosen.name, grad=grad):
                 return {"fp8_quantization_recipe": theirs, "fp8_format": kind}
     allowed = ", ".join(map(repr, (*_MEGATRON, "nvfp4_nvidia", "bf16")))
-    raise ValueError(f"{what}: Megatron has no recipe {chosen.name!r}; it has {allowed} and None")
+    raise ValueError(
+        f"{what}: Megatron has no recipe {chosen.name!r}; it has {allowed} and None"
+    )
 
 
 def for_megatron(policy: Policy) -> MegatronFiles:
@@ -170,14 +189,22 @@ def for_megatron(policy: Policy) -> MegatronFiles:
     scaling = base.get("fp8_quantization_recipe")
     ends = {"start": policy.first, "end": policy.last}
     if any(ends.values()) and scaling == "delayed":
-        raise ValueError(f"blocks {ends}: Megatron does not combine these with 'delayed'")
+        raise ValueError(
+            f"blocks {ends}: Megatron does not combine these with 'delayed'"
+        )
     if any(ends.values()) and not base:
-        raise ValueError(f"blocks {ends}: Megatron has these only with a recipe for the others")
+        raise ValueError(
+            f"blocks {ends}: Megatron has these only with a recipe for the others"
+        )
     if _low(recipe_of(policy.others)) is not None:
         others = name_of(policy.others)
-        raise ValueError(f"others={others!r}: Megatron keeps these layers in high precision")
+        raise ValueError(
+            f"others={others!r}: Megatron keeps these layers in high precision"
+        )
     if base and "readout" not in policy.keep:
-        notes.append("Megatron computes the output layer in high precision, whatever the policy")
+        notes.append(
+            "Megatron computes the output layer in high precision, whatever the policy"
+        )
     flags = []
     if "fp4_quantization_recipe" in base:
         flags = ["--fp4-format=e2m1", "--fp4-recipe=nvfp4"]
@@ -189,7 +216,9 @@ def for_megatron(policy: Policy) -> MegatronFiles:
         notes.append("the scales of Megatron's tensorwise recipe are not powers of two")
     if any(ends.values()):
         flags.append("--first-last-layers-bf16")
-        flags += [f"--num-layers-at-{end}-in-bf16={count}" for end, count in ends.items()]
+        flags += [
+            f"--num-layers-at-{end}-in-bf16={count}" for end, count in ends.items()
+        ]
     return MegatronFiles(flags, _precision_file(policy, base), notes)
 
 
@@ -202,7 +231,12 @@ def _precision_file(policy: Policy, base: dict[str, str]) -> str:
         name = "_".join(list(recipe.values())[:2]) or "high_precision"
         kind = {"transformer_engine_config_type": "TEQuantizationParams"}
         configs[name] = kind | {"training_recipe": recipe}
-        matchers[matcher] = {"config": name, "type": "glob", "pattern": pattern, "enabled": True}
+        matchers[matcher] = {
+            "config": name,
+            "type": "glob",
+            "pattern": pattern,
+            "enabled": True,
+        }
 
     if "residual" in policy.keep:  # the other roles never run in FP8 there
         match("keep_residual_1", "*.linear_proj", {})
@@ -211,13 +245,17 @@ def _precision_file(policy: Policy, base: dict[str, str]) -> str:
     for index, rule in reversed(list(enumerate(policy.rules, 1))):
         what = f"rule {index} ({rule})"
         if rule.product is not None:
-            raise ValueError(f"{what}: Megatron has no recipe for single casts of a layer")
+            raise ValueError(
+                f"{what}: Megatron has no recipe for single casts of a layer"
+            )
         config = _in_megatron(what, rule.recipe)
         if config.get("fp8_quantization_recipe") == "delayed":
             raise ValueError(f"{what}: Megatron has 'delayed' for the whole model only")
         glob = rule.layers.replace("[", "[[]")  # Megatron reads brackets as `fnmatch`
         match(f"rule_{index}", glob, config | enable if config else {})
-    return json.dumps({"configs": configs, "matchers": matchers}, indent=2) if matchers else ""
+    if matchers:
+        return json.dumps({"configs": configs, "matchers": matchers}, indent=2)
+    return ""
 
 
 def as_code(policy: Policy) -> dict[str, str]:
@@ -228,7 +266,11 @@ def as_code(policy: Policy) -> dict[str, str]:
         reason where the library cannot express the policy.
     """
     made = f"policy = {_source(policy)}\n"
-    step = "\nfp8.advance(model, step / steps)  # before each step" if policy.switch else ""
+    step = (
+        "\nfp8.advance(model, step / steps)  # before each step"
+        if policy.switch
+        else ""
+    )
     return {
         "fp8": f"import fp8\n\n{made}fp8.convert(model, policy){step}",
         "torchao": f"""import fp8
@@ -267,7 +309,11 @@ def _source(policy: Policy) -> str:
     names += [item["recipe"] for key in ("rules", "switch") for item in values[key]]
     if any(isinstance(recipe, dict) for recipe in names):
         return f"fp8.Policy.from_json({json.dumps(json.dumps(values))})"
-    values["rules"] = [(r["layers"], r["product"], r["recipe"]) for r in values["rules"]]
+    values["rules"] = [
+        (r["layers"], r["product"], r["recipe"]) for r in values["rules"]
+    ]
     values["switch"] = [(s["from"], s["recipe"]) for s in values["switch"]]
-    arguments = [repr(values.pop("recipe"))] + [f"{k}={v!r}" for k, v in values.items() if v]
+    arguments = [repr(values.pop("recipe"))] + [
+        f"{k}={v!r}" for k, v in values.items() if v
+    ]
     return f"fp8.Policy({', '.join(arguments)})"

@@ -52,7 +52,9 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
             raise unknown
         dtype = get_format(example.format).dtype
         if cast is None:
-            return config.CastConfig(scaling_type=config.ScalingType.DISABLED, target_dtype=dtype)
+            return config.CastConfig(
+                scaling_type=config.ScalingType.DISABLED, target_dtype=dtype
+            )
         plain = Cast(format=cast.format, scaling=cast.scaling, rule=cast.rule)
         if cast != plain or cast.scaling not in _GRANULARITIES:
             raise unknown
@@ -75,7 +77,11 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
 
 
 def convert(
-    model: nn.Module, recipe: Any = AUTO, *, where: Where | None = None, emulate: bool | None = None
+    model: nn.Module,
+    recipe: Any = AUTO,
+    *,
+    where: Where | None = None,
+    emulate: bool | None = None,
 ) -> nn.Module:
     """Replaces nn.Linear with torchao's layers; `fp8.convert` with backend="torchao".
 
@@ -100,7 +106,8 @@ def convert(
     config, where = its_recipe(recipe), checked_where(where)
     if isinstance(recipe, str | Recipe):
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        emulate = bool(why_not_device(device)) if emulate is None else emulate
+        if emulate is None:
+            emulate = bool(why_not_device(device))
         config = ao_config(recipe, emulate=emulate)
     elif config.enable_fsdp_float8_all_gather:
         raise ValueError(
@@ -114,13 +121,17 @@ def convert(
         return why_not_fit(module, multiple) or layer(module, config=config)
 
     how = "torchao, Float8Linear" + (", emulated" if config.emulate else "")
-    layers = layers_for(model, (nn.Linear,), where, make, "torchao replaces linear layers")
+    layers = layers_for(
+        model, (nn.Linear,), where, make, "torchao replaces linear layers"
+    )
     return swap(model, layers, adapter="torchao", how=how)
 
 
 def its_recipe(recipe: Any) -> Any:
     """torchao's configuration for a name or a `Recipe`; one of its own unchanged."""
-    return ao_config(recipe) if isinstance(recipe, str | Recipe) else recipe
+    if isinstance(recipe, str | Recipe):
+        return ao_config(recipe)
+    return recipe
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -130,11 +141,15 @@ def revert(model: nn.Module) -> nn.Module:
 
     def make(name: str, module: nn.Module) -> nn.Module | None:
         kind = bare_class(module)
-        if not kind.__module__.startswith("torchao.") or not isinstance(module, nn.Linear):
+        if not kind.__module__.startswith("torchao.") or not isinstance(
+            module, nn.Linear
+        ):
             return None
         if "weight" not in dict(module.named_parameters(recurse=False)):
             return None
         bias = module.bias is not None
-        return nn.Linear(module.in_features, module.out_features, bias=bias, device="meta")
+        return nn.Linear(
+            module.in_features, module.out_features, bias=bias, device="meta"
+        )
 
     return swap(model, make)

@@ -26,7 +26,10 @@ __all__ = ["FP8Converter"]
 
 
 def FP8Converter(
-    recipe: str | Recipe | Policy = AUTO, *, backend: str = "auto", where: Where | None = None
+    recipe: str | Recipe | Policy = AUTO,
+    *,
+    backend: str = "auto",
+    where: Where | None = None,
 ) -> Any:
     """A converter for ``model_registry(flavor, converters=[...])``: the model trains in FP8.
 
@@ -45,7 +48,9 @@ def FP8Converter(
     """
     check_name("backend", backend, BACKENDS)
     if as_policy(recipe).switch:
-        raise ValueError("torchtitan does not call fp8.advance: give a policy without a switch")
+        raise ValueError(
+            "torchtitan does not call fp8.advance: give a policy without a switch"
+        )
     how = {"recipe": recipe, "backend": backend, "where": where}
     return _kind(_module("protocols.model").ModelConfigConverter).Config(how=how)
 

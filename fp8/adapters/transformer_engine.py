@@ -58,8 +58,12 @@ def _make(kind: str, **options: Any) -> Any:
     cls = getattr(_library(), kind)
     names = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(options.keys() - names):
-        raise ValueError(f"{kind} of this version of TransformerEngine has no {unknown[0]!r}")
-    return cls(**options, **{key: value for key, value in _NEUTRAL.items() if key in names})
+        raise ValueError(
+            f"{kind} of this version of TransformerEngine has no {unknown[0]!r}"
+        )
+    return cls(
+        **options, **{key: value for key, value in _NEUTRAL.items() if key in names}
+    )
 
 
 def format_of(name: str) -> Any:
@@ -136,13 +140,21 @@ def _dynamic(cast: Cast, format: str) -> Any:
     library, powers, block = _library(), cast.rule == "up", cast.scaling == "block"
     options: dict[str, Any] = {"use_power_2_scales": powers}
     if block:
-        options = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
+        options = {
+            "x_block_scaling_dim": 1,
+            "w_block_scaling_dim": 2,
+            "grad_block_scaling_dim": 1,
+        }
         options["use_f32_scales"] = not powers
     for product, split in (("fprop", block), ("dgrad", True), ("wgrad", True)):
         options[f"fp8_gemm_{product}"] = library.MMParams(use_split_accumulator=split)
     kind = "Float8BlockScaling" if block else "Float8CurrentScaling"
     recipe = _make(kind, fp8_format=format_of(format), **options)
-    for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):  # which the class filled from defaults
+    for operand in (
+        "fwd_inp",
+        "fwd_weight",
+        "bwd_grad",
+    ):  # which the class filled from defaults
         params = library.QParams(power_2_scale=powers, amax_epsilon=0.0)
         setattr(recipe, f"fp8_quant_{operand}", params)
     return recipe
@@ -175,18 +187,30 @@ def te_recipe(recipe: str | Recipe) -> Any:
     """
     chosen = recipe_unless_auto(recipe) or RECIPES["tensor"]
     if dataclasses.replace(chosen, name="nvfp4_nvidia") == RECIPES["nvfp4_nvidia"]:
-        flags = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
+        flags = (
+            "disable_rht",
+            "disable_stochastic_rounding",
+            "disable_2d_quantization",
+        )
         formats = _library().Format
         options = {"fp4_format": formats.E2M1, "fp8_format": formats.E4M3}
         return _make("NVFP4BlockScaling", **options, **dict.fromkeys(flags, False))
     cast, grad = chosen.input, chosen.grad
-    if cast is not None and grad is not None and chosen == _plain(chosen.name, cast, grad):
+    if (
+        cast is not None
+        and grad is not None
+        and chosen == _plain(chosen.name, cast, grad)
+    ):
         rules, make = _MAKERS.get(cast.scaling, ((), _mx))
         format = _FORMATS.get((str(cast.format), str(grad.format)))
         if cast.rule in rules and format is not None:
             return make(cast, format)
-    names = "'unit', 'unit_e4m3', 'delayed', 'tensor', 'block', 'mxfp8' and 'nvfp4_nvidia'"
-    raise ValueError(f"TransformerEngine has no recipe for {chosen.name!r}; it has {names}")
+    names = (
+        "'unit', 'unit_e4m3', 'delayed', 'tensor', 'block', 'mxfp8' and 'nvfp4_nvidia'"
+    )
+    raise ValueError(
+        f"TransformerEngine has no recipe for {chosen.name!r}; it has {names}"
+    )
 
 
 def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
@@ -202,7 +226,9 @@ def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
 
 def its_recipe(recipe: Any) -> Any:
     """TransformerEngine's recipe for a name or a `Recipe`; one of its own unchanged."""
-    return te_recipe(recipe) if isinstance(recipe, str | Recipe) else recipe
+    if isinstance(recipe, str | Recipe):
+        return te_recipe(recipe)
+    return recipe
 
 
 class _Autocast(Mixin):
@@ -251,7 +277,9 @@ class _Skipped(Mixin):
     """A module whose function a fused layer computes: it returns its input."""
 
     def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
-        return args[0] if args else next(iter(kwargs.values()))
+        if args:
+            return args[0]
+        return next(iter(kwargs.values()))
 
 
 def convert(
@@ -289,10 +317,16 @@ def convert(
         ValueError: as `te_recipe`, and for a named group that has no such layer.
         AttributeError: for a name in ``fuse`` that the model does not have.
     """
-    te, chosen, where = need("transformer_engine"), its_recipe(recipe), checked_where(where)
+    te, chosen, where = (
+        need("transformer_engine"),
+        its_recipe(recipe),
+        checked_where(where),
+    )
     kind = type(chosen).__name__
     multiple = _MULTIPLES.get(kind, 16)
-    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    uses = Counter(
+        id(module) for _, module in model.named_modules(remove_duplicate=False)
+    )
     once = kind == "DelayedScaling" and chosen.reduce_amax
 
     def make(module: nn.Module) -> nn.Module | str:
@@ -303,8 +337,14 @@ def convert(
     other = "TransformerEngine has no such layer"
     single = layers_for(model, (nn.Linear, *_NORMS), where, make, other)
     groups = _groups(model, fuse, single, uses)
-    fused = {name: new for group in groups for name, new in _fused(te, group, multiple).items()}
-    kinds = {name: f", in te.{_fused_kind(group)}" for group in groups for name in group}
+    fused = {
+        name: new
+        for group in groups
+        for name, new in _fused(te, group, multiple).items()
+    }
+    kinds = {
+        name: f", in te.{_fused_kind(group)}" for group in groups for name in group
+    }
     model = swap(
         model,
         lambda name, module: fused[name] if name in fused else single(name, module),
@@ -329,20 +369,28 @@ def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
     weight: Tensor = module.weight  # type: ignore[assignment]
     if isinstance(module, nn.Linear):
         options = {"bias": module.bias is not None, "params_dtype": weight.dtype}
-        layer = te.Linear(module.in_features, module.out_features, device="meta", **options)
+        layer = te.Linear(
+            module.in_features, module.out_features, device="meta", **options
+        )
         return _padded(layer, _Linear, module, ("bias",), multiple)
     norm = getattr(te, type(module).__name__)
-    layer = norm(tuple(weight.shape), eps=_eps(module), device="meta", dtype=weight.dtype)
+    layer = norm(
+        tuple(weight.shape), eps=_eps(module), device="meta", dtype=weight.dtype
+    )
     vars(layer)[_EPS] = module.eps
     add_mixin(layer, _Layer)
     return layer
 
 
 def _eps(norm: Any) -> float:
-    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+    if norm.eps is None:
+        return torch.finfo(norm.weight.dtype).eps
+    return norm.eps
 
 
-def _padded(layer: Any, mixin: type[_Linear], linear: nn.Linear, biases: Any, multiple: int) -> Any:
+def _padded(
+    layer: Any, mixin: type[_Linear], linear: nn.Linear, biases: Any, multiple: int
+) -> Any:
     """``layer`` with the mixin. A bias that it lacks is an empty tensor that is no parameter."""
     if linear.bias is None:
         vars(layer).update(dict.fromkeys(biases, linear.weight.detach().new_empty(0)))
@@ -359,15 +407,24 @@ _ACTIVATIONS = {nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu"}
 
 
 def _groups(
-    model: nn.Module, fuse: bool | Sequence[Sequence[str]], single: Make, uses: Mapping[int, int]
+    model: nn.Module,
+    fuse: bool | Sequence[Sequence[str]],
+    single: Make,
+    uses: Mapping[int, int],
 ) -> list[_Group]:
     groups: list[_Group] = []
     for names in _neighbours(model) if fuse is True else fuse or ():
         if isinstance(names, str):
-            raise TypeError(f"fuse must be True or sequences of names, got the name {names!r}")
+            raise TypeError(
+                f"fuse must be True or sequences of names, got the name {names!r}"
+            )
         group = {name: model.get_submodule(name) for name in names}
         again = [name for other in groups for name in other if name in group]
-        why = f"{again[0]} is in another group" if again else _why_not_fused(group, single, uses)
+        why = (
+            f"{again[0]} is in another group"
+            if again
+            else _why_not_fused(group, single, uses)
+        )
         if not why:
             groups.append(group)
         elif fuse is not True:
@@ -380,14 +437,20 @@ def _neighbours(model: nn.Module) -> Iterator[list[str]]:
     for path, module in model.named_modules():
         if type(module) is nn.Sequential:
             names = [f"{path}.{name}" if path else name for name in module._modules]
-            yield from (names[i : i + size] for i in range(len(names)) for size in (4, 2))
+            yield from (
+                names[i : i + size] for i in range(len(names)) for size in (4, 2)
+            )
 
 
 def _why_not_fused(group: _Group, single: Make, uses: Mapping[int, int]) -> str:
     """Why TransformerEngine has no layer for a group; "" if it has one."""
     modules = list(group.values())
     kinds = [type(module) for module in modules]
-    if len(group) not in (2, 4) or kinds[0] not in _NORMS or set(kinds[1::2]) != {nn.Linear}:
+    if (
+        len(group) not in (2, 4)
+        or kinds[0] not in _NORMS
+        or set(kinds[1::2]) != {nn.Linear}
+    ):
         return "expected a norm and a linear layer, or these, an activation and a linear layer"
     for name, module in group.items():
         if isinstance(why := single(name, module), str):
@@ -398,32 +461,50 @@ def _why_not_fused(group: _Group, single: Make, uses: Mapping[int, int]) -> str:
             return f"{name} has hooks, which would see other values"
     norm, linear, *rest = modules
     if norm.weight.shape != (linear.in_features,):
-        return f"the norm is over {tuple(norm.weight.shape)}, not ({linear.in_features},)"
+        return (
+            f"the norm is over {tuple(norm.weight.shape)}, not ({linear.in_features},)"
+        )
     if len({m.weight.dtype for m in (norm, linear, *rest[1:])}) > 1:
         return "the weights have several dtypes"
     if not rest:
         return ""
     activation, second = rest
-    if type(activation) not in _ACTIVATIONS or getattr(activation, "approximate", "") == "none":
+    if (
+        type(activation) not in _ACTIVATIONS
+        or getattr(activation, "approximate", "") == "none"
+    ):
         return "its activations are nn.GELU('tanh'), nn.ReLU and nn.SiLU"
-    if (second.in_features, second.out_features) != (linear.out_features, linear.in_features):
+    if (second.in_features, second.out_features) != (
+        linear.out_features,
+        linear.in_features,
+    ):
         return "the second linear layer does not return to the size of the norm"
-    return "" if (linear.bias is None) == (second.bias is None) else "one linear layer has a bias"
+    if (linear.bias is None) == (second.bias is None):
+        return ""
+    return "one linear layer has a bias"
 
 
 def _fused_kind(group: _Group) -> str:
-    return "LayerNormLinear" if len(group) == 2 else "LayerNormMLP"
+    if len(group) == 2:
+        return "LayerNormLinear"
+    return "LayerNormMLP"
 
 
 def _fused(te: Any, group: _Group, multiple: int) -> _Group:
     """Name -> what replaces the module: the fused layer in the place of the first linear one, which
     registers the same parameters as that; the others stay, and return their input."""
     norm, linear, *rest = group.values()
-    options = {"normalization": type(norm).__name__, "eps": _eps(norm), "device": "meta"}
+    options = {
+        "normalization": type(norm).__name__,
+        "eps": _eps(norm),
+        "device": "meta",
+    }
     options |= {"bias": linear.bias is not None, "params_dtype": linear.weight.dtype}
     if rest:
         options["activation"] = _ACTIVATIONS[type(rest[0])]
-    layer = getattr(te, _fused_kind(group))(linear.in_features, linear.out_features, **options)
+    layer = getattr(te, _fused_kind(group))(
+        linear.in_features, linear.out_features, **options
+    )
     biases = ("fc1_bias", "fc2_bias") if rest else ("bias",)
     _padded(layer, _Fused, linear, biases, multiple)
     holders = {"layer_norm": norm, **({"fc1": layer, "fc2": rest[1]} if rest else {})}
@@ -461,7 +542,9 @@ def _torch_layer(te: Any, module: nn.Module) -> nn.Module | None:
         return None
     options: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
     if kind is te.Linear or isinstance(module, _Fused):
-        return nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in parameters, **options)
+        return nn.Linear(
+            weight.shape[1], weight.shape[0], bias="bias" in parameters, **options
+        )
     norm = {te.LayerNorm: nn.LayerNorm, te.RMSNorm: nn.RMSNorm}.get(kind)
     if norm is None:
         return None

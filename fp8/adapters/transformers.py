@@ -47,9 +47,12 @@ def rounding_cache(model: Any, scaling: str) -> dict[str, Any]:
         scale = scale_of(wide, KV_SCALINGS[scaling], get_format("e4m3"), "up")
         return quantize(wide, "e4m3", scale=scale).to(x.dtype)
 
-    def update(self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         return base.update(self, rounded(keys), rounded(values), *args, **kwargs)
 
     cache = type("RoundingCache", (base,), {"update": update})(config=model.config)
-    new = "cache" in inspect.signature(model.forward).parameters  # from transformers 5.24 on
+    # transformers 5.24 renames the argument.
+    new = "cache" in inspect.signature(model.forward).parameters
     return {"cache" if new else "past_key_values": cache, "use_cache": True}

@@ -17,7 +17,14 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 
 from ..common.compiler import compiled_as, eager_only, in_memory, updates_states
-from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, reduced, unreduced
+from ..common.dtensor import (
+    as_shard,
+    check_whole,
+    is_dtensor,
+    part_of,
+    reduced,
+    unreduced,
+)
 from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import (
     DTYPES,
@@ -71,7 +78,9 @@ class LoweredCast(NamedTuple):
     def is_random(self) -> bool:
         """Whether two casts of one operand differ."""
         random = self.rounding == "stochastic" or self.signs == "random"
-        return random or (self.rule is not None and LOWERED[self.rule].correct is not None)
+        return random or (
+            self.rule is not None and LOWERED[self.rule].correct is not None
+        )
 
     @property
     def is_simulated(self) -> bool:
@@ -89,7 +98,9 @@ def cast_of(token: str, rotated: bool = True) -> LoweredCast:
     """The cast that a token stands for. rotated: False for one without its rotation."""
     format, rule, tile, *others = json.loads(token)
     cast = LoweredCast._make([format, rule, tuple(tile), *others])
-    return cast if rotated else cast._replace(hadamard=0, signs="fixed")
+    if rotated:
+        return cast
+    return cast._replace(hadamard=0, signs="fixed")
 
 
 @taken_as_constant
@@ -124,7 +135,9 @@ def cast_forward(
     return _rounded_in_graph(x, cast.text, axis, history, label)
 
 
-def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: str) -> Tensor:
+def cast_backward(
+    x: Tensor, cast: Cast | None, history: Tensor | None, name: str
+) -> Tensor:
     """``x``, whose gradient is rounded under ``cast`` along axis -1, or measured."""
     if cast is None:
         return x
@@ -135,8 +148,12 @@ def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: st
 
 
 @in_graph
-def _round_gradient(x: Tensor, history: Tensor | None, token: str, label: str) -> Tensor:
-    return apply(_RoundGradient, x, history, cast_of(token, False), label, written=history)
+def _round_gradient(
+    x: Tensor, history: Tensor | None, token: str, label: str
+) -> Tensor:
+    return apply(
+        _RoundGradient, x, history, cast_of(token, False), label, written=history
+    )
 
 
 @in_graph
@@ -163,7 +180,9 @@ def as_read(x: Tensor) -> Tensor:
         return x
     x = dequantized(x)
     check_dtype(x)
-    return unreduced(x) if is_dtensor(x) else x
+    if is_dtensor(x):
+        return unreduced(x)
+    return x
 
 
 def cast_values(
@@ -210,13 +229,16 @@ def whole_scale(
     if whole and type(x) is not Tensor and is_dtensor(x):
         x = _amax_of(x)
     if history is not None:
-        record = updates_states() if record is None else record
+        if record is None:
+            record = updates_states()
         return scaling.history_scale(x, history, format, rule, margin, record)
     if not whole or not x.numel():
         return None
     assert rule is not None
     scale, _ = scales_and_unit(x, None, format, LOWERED[rule])
-    return FORM_OF[rule].with_margin(scale, margin) if margin else scale
+    if margin:
+        return FORM_OF[rule].with_margin(scale, margin)
+    return scale
 
 
 def one_scale(x: Tensor) -> Tensor:
@@ -235,7 +257,9 @@ def format_of(spec: LoweredCast) -> Format:
 @cache  # not traced by torch.compile, which warns of a cache
 def resolved_format(text: str) -> Format:
     """`format_of`, for the text of a format."""
-    return Format.from_text(text) if "|" in text else FORMATS[text]
+    if "|" in text:
+        return Format.from_text(text)
+    return FORMATS[text]
 
 
 @cache
@@ -253,7 +277,12 @@ def rounding_of(spec: LoweredCast | Cast, converts: bool = False) -> dict[str, A
 
 
 def _rounded(
-    x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, label: str, of: Any = None
+    x: Tensor,
+    scale: Tensor | None,
+    spec: LoweredCast,
+    axis: int,
+    label: str,
+    of: Any = None,
 ) -> Tensor:
     """``x`` rounded and multiplied by its scales again; not differentiable. scale: of all of x, or
     None. of: the DTensor of which x is the local part; None for none."""
@@ -266,7 +295,9 @@ def _rounded(
         inverse = FORM_OF[spec.rule].inverse(scale)
     if spec.rounding == "stochastic":
         key = drawn_key(x.device)
-    grid = _resolved_grid(spec.format, spec.overflow, x.dtype, scale is not None, spec.rounding)
+    grid = _resolved_grid(
+        spec.format, spec.overflow, x.dtype, scale is not None, spec.rounding
+    )
     y = round_values(x.detach().resolve_neg(), grid, scale, inverse, key)
     if label:
         measured = spec.rule is None and scale is not None
@@ -274,7 +305,9 @@ def _rounded(
     return y
 
 
-def _rounded_by_tiles(x: Tensor, spec: LoweredCast, axis: int, label: str, of: Any) -> Tensor:
+def _rounded_by_tiles(
+    x: Tensor, spec: LoweredCast, axis: int, label: str, of: Any
+) -> Tensor:
     """`_rounded` with a scale for each tile."""
     assert spec.rule is not None
     rule, format = LOWERED[spec.rule], resolved_format(spec.format)
@@ -335,23 +368,31 @@ def _in_tiles(
     tiles, dims = scaled_tiles(x, spec.tile, axis)
     scale, unit = scales_and_unit(tiles, dims, format, rule, None, axis)
     scale, unit = _with_margin(scale, unit, spec)
-    scale = in_memory(scale) if converts else scale
+    if converts:
+        scale = in_memory(scale)
     units = in_units(tiles.detach().to(scale.dtype), scale, spec.rule, stored=converts)
-    values = quantize_operand(units, format, unscaled=tiles, **rounding_of(spec, converts))
+    values = quantize_operand(
+        units, format, unscaled=tiles, **rounding_of(spec, converts)
+    )
     if rule.correct is not None:
         scale = rule.correct(units, values, scale, unit, dims, _blocks_rotated(spec))
     return values, scale, unit, dims or ()
 
 
-def in_units(x: Tensor, scale: Tensor, rule: str | None, stored: bool = False) -> Tensor:
+def in_units(
+    x: Tensor, scale: Tensor, rule: str | None, stored: bool = False
+) -> Tensor:
     """``x / scale``, for a scale by this rule; exact if that is a power of two. stored: whether the
     inverse is, which a graph would compute with each element."""
     form = FORM_OF[rule]
     inverse = form.inverse(scale)
     if inverse is None:
         return divided(x, scale)
-    inverse = in_memory(inverse) if stored else inverse
-    return form.times(x, inverse) if form.is_narrow else x * inverse
+    if stored:
+        inverse = in_memory(inverse)
+    if form.is_narrow:
+        return form.times(x, inverse)
+    return x * inverse
 
 
 def _amax_of(x: Any) -> Tensor:
@@ -372,7 +413,9 @@ def _scales_of_part(
             f"rule {rule.name!r} reads the values of whole tiles, and an operand is divided "
             "among processes; take a rule of the largest magnitude"
         )
-    for dim, by in zip((-2, -1), spec.tile if axis == -1 else spec.tile[::-1], strict=True):
+    for dim, by in zip(
+        (-2, -1), spec.tile if axis == -1 else spec.tile[::-1], strict=True
+    ):
         if by > 1:
             check_whole(of, dim, by)
     if rule.unit is not None:
@@ -421,7 +464,9 @@ class _RoundGradient(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, history: Tensor | None, spec: LoweredCast, label: str) -> Tensor:
+    def forward(
+        x: Tensor, history: Tensor | None, spec: LoweredCast, label: str
+    ) -> Tensor:
         return same(x)
 
     @staticmethod
@@ -466,25 +511,35 @@ def quantized(
         raise ValueError(
             f"products under rule {spec.rule!r}, which reads the values of tiles, are simulated"
         )
-    x = rotated(dequantized(x), spec.hadamard, axis, signs) if spec.hadamard else x
+    if spec.hadamard:
+        x = rotated(dequantized(x), spec.hadamard, axis, signs)
     x = dequantized(x, torch.float32)
     scale = whole_scale(x, spec, format_of(spec), history, record)
     if spec.rule is None or scale is not None:
         format, stored = format_of(spec), converts and spec.rule is not None
-        if stored and scale is not None:  # each thread would compute, and clamp, it again
+        if (
+            stored and scale is not None
+        ):  # each thread would compute, and clamp, it again
             scale = in_memory(scale)
         units = x if scale is None else in_units(x, scale, spec.rule, stored)
-        values = quantize_operand(units, format, unscaled=x, **rounding_of(spec, converts))
+        values = quantize_operand(
+            units, format, unscaled=x, **rounding_of(spec, converts)
+        )
         if label and spec.rule is None and history is None:
             observe(label, Observed(units, values, None, format))
         result = QuantizedOperand(values, one_scale(x) if scale is None else scale)
     else:
         values, scale, unit, dims = _in_tiles(x, spec, axis, converts)
-        scale = scale.squeeze(dims) if spec.tile[1] else scale
+        if spec.tile[1]:
+            scale = scale.squeeze(dims)
         result = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
-    return result.mT if axis == -2 else result
+    if axis == -2:
+        return result.mT
+    return result
 
 
 def times(x: Tensor, factor: float) -> Tensor:
     """``factor * x``; ``x`` itself for 1."""
-    return x if factor == 1 else x * factor
+    if factor == 1:
+        return x
+    return x * factor

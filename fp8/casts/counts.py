@@ -29,7 +29,16 @@ from ..warnings import RecipeWarning, ScaleWarning, warn_once
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
 
-COUNTS = ("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise")
+COUNTS = (
+    "elements",
+    "sampled",
+    "zero",
+    "subnormal",
+    "saturated",
+    "nonfinite",
+    "signal",
+    "noise",
+)
 """What is summed for an operand. Shares are of the sampled elements; nonfinite is counted over all.
 signal and noise: squares of the elements and of their errors."""
 
@@ -82,12 +91,16 @@ class CastRecorder:
 
     def layer_of(self, weight: Tensor | None) -> str | None:
         """The name of the module of a weight or a view; of one of several stacks, its own."""
-        owner = None if weight is None else weight if weight._base is None else weight._base
+        owner = weight
+        if weight is not None and weight._base is not None:
+            owner = weight._base
         if (path := _path_of(owner, self._model)) is None:
             return None
         module, _, attribute = path.rpartition(".")
         stack = owner is not None and owner.ndim == 3 and attribute != "weight"
-        return path if stack else module or "(model)"
+        if stack:
+            return path
+        return module or "(model)"
 
     def count(self, layer: str, operand: str, cast: Observed) -> None:
         if operand in ("input", "weight") and recomputes():
@@ -95,9 +108,11 @@ class CastRecorder:
         x, y, scale, format, static = cast
         step = stride(x, self.sample)
         low, high = torch.ops.aten.aminmax.default(x.detach())
-        clean = bool((low.isfinite() & high.isfinite()).item())  # fast check; the usual case
+        # The usual case costs one check.
+        clean = bool((low.isfinite() & high.isfinite()).item())
         xs, ys = (_sampled(t.flatten(), step) for t in (x, y))
-        finite = xs.isfinite() & ys.isfinite()  # a NaN E8M0 scale makes its whole tile NaN
+        # A NaN E8M0 scale makes its whole tile NaN.
+        finite = xs.isfinite() & ys.isfinite()
         xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
         unit: Any = 1.0 if scale is None else _sampled(scale, step)
         counts = (
@@ -129,7 +144,9 @@ def _path_of(weight: Tensor | None, model: nn.Module) -> str | None:
     return next((path for path, p in model.named_parameters() if p is weight), None)
 
 
-def _check_scale(layer: str, operand: str, units: Tensor, format: Format, about: Any) -> None:
+def _check_scale(
+    layer: str, operand: str, units: Tensor, format: Format, about: Any
+) -> None:
     """Warns, once for ``about``, of a static scale far from the RMS of its operand, ``units``."""
     try:
         ratio = math.sqrt(float(units.square().mean()))
@@ -178,14 +195,18 @@ class CastLossCheck:
             return
         step = stride(x, _SAMPLE)
         if static and scale is not None:
-            _check_scale(layer, operand, _sampled(x, step) / _sampled(scale, step), format, self)
+            _check_scale(
+                layer, operand, _sampled(x, step) / _sampled(scale, step), format, self
+            )
         if self.warned or scale is not None:
             return
         xs, ys = (t.detach().flatten()[::step].float() for t in (x, y))
         used = xs.isfinite() & (xs != 0)
         lost = (used, used & (ys == 0), used & (xs.abs() > format.max))
         try:
-            elements, zero, saturated = torch.stack([mask.sum() for mask in lost]).tolist()
+            elements, zero, saturated = torch.stack(
+                [mask.sum() for mask in lost]
+            ).tolist()
         except RuntimeError:
             return
         if elements >= LEAST:
@@ -195,7 +216,9 @@ class CastLossCheck:
             for count, usual, what in kinds:
                 share = count / elements
                 text = f"{share:.0%} of the {name} of {layer} {what} in {format}"
-                self.worst, self.what = max((self.worst, self.what), (share - usual, text))
+                self.worst, self.what = max(
+                    (self.worst, self.what), (share - usual, text)
+                )
         if operand.startswith("grad") and self.worst > LOST:
             self.warned = True
             warn_once(RecipeWarning, _FLUSHED.format(self.what, self.recipe), self)
@@ -208,7 +231,9 @@ _FLUSHED = (
 
 _ALIVE: deque[CastLossCheck] = deque(maxlen=64)
 """Keeps the latest ones alive: the backward pass runs after the block."""
-_CHECK_OF: weakref.WeakKeyDictionary[nn.Module, CastLossCheck | None] = weakref.WeakKeyDictionary()
+_CHECK_OF: weakref.WeakKeyDictionary[nn.Module, CastLossCheck | None] = (
+    weakref.WeakKeyDictionary()
+)
 """Models whose layers have names -> the check of these."""
 _CHECKED = "fp8_checked"
 """The parameter attribute that counts its products: recipe -> number."""
@@ -240,7 +265,9 @@ def _check_of(weight: nn.Parameter, recipe: str) -> tuple[CastLossCheck | None, 
     """The check of the product of a weight, or None, and the name of the layer or ""."""
     products = vars(weight).setdefault(_CHECKED, {})
     products[recipe] = number = products.get(recipe, 0) + 1
-    if number & (number - 1):  # scales that no step changes are looked at again, ever more rarely
+    if number & (
+        number - 1
+    ):  # scales that no step changes are looked at again, ever more rarely
         return None, ""
     for model in list(_CHECK_OF):
         if (path := _path_of(weight, model)) is not None:
@@ -269,12 +296,16 @@ def _numbered(unnamed: Counter[str], kind: str) -> str:
     return f"{kind} {unnamed[kind]}"
 
 
-def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None = None) -> str:
+def product_name(
+    kind: str, weight: Tensor | None = None, recipe: Recipe | None = None
+) -> str:
     """A name for the casts of a product; "" if nothing records them."""
     recording: Recording | None = FRAMES.items[-1].recording
     if recording is not None:
         recorder, unnamed = recording
-        return f"{recorder.token}|{recorder.layer_of(weight) or _numbered(unnamed, kind)}"
+        return (
+            f"{recorder.token}|{recorder.layer_of(weight) or _numbered(unnamed, kind)}"
+        )
     if recipe is None or not recipe.fixed:
         return ""
     return _checked_name(kind, weight, recipe)
@@ -310,7 +341,12 @@ class _Report(Function):
 
     @staticmethod
     def forward(
-        label: str, format: Format, static: bool, x: Tensor, y: Tensor, scale: Tensor | None
+        label: str,
+        format: Format,
+        static: bool,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor | None,
     ) -> Tensor:
         token, layer, operand = label.split("|")
         _RECORDERS[token].count(layer, operand, Observed(x, y, scale, format, static))
@@ -324,10 +360,14 @@ class _Report(Function):
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Tensor, None]:
         def of_all(t: Any, dim: int | None) -> Any:
             if t is None or dim is None:
-                return t if t is None else t.expand(info.batch_size, *t.shape)
+                if t is None:
+                    return t
+                return t.expand(info.batch_size, *t.shape)
             return t.movedim(dim, 0)
 
         x, y, scale = map(of_all, inputs[3:], in_dims[3:])
         if scale is not None:  # of each sample, or of each element
-            scale = scale.reshape(scale.shape + (1,) * (x.dim() - scale.dim())).expand_as(x)
+            scale = scale.reshape(
+                scale.shape + (1,) * (x.dim() - scale.dim())
+            ).expand_as(x)
         return _Report.apply(*inputs[:3], x, y, scale), None

@@ -64,7 +64,11 @@ def _cast_groups(
     # As `fp8.recipes.history.LayerState.buffer` has that of a matrix.
     states = [state if bool(state.any()) else state[None] for state in after]
     ends = aligned(offs, spec) if split == axis else offs
-    parts = (pieces(x, offs, split), pieces(y, ends, split), pieces(scales, ends, split))
+    parts = (
+        pieces(x, offs, split),
+        pieces(y, ends, split),
+        pieces(scales, ends, split),
+    )
     for part, values, scaled, state in zip_longest(*parts, states):
         if part.numel():
             cast, scale = rounded(part, spec, axis, state, record, signs, label=label)
@@ -80,7 +84,12 @@ def _(x, offs, history, signs, split, axis, record, text, label):  # type: ignor
 
 
 def _results(
-    x: Tensor, offs: Tensor | None, history: Tensor | None, split: int, axis: int, hadamard: int
+    x: Tensor,
+    offs: Tensor | None,
+    history: Tensor | None,
+    split: int,
+    axis: int,
+    hadamard: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `_cast_groups` returns for empty groups: zeros, padded for a rotation of each along the
     summed axis; a scale of 1 for each group of a stack or each split row; the history."""
@@ -119,7 +128,8 @@ def cast_groups(
     """
     if spec is None:
         return x, None
-    record = updates_states() if record is None else record
+    if record is None:
+        record = updates_states()
     arguments = (offs, history, signs, split, axis, record, spec.text, label)
     y, scales, after = torch.ops.fp8.cast_groups(dequantized(x).detach(), *arguments)
     if history is not None and record:

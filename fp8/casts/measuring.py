@@ -43,7 +43,11 @@ class Measurement:
         self._read: dict[Any, tuple[int, Tensor]] = {}
 
     def operand(
-        self, state: Tensor | None, x: Tensor, cast: Cast | None, parts: Parts | None = None
+        self,
+        state: Tensor | None,
+        x: Tensor,
+        cast: Cast | None,
+        parts: Parts | None = None,
     ) -> None:
         """Adds ``x``, of this cast, with its state. parts: splits x into groups with a state
         each."""
@@ -58,7 +62,11 @@ class Measurement:
         moment = self.moments.setdefault(state.data_ptr(), Moment(state))
         moment.total = moment.total + total / static_rms(get_format(cast.format)) ** 2
         moment.elements += x.numel()
-        if torch.is_grad_enabled() and type(x) in (Tensor, Parameter) and not x.is_inference():
+        if (
+            torch.is_grad_enabled()
+            and type(x) in (Tensor, Parameter)
+            and not x.is_inference()
+        ):
             key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
             # Keeps x, so that no other tensor gets its address.
             leader, _ = self._read.setdefault(key, (state.data_ptr(), x.detach()))
@@ -66,7 +74,11 @@ class Measurement:
                 self.leaders[state.data_ptr()] = leader
 
     def gradient(
-        self, state: Tensor | None, y: Tensor, cast: Cast | None, parts: Parts | None = None
+        self,
+        state: Tensor | None,
+        y: Tensor,
+        cast: Cast | None,
+        parts: Parts | None = None,
     ) -> Tensor:
         """Returns ``y`` and adds its gradient once that is computed."""
         if state is not None and y.requires_grad:

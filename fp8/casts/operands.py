@@ -65,16 +65,22 @@ class Casts(NamedTuple):
     @property
     def again_a(self) -> LoweredCast | None:
         """The cast of a for its second product; None if that has none, or the first copy."""
-        return None if self.reuses_a else self.a_for_grad_b
+        if self.reuses_a:
+            return None
+        return self.a_for_grad_b
 
     @property
     def again_b(self) -> LoweredCast | None:
         """As `again_a`, of b."""
-        return None if self.reuses_b else self.b_for_grad_a
+        if self.reuses_b:
+            return None
+        return self.b_for_grad_a
 
     def label(self, operand: str) -> str:
         """What the cast of an operand reports itself as; "" if it does not."""
-        return f"{self.name}|{operand}" if self.name else ""
+        if self.name:
+            return f"{self.name}|{operand}"
+        return ""
 
 
 UNCAST = Casts()
@@ -116,8 +122,11 @@ def _casts_of(text: str, layer: bool = True, rotated: bool = True) -> Casts:
     if not layer:
         b, b_for_grad_a = a, unrotated(a)
         if a is not None and grad_for_a is not None:
-            b_for_grad_a = a._replace(hadamard=grad_for_a.hadamard, signs=grad_for_a.signs)
-        grad_for_a = unrotated(grad_for_a) if a is None else grad_for_a
+            b_for_grad_a = a._replace(
+                hadamard=grad_for_a.hadamard, signs=grad_for_a.signs
+            )
+        if a is None:
+            grad_for_a = unrotated(grad_for_a)
     if not rotated:
         a, b, grad_for_a = unrotated(a), unrotated(b), unrotated(grad_for_a)
         b_for_grad_a, grad_for_b = unrotated(b_for_grad_a), unrotated(grad_for_b)
@@ -127,7 +136,9 @@ def _casts_of(text: str, layer: bool = True, rotated: bool = True) -> Casts:
         reuses_a=one_copy(a, a_for_grad_b),
         reuses_b=one_copy(b, b_for_grad_a),
         reuses_grad=one_copy(grad_for_a, grad_for_b),
-        random_signs=any(spec is not None and spec.signs == "random" for spec in casts.specs),
+        random_signs=any(
+            spec is not None and spec.signs == "random" for spec in casts.specs
+        ),
         second="weight" if layer else "other",
     )
 
@@ -227,7 +238,9 @@ def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
     if ctx.unwraps:
         sources = [next(tensors) if is_saved else None for is_saved in sources]
     pairs = zip(operands, sources, strict=True)
-    return [x if s is None else x + apply_eagerly(_Zeros, s).to(x.dtype) for x, s in pairs]
+    return [
+        x if s is None else x + apply_eagerly(_Zeros, s).to(x.dtype) for x, s in pairs
+    ]
 
 
 class _Zeros(Function):
@@ -268,7 +281,9 @@ _RECOMPUTED = (
 
 
 @cache
-def _byte_dtype(format: str, tile: tuple[int, int], rule: str | None) -> torch.dtype | None:
+def _byte_dtype(
+    format: str, tile: tuple[int, int], rule: str | None
+) -> torch.dtype | None:
     """The FP8 dtype in which an operand is saved; None to save it unchanged."""
     if tile != (0, 0):
         return None
@@ -277,7 +292,9 @@ def _byte_dtype(format: str, tile: tuple[int, int], rule: str | None) -> torch.d
     return resolved_format(format).dtype
 
 
-@compiled_as(lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype)))
+@compiled_as(
+    lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype))
+)
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in ``dtype``; in a graph by a copy: the partitioner counts a conversion twice."""
     return x.to(dtype)
@@ -287,11 +304,16 @@ def restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 or wider and rounded to ``dtype``."""
     one_scale = scale is None or not scale.ndim
     lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1
-    lookup = lookup and data.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
+    lookup = (
+        lookup
+        and data.device.type == "cpu"
+        and not torch.compiler.is_dynamo_compiling()
+    )
     source = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data
     values = source.to(torch.promote_types(dtype, torch.float32))
     values = (values if scale is None else values * scale).to(dtype)
     if not lookup:
         return values
-    index = data.view(torch.uint8).flatten().int()  # a fifth of the time of a conversion
+    # A lookup takes a fifth of the time of a conversion.
+    index = data.view(torch.uint8).flatten().int()
     return values.index_select(0, index).view(data.shape)

@@ -20,7 +20,9 @@ def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
     """Sylvester's matrix: (i, j) -> (-1)**popcount(i & j) * sign[j] / sqrt(size). The signs are the
     first bits of the fraction of pi (arXiv:2509.25149, section 4.2)."""
     index = torch.arange(size, device=like.device)
-    bits = (index[:, None] >> torch.arange(size.bit_length(), device=like.device) & 1).float()
+    bits = (
+        index[:, None] >> torch.arange(size.bit_length(), device=like.device) & 1
+    ).float()
     negative = aten.matmul.default(bits, bits.mT).remainder(2)
     signs = [1.0 - 2.0 * (KEY_START >> (62 - j % 63) & 1) for j in range(size)]
     signed = (1 - 2 * negative) * torch.tensor(signs, device=like.device)
@@ -32,7 +34,9 @@ def rotation_signs(spec: Any, like: Tensor) -> Tensor | None:
     if spec is None or spec.signs == "fixed":
         return None
     if is_dtensor(like):
-        raise ValueError('random signs differ under tensor parallelism; take signs="fixed"')
+        raise ValueError(
+            'random signs differ under tensor parallelism; take signs="fixed"'
+        )
     bits = bits_from_key((spec.hadamard,), drawn_key(like.device), device=like.device)
     return _after(1.0 - 2.0 * (bits & 1), like)
 
@@ -52,7 +56,9 @@ def rotated(x: Tensor, size: int, axis: int, signs: Tensor | None = None) -> Ten
         return as_shard(x, rotated(local, size, axis, signs))
     count = -(-x.shape[axis] // size)
     if missing := count * size - x.shape[axis]:
-        x = aten.constant_pad_nd.default(x, [0, missing] if axis == -1 else [0, 0, 0, missing])
+        x = aten.constant_pad_nd.default(
+            x, [0, missing] if axis == -1 else [0, 0, 0, missing]
+        )
     blocks = torch.unflatten(x, axis, (count, size))
     if signs is not None:
         blocks = blocks * (signs if axis == -1 else signs[:, None]).to(x.dtype)
@@ -65,4 +71,6 @@ def rotated(x: Tensor, size: int, axis: int, signs: Tensor | None = None) -> Ten
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Context without the `torch.autocast` of the device of ``x``; the meta device has none."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    if x.is_meta:
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

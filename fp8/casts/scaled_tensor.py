@@ -60,7 +60,9 @@ class Memory:
     def become(self, dtype: torch.dtype, scale: Tensor | None) -> None:
         old = self.values
         with torch.inference_mode(False):
-            new = torch.empty_strided(old.size(), old.stride(), dtype=dtype, device=old.device)
+            new = torch.empty_strided(
+                old.size(), old.stride(), dtype=dtype, device=old.device
+            )
         self.values, self.scale = new, scale
 
 
@@ -105,7 +107,9 @@ class ScaledTensor(Tensor):
             device=like.device,
         )
 
-    def __init__(self, memory: Memory, dtype: torch.dtype, stored: Tensor | None = None) -> None:
+    def __init__(
+        self, memory: Memory, dtype: torch.dtype, stored: Tensor | None = None
+    ) -> None:
         self._share(memory, memory.values if stored is None else stored)
 
     def _share(self, memory: Memory, stored: Tensor) -> None:
@@ -138,7 +142,9 @@ class ScaledTensor(Tensor):
         """A copy of the values as a `torch.Tensor` of ``dtype`` (None: its own); no gradient."""
         if self.scale is not None and self.memory.tile:
             whole = self.memory.values.to(torch.float32) * self.memory.scales()
-            numbers = whole.as_strided(self.size(), self.stride(), self.storage_offset())
+            numbers = whole.as_strided(
+                self.size(), self.stride(), self.storage_offset()
+            )
         else:
             numbers = self.stored.detach().to(torch.float32)
             numbers = numbers.clone() if self.scale is None else numbers * self.scale
@@ -148,7 +154,11 @@ class ScaledTensor(Tensor):
         """Stores ``numbers`` (None: its values) in the format, rounded as by `scaled`."""
         if numbers is None and self.scale is not None:
             return self
-        new = self.dequantize(torch.float32) if numbers is None else numbers.to(torch.float32)
+        new = (
+            self.dequantize(torch.float32)
+            if numbers is None
+            else numbers.to(torch.float32)
+        )
         increment_version(self)
         tile = (self.is_whole() and self.memory.tile) or (0, 0)
         return self._take(*in_format(new, FORMATS[self.format], tile))
@@ -168,7 +178,9 @@ class ScaledTensor(Tensor):
         """Whether its scales belong to these values alone, in this order."""
         values, tile = self.memory.values, self.memory.tile
         ordered = (self.shape, self.stride()) == (values.shape, values.stride())
-        return ordered if tile else self.numel() == values.numel()
+        if tile:
+            return ordered
+        return self.numel() == values.numel()
 
     def is_scaled(self) -> bool:
         """Whether a copy of the values can take the scales."""
@@ -196,12 +208,16 @@ class ScaledTensor(Tensor):
         self._share(new.memory, new.stored)
 
     def share_memory_(self) -> Any:
-        raise NotImplementedError("processes do not share a ScaledTensor: share x.dequantize()")
+        raise NotImplementedError(
+            "processes do not share a ScaledTensor: share x.dequantize()"
+        )
 
     def storage(self) -> Any:
         """The storage of its values. Like a write, it converts them to float32."""
         if (raw := self.written()).dtype != self.dtype:
-            raise RuntimeError(f"{self.dtype} has its values in {raw.dtype}: pass x.dequantize()")
+            raise RuntimeError(
+                f"{self.dtype} has its values in {raw.dtype}: pass x.dequantize()"
+            )
         return raw.untyped_storage()
 
     def data_ptr(self) -> int:
@@ -224,7 +240,9 @@ class ScaledTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = ["stored"] if self.scale is None else ["stored", "scale"]
         if not self.is_scaled():
-            raise NotImplementedError("a view of scaled tiles leaves a graph as x.dequantize()")
+            raise NotImplementedError(
+                "a view of scaled tiles leaves a graph as x.dequantize()"
+            )
         return names, (self.dtype, self.format, self.memory.tile)
 
     @staticmethod
@@ -232,7 +250,9 @@ class ScaledTensor(Tensor):
         tensors: dict[str, Tensor], context: Any, size: Any, stride: Any
     ) -> ScaledTensor:
         dtype, format, tile = context
-        return ScaledTensor(Memory(tensors["stored"], tensors.get("scale"), format, tile), dtype)
+        return ScaledTensor(
+            Memory(tensors["stored"], tensors.get("scale"), format, tile), dtype
+        )
 
     def _stable_hash_for_caching(self) -> str:
         return f"ScaledTensor {self.dtype} {self.format} {self.memory.tile}"
@@ -262,7 +282,13 @@ class ScaledTensor(Tensor):
         # As plain bytes, because pickle cannot read torch's tensors of 8-bit formats.
         stored = self.stored
         bits = stored.view(torch.uint8) if stored.itemsize == 1 else stored
-        settings = (self.dtype, self.format, self.requires_grad, self._attributes(), stored.dtype)
+        settings = (
+            self.dtype,
+            self.format,
+            self.requires_grad,
+            self._attributes(),
+            stored.dtype,
+        )
         return _rebuild, (bits, self.scale, *settings, self.memory.tile)
 
     def _attributes(self) -> dict[str, Any]:
@@ -283,12 +309,18 @@ class ScaledTensor(Tensor):
         if torch.Tag.inplace_view in func.tags:
             what = f"{func} cannot change the shape or the storage of a ScaledTensor in place"
             raise NotImplementedError(f"{what}: assign x.data = y")
-        if func.is_view and isinstance(args[0], ScaledTensor) and func is not aten.view.dtype:
+        if (
+            func.is_view
+            and isinstance(args[0], ScaledTensor)
+            and func is not aten.view.dtype
+        ):
             return _viewed(func, args, kwargs)
         return _computed(func, args, kwargs)
 
 
-def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) -> ScaledTensor:
+def scaled(
+    x: Tensor, format: str | Format, dtype: torch.dtype | None = None
+) -> ScaledTensor:
     """Stores ``x`` as a `ScaledTensor` in ``format``, rounded once, to nearest, ties to even.
 
     The scale factor is the smallest power of two that avoids overflow of the largest finite
@@ -310,8 +342,11 @@ def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) ->
         raise TypeError(f"scaled: x must be a Tensor, got {type(x).__name__}")
     spec = get_format(format)
     if spec.name not in STORED:
-        raise ValueError(f"a ScaledTensor has format {', '.join(STORED)}, not {spec.name!r}")
-    dtype = x.dtype if dtype is None else dtype
+        raise ValueError(
+            f"a ScaledTensor has format {', '.join(STORED)}, not {spec.name!r}"
+        )
+    if dtype is None:
+        dtype = x.dtype
     if dtype not in DTYPES:
         allowed = ", ".join(map(dtype_name, DTYPES))
         raise TypeError(f"a ScaledTensor stands for {allowed}, not {dtype}")
@@ -323,7 +358,9 @@ def dequantized(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``x`` as a `torch.Tensor` of ``dtype`` (None: that of x). The gradient passes unchanged."""
     if isinstance(x, ScaledTensor):
         return apply(_Dequantize, x, x.dtype if dtype is None else dtype)
-    return x if dtype is None else x.to(dtype)
+    if dtype is None:
+        return x
+    return x.to(dtype)
 
 
 def store(x: Tensor, numbers: Tensor) -> None:
@@ -366,13 +403,17 @@ class _Rounding:
         if isinstance(grad, ScaledTensor) or grad.requires_grad:
             return grad
         if self.last() is not None:
-            return ScaledTensor(Memory(grad.to(torch.float32), None, self.format), grad.dtype)
+            return ScaledTensor(
+                Memory(grad.to(torch.float32), None, self.format), grad.dtype
+            )
         stored = gradient(grad, self.format)
         self.last = weakref.ref(stored.memory)
         return stored
 
 
-def gradient(grad: Tensor, format: str, dtype: torch.dtype | None = None) -> ScaledTensor:
+def gradient(
+    grad: Tensor, format: str, dtype: torch.dtype | None = None
+) -> ScaledTensor:
     """`scaled`, as a gradient."""
     stored = scaled(grad, format, dtype)
     stored.memory.rounds = True
@@ -403,7 +444,9 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for x in tree_leaves((args, kwargs)):
         if isinstance(x, ScaledTensor) and id(x) not in numbers:
             raw = x.written() if id(x) in written else None
-            numbers[id(x)] = x.dequantize() if raw is None or raw.dtype != x.dtype else raw
+            numbers[id(x)] = (
+                x.dequantize() if raw is None or raw.dtype != x.dtype else raw
+            )
     opened = tree_map(lambda x: numbers.get(id(x), x), (args, kwargs))
     result = func(*opened[0], **opened[1])
     for key, x in written.items():
@@ -430,14 +473,20 @@ def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> Any:
         return func(x.dequantize(dtype), **kwargs)
     options = {k: v for k, v in kwargs.items() if k != "memory_format"}
     scale = None if x.scale is None else func(x.scale, **options)
-    return ScaledTensor(Memory(func(x.stored, **kwargs), scale, x.format, x.memory.tile), dtype)
+    return ScaledTensor(
+        Memory(func(x.stored, **kwargs), scale, x.format, x.memory.tile), dtype
+    )
 
 
 def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     # From float32, whatever the dtype.
     if not isinstance(x, ScaledTensor):
         return func(x, dequantized(source, torch.float32), non_blocking)
-    narrow = isinstance(source, ScaledTensor) and source.scale is not None and source.is_scaled()
+    narrow = (
+        isinstance(source, ScaledTensor)
+        and source.scale is not None
+        and source.is_scaled()
+    )
     alike = narrow and (source.format, source.memory.tile) == (x.format, x.memory.tile)
     if alike and x.is_whole() and source.shape == x.shape:
         return x._take(source.stored, source.scale)
@@ -464,7 +513,9 @@ def _exact(x: ScaledTensor, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
         scale = scales
     back = stored.to(torch.float32) * scales
     same = torch.allclose(back, numbers, rtol=0, atol=0, equal_nan=True)
-    return (stored, scale) if same else None
+    if same:
+        return (stored, scale)
+    return None
 
 
 def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
@@ -473,12 +524,18 @@ def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) ->
         return NotImplemented
     scale = None if x.scale is None else torch.ones_like(x.scale)
     stored = func(x.stored, *args, **kwargs)
-    return ScaledTensor(Memory(stored, scale, x.format, rounds=x.memory.rounds), x.dtype)
+    return ScaledTensor(
+        Memory(stored, scale, x.format, rounds=x.memory.rounds), x.dtype
+    )
 
 
 def _times_(func: Any, x: Any, y: Any) -> Any:
     """By one real number that does not change the dtype."""
-    if not isinstance(x, ScaledTensor) or x.dim() == 0 or isinstance(y, ScaledTensor | complex):
+    if (
+        not isinstance(x, ScaledTensor)
+        or x.dim() == 0
+        or isinstance(y, ScaledTensor | complex)
+    ):
         return NotImplemented
     one_number = not isinstance(y, Tensor) or (y.dim() == 0 and not y.is_complex())
     if not one_number or x.scale is None or not x.is_whole():
@@ -497,7 +554,9 @@ def _add_(func: Any, x: Any, y: Any, **kwargs: Any) -> Any:
     return x
 
 
-def _unscale(func: Any, tensors: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+def _unscale(
+    func: Any, tensors: Sequence[Tensor], found_inf: Tensor, inverse: Tensor
+) -> None:
     """GradScaler's check and unscaling, which changes only the scale of a ScaledTensor."""
     others = []
     for x in tensors:

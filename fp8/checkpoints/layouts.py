@@ -75,7 +75,9 @@ _TENSOR = Layout(
 
 LAYOUTS: dict[str, Layout] = {
     **dict.fromkeys(("unit", "tensor", "delayed", "static"), _TENSOR),
-    "row": _TENSOR._replace(tile=(1, 0), arguments={"num_bits": 8, "strategy": "channel"}),
+    "row": _TENSOR._replace(
+        tile=(1, 0), arguments={"num_bits": 8, "strategy": "channel"}
+    ),
     # DeepSeek-V3's own files; Transformers' FineGrainedFP8Config.
     "block": Layout(
         method="fp8",
@@ -121,11 +123,16 @@ def unfit(recipe: Recipe) -> str:
     none = f"no layout for recipe {recipe.name!r}"
     then = "convert the model to 'tensor', 'row', 'block' or 'mxfp8' first"
     scalings = {cast.scaling if cast else "" for cast in (weight, input)}
-    if not scalings <= LAYOUTS.keys() or (len(scalings) > 1 and scalings & {"block", "mx"}):
+    if not scalings <= LAYOUTS.keys() or (
+        len(scalings) > 1 and scalings & {"block", "mx"}
+    ):
         return f"{none}: {then}"
     assert weight is not None
     assert input is not None
-    for cast, tile in ((weight, LAYOUTS[weight.scaling].tile), (input, input.tile or (0, 0))):
+    for cast, tile in (
+        (weight, LAYOUTS[weight.scaling].tile),
+        (input, input.tile or (0, 0)),
+    ):
         usual = Cast(
             format="e4m3",
             scaling=cast.scaling,
@@ -134,9 +141,13 @@ def unfit(recipe: Recipe) -> str:
             tile=cast.tile if cast is weight and SCALINGS[cast.scaling].free else None,
         )
         unlike = cast != usual
-        if cast.rule is not None:  # readers compute the scales of inputs from largest magnitudes
+        if (
+            cast.rule is not None
+        ):  # readers compute the scales of inputs from largest magnitudes
             unlike = unlike or RULES[cast.rule].is_simulated
-        if unlike or any(by and n % by for n, by in zip(cast.tile or (), tile, strict=True)):
+        if unlike or any(
+            by and n % by for n, by in zip(cast.tile or (), tile, strict=True)
+        ):
             return f"{none}: {cast}; {then}"
     return ""
 
@@ -152,7 +163,9 @@ def misfit(layout: Layout, shape: torch.Size) -> str:
     return f"its shape {tuple(shape)} is not made of whole {size} blocks: take recipe 'row'"
 
 
-def stored(layout: Layout, weight: Tensor, cast: Cast, scale: Tensor | None) -> dict[str, Tensor]:
+def stored(
+    layout: Layout, weight: Tensor, cast: Cast, scale: Tensor | None
+) -> dict[str, Tensor]:
     """The tensors of a float32 weight, rounded as its cast does, by the last part of their names.
     scale: of a cast that does not compute it."""
     format, (down, along) = get_format(cast.format), cast.tile or (0, 0)
@@ -165,13 +178,21 @@ def stored(layout: Layout, weight: Tensor, cast: Cast, scale: Tensor | None) -> 
     if scale.dim():
         scale = scale.reshape(grid_of(weight.shape, (down, along)))
     wide = widened(scale, weight.shape, (down, along))
-    values = (quantize_operand(weight, format, scale=wide) / wide).to(torch.float8_e4m3fn)
+    values = (quantize_operand(weight, format, scale=wide) / wide).to(
+        torch.float8_e4m3fn
+    )
     if scale.dim():
-        sizes = [n // by if by else 1 for n, by in zip((down, along), layout.tile, strict=True)]
+        sizes = [
+            n // by if by else 1
+            for n, by in zip((down, along), layout.tile, strict=True)
+        ]
         scale = widened(scale, shape, (sizes[0], sizes[1]))
     if layout.dtype == torch.uint8:
         scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
-    return {"weight": values.contiguous(), layout.scale: scale.to(layout.dtype).reshape(shape)}
+    return {
+        "weight": values.contiguous(),
+        layout.scale: scale.to(layout.dtype).reshape(shape),
+    }
 
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -189,7 +210,9 @@ _GROUPS = {torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}
 definitions of MX (OCP Microscaling Formats 1.0, section 5.3) and of NVFP4."""
 
 
-def names_in(state: Mapping[str, Tensor], weight: str, targets: Collection[str]) -> dict[str, str]:
+def names_in(
+    state: Mapping[str, Tensor], weight: str, targets: Collection[str]
+) -> dict[str, str]:
     """The names in a checkpoint of the parts of a weight, by the keys of `NAMES`; {} without
     values. targets: the names of all weights, which are no part of another one."""
     path, dot, last = weight.rpartition(".")
@@ -200,7 +223,9 @@ def names_in(state: Mapping[str, Tensor], weight: str, targets: Collection[str])
         if (name := path + dot + form.format(last)) in state
         and (name == weight or name not in targets)
     }
-    return names if "values" in names else {}
+    if "values" in names:
+        return names
+    return {}
 
 
 def targets_in(config: Mapping[str, Any]) -> dict[str, Tile | None]:
@@ -213,9 +238,15 @@ def targets_in(config: Mapping[str, Any]) -> dict[str, Tile | None]:
     return tiles or {"re:": _tile_by(config)}
 
 
-def tile_in(targets: Mapping[str, Tile | None], path: str, kind: type[nn.Module]) -> Tile | None:
+def tile_in(
+    targets: Mapping[str, Tile | None], path: str, kind: type[nn.Module]
+) -> Tile | None:
     """The tile of a layer by `targets_in`, with names before patterns before classes."""
-    patterns = (t for t in targets if t.startswith("re:") and re.match(t.removeprefix("re:"), path))
+    patterns = (
+        t
+        for t in targets
+        if t.startswith("re:") and re.match(t.removeprefix("re:"), path)
+    )
     classes = (base.__name__ for base in kind.__mro__ if base.__name__ in targets)
     target = path if path in targets else next(patterns, None) or next(classes, None)
     return targets.get(target or "")
@@ -249,7 +280,9 @@ def memory_of(
         values = torch.where(codes > 7, -magnitudes, magnitudes).to(torch.float8_e4m3fn)
     formats = {FORMATS[name].dtype: name for name in ("e4m3", "e5m2")}
     if values.dtype not in formats:
-        raise ValueError(f"{weight} is stored in {values.dtype}; load reads e4m3, e5m2 and e2m1")
+        raise ValueError(
+            f"{weight} is stored in {values.dtype}; load reads e4m3, e5m2 and e2m1"
+        )
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
     group, scale = _GROUPS.get(scale.dtype), scale.float()
@@ -267,14 +300,21 @@ def memory_of(
 
 
 def _tile_of(
-    weight: str, shape: torch.Size, grid: torch.Size, tile: Tile | None, group: int | None
+    weight: str,
+    shape: torch.Size,
+    grid: torch.Size,
+    tile: Tile | None,
+    group: int | None,
 ) -> Tile:
     """The tile of a grid of scales. group: the values of a row that share a scale of this dtype."""
     rows, columns = tile or (None, None)
     if len(grid) == len(shape) > 1 and grid[:-2] == shape[:-2]:
         if tile is None and group and (grid[-2], grid[-1] * group) == shape[-2:]:
             rows, columns = 1, group
-        down, along = _size(shape[-2], grid[-2], rows), _size(shape[-1], grid[-1], columns)
+        down, along = (
+            _size(shape[-2], grid[-2], rows),
+            _size(shape[-1], grid[-1], columns),
+        )
         if down and along:
             return down, along
     why = "which fit no block size, or several"
@@ -291,10 +331,14 @@ def _size(n: int, count: int, by: int | None) -> int | None:
     all), or without it the only one; None if there is none."""
     if by is not None:
         size = min(by or n, n)
-        return size if n and -(-n // size) == count else None
+        if n and -(-n // size) == count:
+            return size
+        return None
     least = -(-n // max(count, 1))
     most = n if count == 1 else -(-n // (count - 1)) - 1
-    return least if least == most else None
+    if least == most:
+        return least
+    return None
 
 
 def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, Any]:
@@ -321,7 +365,10 @@ def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, 
         "ignore": ignore,
         "config_groups": {
             f"group_{i}": json.loads(arguments)
-            | {"targets": ["Linear"] if len(groups) == 1 else names, "output_activations": None}
+            | {
+                "targets": ["Linear"] if len(groups) == 1 else names,
+                "output_activations": None,
+            }
             for i, (arguments, names) in enumerate(groups.items())
         },
     }
@@ -331,7 +378,10 @@ def _arguments(name: str, layer: Any) -> dict[str, Any]:
     recipe, always = layer.fp8_recipe, {"type": "float", "symmetric": True}
     weights = always | {"dynamic": False} | LAYOUTS[recipe.weight.scaling].arguments
     inputs = INPUTS[recipe.input.scaling]
-    if inputs.get("strategy") == "token" and sum(part.isdigit() for part in name.split(".")) < 2:
+    if (
+        inputs.get("strategy") == "token"
+        and sum(part.isdigit() for part in name.split(".")) < 2
+    ):
         # compressed-tensors takes the first two dimensions for tokens, so that an input (tokens,
         # features) would have a single scale. A group of all features is a scale for each token in
         # every library. Engines that fuse a list of experts insist on "token" for these.

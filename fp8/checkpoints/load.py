@@ -110,12 +110,18 @@ def load(
     if frozen:
         check_values_set("load(frozen=True)", model)
     checkpoint = _read(source, config)
-    checkpoint = checkpoint._replace(targets=targets_in(checkpoint.config), unscaled=unscaled)
+    checkpoint = checkpoint._replace(
+        targets=targets_in(checkpoint.config), unscaled=unscaled
+    )
     tensors, tied = checkpoint.tensors, checkpoint.tied
     inner = unwrapped(model)
     targets = {name: target for name, (_, target) in state_of(inner).items()}
     read = partial(names_in, tensors, targets=targets)
-    names = {name: parts for name in targets if (parts := read(name) or read(tied.get(name, "")))}
+    names = {
+        name: parts
+        for name in targets
+        if (parts := read(name) or read(tied.get(name, "")))
+    }
     named = inner.named_modules(remove_duplicate=False)
     modules = {bare_name(path): module for path, module in named}
     full = {bare_name(name): name for name in inner.state_dict()}
@@ -133,18 +139,24 @@ def load(
             else:
                 state[name] = value
     replace(inner, new)
-    inner.load_state_dict({full[name]: value for name, value in state.items()}, strict=False)
+    inner.load_state_dict(
+        {full[name]: value for name, value in state.items()}, strict=False
+    )
     return model
 
 
 def _read(source: Source, config: Mapping[str, Any] | None) -> Checkpoint:
     if not isinstance(config, Mapping | None):
         kind = type(config).__name__
-        raise TypeError(f"config is a quantization_config as a dict or None, not a {kind}")
+        raise TypeError(
+            f"config is a quantization_config as a dict or None, not a {kind}"
+        )
     if isinstance(source, Mapping):
         return _parts_of(source, config or {})
     if not isinstance(source, str | os.PathLike):
-        raise TypeError(f"load reads a path or a state_dict, not a {type(source).__name__}")
+        raise TypeError(
+            f"load reads a path or a state_dict, not a {type(source).__name__}"
+        )
     path = Path(source)
     folder = path if path.is_dir() else path.parent
     files = [path]
@@ -152,7 +164,9 @@ def _read(source: Source, config: Mapping[str, Any] | None) -> Checkpoint:
         index = path / "model.safetensors.index.json"
         files = [path / "model.safetensors"]
         if index.exists():
-            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            shards = json.loads(index.read_text(encoding="utf-8"))[
+                "weight_map"
+            ].values()
             files = [path / shard for shard in sorted(set(shards))]
     if absent := [file for file in files if not file.is_file()]:
         raise ValueError(f"load found no file {absent[0]}")
@@ -188,7 +202,9 @@ def _parts_of(state: Mapping[str, Any], config: Mapping[str, Any]) -> Checkpoint
             parts[name] = x
         elif isinstance(x, Tensor):
             kind = type(x).__name__
-            raise ValueError(f"{name} is a {kind}, which load cannot read: dequantize it before")
+            raise ValueError(
+                f"{name} is a {kind}, which load cannot read: dequantize it before"
+            )
     copies = {name: x.detach().clone() for name, x in parts.items()}
     return Checkpoint(copies, config, tiles=tiles)
 
@@ -205,22 +221,36 @@ def _check(
     for name, parts in names.items():
         other = first.setdefault(id(targets[name]), name)
         for part in NAMES if other != name else ():
-            pair = [tensors[p[part]].float() for p in (parts, names[other]) if part in p]
+            pair = [
+                tensors[p[part]].float() for p in (parts, names[other]) if part in p
+            ]
             if len(pair) == 1 or (pair and not torch.equal(*pair)):
-                raise ValueError(f"{other} and {name} are one parameter, with unlike tensors here")
-    known = {*OF_ACTIVATIONS, *extra, *(key for parts in names.values() for key in parts.values())}
+                raise ValueError(
+                    f"{other} and {name} are one parameter, with unlike tensors here"
+                )
+    known = {
+        *OF_ACTIVATIONS,
+        *extra,
+        *(key for parts in names.values() for key in parts.values()),
+    }
     differ = {
-        "missing": [name for name, target in targets.items() if id(target) not in first],
+        "missing": [
+            name for name, target in targets.items() if id(target) not in first
+        ],
         "unexpected": [k for k in tensors if not {k, k.rpartition(".")[2]} & known],
     }
-    if text := "; ".join(f"{what}: {', '.join(keys)}" for what, keys in differ.items() if keys):
+    if text := "; ".join(
+        f"{what}: {', '.join(keys)}" for what, keys in differ.items() if keys
+    ):
         kind = type(model).__name__
         raise ValueError(f"the checkpoint and {kind} have other names: {text}")
     if divided := [name for name, target in targets.items() if is_dtensor(target)]:
         raise ValueError(f"processes divide {divided[0]}: load before fully_shard")
     for name, buffer in model.named_buffers():
         if buffer.is_meta and bare_name(name) not in targets:
-            raise ValueError(f"{name} is on the meta device and in no checkpoint: give it memory")
+            raise ValueError(
+                f"{name} is on the meta device and in no checkpoint: give it memory"
+            )
 
 
 def _value(
@@ -242,20 +272,28 @@ def _value(
         if checkpoint.unscaled and values.is_floating_point():
             tensors.setdefault("scale", torch.ones(()))
         _need_scales(name, tensors, checkpoint.config.get("quant_method"))
-        by_config = tile_in(checkpoint.targets, name.rpartition(".")[0], bare_class(layer))
+        by_config = tile_in(
+            checkpoint.targets, name.rpartition(".")[0], bare_class(layer)
+        )
         tile = checkpoint.tiles.get(parts["values"], by_config)
         memory = memory_of(name, tensors, tile, device)
         value = ScaledTensor(memory, torch.float32)
     if value.shape != target.shape:
         file, in_model = tuple(value.shape), tuple(target.shape)
-        raise ValueError(f"{name} has shape {file} in the checkpoint, {in_model} in the model")
+        raise ValueError(
+            f"{name} has shape {file} in the checkpoint, {in_model} in the model"
+        )
     if isinstance(value, ScaledTensor):
         if frozen and isinstance(target, nn.Parameter):
             if target.dtype in DTYPES:
                 return scaled_parameter(target, memory).requires_grad_(False)
-            raise ValueError(f"{name} of {target.dtype} cannot be frozen in FP8: pass frozen=False")
+            raise ValueError(
+                f"{name} of {target.dtype} cannot be frozen in FP8: pass frozen=False"
+            )
         value = value.dequantize(target.dtype)
-    return copied_parameter(target, value.to(target.dtype)) if target.is_meta else value
+    if target.is_meta:
+        return copied_parameter(target, value.to(target.dtype))
+    return value
 
 
 def _need_scales(name: str, tensors: Mapping[str, Tensor], method: str | None) -> None:

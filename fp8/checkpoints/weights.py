@@ -87,7 +87,9 @@ def _write(stream: Weights, folder: Path, tensors: dict[str, Tensor]) -> None:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         need("safetensors").save_file(whole, folder / "model.safetensors")
         content = {"quantization_config": stream.config, "tied": stream.tied}
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def weights(model: nn.Module) -> Weights:
@@ -128,15 +130,22 @@ class Weights:
     def __init__(self, model: nn.Module) -> None:
         self.model = model = unwrapped(model)
         check_not_overridden("export", model)
-        modules: dict[str, Any] = {bare_name(name): m for name, m in model.named_modules()}
+        modules: dict[str, Any] = {
+            bare_name(name): m for name, m in model.named_modules()
+        }
         _check_plain(model)
         rows, self._layers = _layers(modules)
         if all(row.done == LEFT_ALONE for row in rows):
-            why = "; ".join(sorted({row.why for row in rows})) or "fp8.convert was not called"
+            why = (
+                "; ".join(sorted({row.why for row in rows}))
+                or "fp8.convert was not called"
+            )
             kind = bare_class(model).__name__
             raise ValueError(f"no layer of {kind} can be stored in FP8: {why}")
         self.report = Report(rows)
-        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+        linear = [
+            name for name, module in modules.items() if isinstance(module, nn.Linear)
+        ]
         ignore = [name for name in linear if name not in self._layers]
         self.config = layouts.configuration(self._layers, ignore)
         self.manifest, self.tied = {}, {}
@@ -219,7 +228,9 @@ def _layers(modules: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
     rows, layers = [], dict[str, Any]()
     for name, module in modules.items():
         if is_replacement(module):
-            raise ValueError(f"{name} is a layer of another library: fp8.revert the model first")
+            raise ValueError(
+                f"{name} is a layer of another library: fp8.revert the model first"
+            )
         recipe = getattr(module, "fp8_recipe", None)
         if recipe is None:
             continue
@@ -246,7 +257,9 @@ def _why_not(name: str, module: Any, uses: Counter[int]) -> str:
     if not name:
         return "the model itself: it has no name to be stored under; put it into nn.Sequential"
     if "weight" not in dict(module.named_parameters(recurse=False)):
-        return "its weight is computed, not a parameter: remove its parametrization first"
+        return (
+            "its weight is computed, not a parameter: remove its parametrization first"
+        )
     if uses[id(module.weight)] != 1:
         return "its weight is tied to another module's"
     return ""
@@ -257,10 +270,14 @@ def _no_history(layer: Any) -> str:
     cast = layer.fp8_recipe.input
     if not _has_input_scale(layer.fp8_recipe) or not cast.keeps_history:
         return ""
-    if bool(_history(layer, "input").any()) or not bool(whole(layer.weight.detach()).float().any()):
+    if bool(_history(layer, "input").any()) or not bool(
+        whole(layer.weight.detach()).float().any()
+    ):
         return ""
     how = "train the model" if cast.history else "calibrate or train the model"
-    return f"scaling {cast.scaling!r} has seen no input that is not all zeros: {how} first"
+    return (
+        f"scaling {cast.scaling!r} has seen no input that is not all zeros: {how} first"
+    )
 
 
 def _has_input_scale(recipe: Any) -> bool:
@@ -291,4 +308,6 @@ def _known_scale(layer: Any, x: Tensor, cast: Cast, role: str) -> Tensor:
 
 
 def _history(layer: Any, role: str) -> Tensor:
-    return next(tensor for name, tensor in histories(layer).items() if name.endswith(role))
+    return next(
+        tensor for name, tensor in histories(layer).items() if name.endswith(role)
+    )

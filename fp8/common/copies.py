@@ -37,7 +37,9 @@ HOOKS = (
 """The attributes of a module that hold hooks."""
 
 
-def deep_copy(module: M, memo: dict[int, Any] | None = None, parameter_hooks: bool = False) -> M:
+def deep_copy(
+    module: M, memo: dict[int, Any] | None = None, parameter_hooks: bool = False
+) -> M:
     """Returns a deep copy of ``module``, whose functions refer to the parts of the copy.
 
     Functions are those of its attributes and of its own hooks: closures, lambdas, partials and
@@ -74,14 +76,22 @@ class _Copier:
     whose parameters are parts too, and a loss."""
 
     def __init__(
-        self, module: nn.Module, memo: dict[int, Any], parameter_hooks: bool, *others: Any
+        self,
+        module: nn.Module,
+        memo: dict[int, Any],
+        parameter_hooks: bool,
+        *others: Any,
     ) -> None:
         for path, part in module.named_modules():
             check_not_scripted(path, part)
         self._memo = memo
         self._roots = nn.ModuleList([module])
         self._roots.extend(other for other in others if isinstance(other, nn.Module))
-        parts = {*self._roots.modules(), *self._roots.parameters(), *self._roots.buffers()}
+        parts = {
+            *self._roots.modules(),
+            *self._roots.parameters(),
+            *self._roots.buffers(),
+        }
         for other in others:
             if isinstance(other, Optimizer):
                 parts.update(p for group in other.param_groups for p in group["params"])
@@ -91,13 +101,17 @@ class _Copier:
             for name, value in own_attributes(part).items()
         ]
         self._hooks = [*_own_hooks(self._roots)]
-        self._parameter_hooks = [*_hooks_of_parameters(self._roots)] if parameter_hooks else []
+        self._parameter_hooks = (
+            [*_hooks_of_parameters(self._roots)] if parameter_hooks else []
+        )
         self._leading = _Leading({id(part) for part in parts})
         self._leading.add(value for *_, value in self._attributes)
         self._leading.add(hook for *_, hook in (*self._hooks, *self._parameter_hooks))
         self._leading.add(others)
         self._made: dict[int, Any] = {}
-        self._globals: dict[int, dict[str, Any]] = {}  # id of those of a file -> of the copy
+        self._globals: dict[
+            int, dict[str, Any]
+        ] = {}  # id of those of a file -> of the copy
         for function in self._leading.functions:
             self._declare(function)
 
@@ -194,13 +208,17 @@ class _Copier:
         """Gives the copies of functions their closures, defaults, globals and attributes."""
         for function in self._leading.functions:
             made = self._memo[id(function)]
-            for cell, mine in zip(function.__closure__ or (), made.__closure__ or (), strict=True):
+            for cell, mine in zip(
+                function.__closure__ or (), made.__closure__ or (), strict=True
+            ):
                 mine.cell_contents = self.own(_contents(cell))
             made.__defaults__ = self.own(function.__defaults__)
             made.__kwdefaults__ = self.own(function.__kwdefaults__)
             made.__dict__.update({n: self.own(v) for n, v in vars(function).items()})
             if made.__globals__ is not function.__globals__:
-                named = {name: self.own(value) for name, value in _globals(function).items()}
+                named = {
+                    name: self.own(value) for name, value in _globals(function).items()
+                }
                 made.__globals__.update(named)
 
     def _register_parameter_hooks(self) -> None:
@@ -303,8 +321,14 @@ def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, Any]]:
     parts = {id(part) for part in model.modules()}
     for module in model.modules():
         hooks = [(n, *item) for n in HOOKS for item in vars(module).get(n, {}).items()]
-        keys = {key for name, key, hook in hooks if name in FORWARD_HOOKS and _belongs(hook, parts)}
-        yield from ((module, name, key, hook) for name, key, hook in hooks if key in keys)
+        keys = {
+            key
+            for name, key, hook in hooks
+            if name in FORWARD_HOOKS and _belongs(hook, parts)
+        }
+        yield from (
+            (module, name, key, hook) for name, key, hook in hooks if key in keys
+        )
 
 
 def _hooks_of_parameters(model: nn.Module) -> Iterator[tuple[Tensor, str, Any]]:

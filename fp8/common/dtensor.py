@@ -20,12 +20,16 @@ def is_dtensor(x: Any) -> bool:
 
 def whole(x: Any) -> Any:
     """``x``, gathered from all processes if it is a DTensor."""
-    return x.full_tensor() if is_dtensor(x) else x
+    if is_dtensor(x):
+        return x.full_tensor()
+    return x
 
 
 def part_of(x: Any) -> Any:
     """``x``, or the local part of a DTensor, detached: it has the same memory."""
-    return x.detach().to_local() if is_dtensor(x) else x
+    if is_dtensor(x):
+        return x.detach().to_local()
+    return x
 
 
 def unreduced(x: Any) -> Tensor:
@@ -34,7 +38,9 @@ def unreduced(x: Any) -> Tensor:
         return x
     from torch.distributed.tensor import Replicate
 
-    return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    return x.redistribute(
+        placements=[Replicate() if p.is_partial() else p for p in x.placements]
+    )
 
 
 def is_masked(x: Any) -> bool:
@@ -49,7 +55,9 @@ def is_masked(x: Any) -> bool:
 def _divides(x: Any, placement: Any) -> int | None:
     """The dimension of ``x`` that a placement divides, if any; strided placements, from flattening
     a divided inner dimension, too."""
-    return placement.dim % x.dim() if hasattr(placement, "dim") else None
+    if hasattr(placement, "dim"):
+        return placement.dim % x.dim()
+    return None
 
 
 def as_shard(x: Any, local: Tensor) -> Tensor:

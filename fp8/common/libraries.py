@@ -38,7 +38,9 @@ LIBRARIES: dict[str, Library] = {
     "torchao": Library("torchao.float8", "torchao", _extra("torchao")),
     # No distribution of it is published, and its latest version does not import with torch 2.11.
     "msamp": Library(
-        "msamp", "MS-AMP", "from github.com/Azure/MS-AMP, with torch 2.1, DeepSpeed and its NCCL"
+        "msamp",
+        "MS-AMP",
+        "from github.com/Azure/MS-AMP, with torch 2.1, DeepSpeed and its NCCL",
     ),
     "bitsandbytes": Library("bitsandbytes", "bitsandbytes", _extra("bitsandbytes")),
     "accelerate": Library("accelerate", "accelerate", _extra("accelerate")),
@@ -104,7 +106,9 @@ def probe(name: str) -> Found:
         if isinstance(error, ModuleNotFoundError) and error.name == top:
             return Found("missing", "", "not installed", None, error)
         lines = str(error).strip().splitlines() or [""]
-        return Found("broken", _version(name), f"{type(error).__name__}: {lines[0]}", None, error)
+        return Found(
+            "broken", _version(name), f"{type(error).__name__}: {lines[0]}", None, error
+        )
     return Found("found", _version(name), "", module, None)
 
 
@@ -126,7 +130,11 @@ def need(name: str) -> Any:
         return loaded
     result = probe(name)
     if result.module is None:
-        state = "is not installed" if result.status == "missing" else f"is broken ({result.why})"
+        state = (
+            "is not installed"
+            if result.status == "missing"
+            else f"is broken ({result.why})"
+        )
         raise ImportError(f"{name} {state}: {LIBRARIES[name].get}") from result.error
     return result.module
 
@@ -157,4 +165,7 @@ def explains_arguments(function: F) -> F:
 
 def transforms() -> dict[str, Callable[[Any], Any]]:
     """The transforms of installed packages, the entry points of the group `TRANSFORMS`, by name."""
-    return {entry.name: entry.load() for entry in importlib.metadata.entry_points(group=TRANSFORMS)}
+    return {
+        entry.name: entry.load()
+        for entry in importlib.metadata.entry_points(group=TRANSFORMS)
+    }

@@ -40,7 +40,9 @@ class Mixin:
     def __prepare_scriptable__(self) -> nn.Module:  # called by torch.jit.script
         raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "scripted"))
 
-    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:  # called by torch.jit.trace
+    def _slow_forward(
+        self, *args: Any, **kwargs: Any
+    ) -> Any:  # called by torch.jit.trace
         raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "traced"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -56,15 +58,22 @@ class Mixin:
         return (_restore, (make, args, self._mixins, attributes), *state)
 
     def _missing_from(self, state: Any) -> dict[str, Any]:
-        return {n: vars(self)[n] for n in self._attributes if n in vars(self) and n not in state}
+        return {
+            n: vars(self)[n]
+            for n in self._attributes
+            if n in vars(self) and n not in state
+        }
 
 
 _NO_TORCHSCRIPT = (
-    "a {} that was transformed or converted cannot be {}: take torch.export, or fp8.revert before"
+    "a {} that was transformed or converted cannot be {}: take torch.export, or "
+    "fp8.revert before"
 )
 
 
-def _restore(make: Any, args: Any, mixins: Any, attributes: dict[str, Any]) -> nn.Module:
+def _restore(
+    make: Any, args: Any, mixins: Any, attributes: dict[str, Any]
+) -> nn.Module:
     module = make(*args)
     vars(module).update(attributes)
     _become(module, mixins)
@@ -73,7 +82,8 @@ def _restore(make: Any, args: Any, mixins: Any, attributes: dict[str, Any]) -> n
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     bare = _bare(self)
-    memo.setdefault(id(memo), []).append(bare)  # keep it alive: the memo refers to it by id
+    # The memo refers to it by id, so it has to stay alive.
+    memo.setdefault(id(memo), []).append(bare)
     result = bare.__deepcopy__(memo)
     vars(result).update(copy.deepcopy(self._missing_from(()), memo))
     _become(result, self._mixins)
@@ -91,7 +101,9 @@ def _bare(module: Any) -> Any:
 _SUBCLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
-def _subclass(original: type[nn.Module], mixins: tuple[type[Mixin], ...]) -> type[nn.Module]:
+def _subclass(
+    original: type[nn.Module], mixins: tuple[type[Mixin], ...]
+) -> type[nn.Module]:
     """The subclass for a class and its mixins; one for each combination."""
     if not mixins:
         return original
@@ -101,19 +113,26 @@ def _subclass(original: type[nn.Module], mixins: tuple[type[Mixin], ...]) -> typ
     return _SUBCLASSES[key]
 
 
-def _make_subclass(original: type[nn.Module], mixins: tuple[type[Mixin], ...]) -> type[nn.Module]:
+def _make_subclass(
+    original: type[nn.Module], mixins: tuple[type[Mixin], ...]
+) -> type[nn.Module]:
     base, mixin = _subclass(original, mixins[:-1]), mixins[-1]
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = base.forward  # looked up per call: it may have been replaced
-        if not isinstance(self, mixin):  # removed since; a wrapper still holds this forward
+        if not isinstance(
+            self, mixin
+        ):  # removed since; a wrapper still holds this forward
             return inner(self, *args, **kwargs)
         return mixin.around(self, functools.partial(inner, self), args, kwargs)
 
     active = tuple(b for b in mixins if b.around is not Mixin.around)
     names = {
-        **{name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")},
+        **{
+            name: getattr(base, name)
+            for name in ("__module__", "__qualname__", "__doc__")
+        },
         "_original": original,
         "_mixins": mixins,
         "_active": active,
@@ -135,7 +154,8 @@ def _layout(cls: type) -> tuple[type, ...]:
     if root.__base__ in (object, None):
         return ()
     first: Any = root.__base__
-    first = first[TypeVar("T")] if issubclass(first, Generic) else first
+    if issubclass(first, Generic):
+        first = first[TypeVar("T")]
     return (types.new_class(root.__name__, (first,)),)
 
 
@@ -143,12 +163,16 @@ def check_not_scripted(path: str, module: nn.Module) -> None:
     """Raises TypeError for a TorchScript module: it has no Python forward."""
     if isinstance(module, torch.jit.ScriptModule):
         name = path or type(module).__name__
-        raise TypeError(f"{name!r} is a TorchScript module, which cannot be transformed")
+        raise TypeError(
+            f"{name!r} is a TorchScript module, which cannot be transformed"
+        )
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:
     """The class of ``module`` without the mixins added by `add_mixin`."""
-    return module._original if isinstance(module, Mixin) else type(module)
+    if isinstance(module, Mixin):
+        return module._original
+    return type(module)
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -174,7 +198,9 @@ def _below(cls: Any, base: type[nn.Module]) -> Any:
     if not issubclass(cls, Mixin) or "_original" in vars(cls):
         return base
     bases = tuple(_below(b, base) if issubclass(b, Mixin) else b for b in cls.__bases__)
-    namespace = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    namespace = {
+        k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")
+    }
     return type(cls)(cls.__name__, bases, namespace)
 
 

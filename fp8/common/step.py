@@ -103,7 +103,9 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _items(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
+    if isinstance(container, dict):
+        return container.values()
+    return container
 
 
 def tensors_within(value: Any, visited: set[int] | None = None) -> Iterator[Tensor]:
@@ -185,7 +187,9 @@ def starts(
     outputs and standard normal numbers. Raises as `loss_value`."""
     value = loss_value(output, loss)
     if value is not None:
-        return ([value], [None]) if value.requires_grad else ([], [])
+        if value.requires_grad:
+            return ([value], [None])
+        return ([], [])
     ends = [t for t in tensors(output) if t.requires_grad]
     generator = torch.Generator().manual_seed(seed)
     return ends, [torch.randn(t.shape, generator=generator).to(t) for t in ends]
@@ -304,7 +308,9 @@ def running_modules(model: nn.Module) -> Iterator[list[str]]:
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name=name)))
+            hooks.enter_context(
+                module.register_forward_pre_hook(partial(enter, name=name))
+            )
             hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield names
 
@@ -346,7 +352,9 @@ class restored(TorchFunctionMode):
 
     def _keep(self, written: Iterable[Tensor]) -> None:
         if self._at is None:
-            self._at = {key: t for t in self._parameters if (key := _storage(t)) is not None}
+            self._at = {
+                key: t for t in self._parameters if (key := _storage(t)) is not None
+            }
         for key in map(_storage, written):
             if key in self._at and key not in self._values:
                 values = self._at[key].detach()
@@ -378,7 +386,9 @@ def _renorms(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
     """Whether a torch call writes its result into an argument, by its name and keywords."""
-    operator = name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    operator = name == "__setitem__" or (
+        name.startswith("__i") and name != "__invert__"
+    )
     marked = name.endswith("_") and not name.endswith("__")
     return operator or marked or "out" in kwargs or bool(kwargs.get("inplace"))
 

@@ -12,7 +12,9 @@ from torch import nn
 from .compiler import eager_only
 
 
-def check_name(what: str, got: object, allowed: Iterable[object], note: str = "") -> None:
+def check_name(
+    what: str, got: object, allowed: Iterable[object], note: str = ""
+) -> None:
     """Raises ValueError, with the `nearest` name and ``note``, unless ``got`` is in ``allowed``.
 
     >>> check_name("rounding", "up", ("nearest", "stochastic"))
@@ -33,7 +35,9 @@ def nearest(got: object, names: tuple[object, ...]) -> str | None:
         return None
     lower = {name.lower(): name for name in names if isinstance(name, str)}
     matches = get_close_matches(got.lower(), lower, n=1)
-    return lower[matches[0]] if matches else None
+    if matches:
+        return lower[matches[0]]
+    return None
 
 
 def check_number(what: str, got: Any) -> None:
@@ -57,7 +61,9 @@ def check_flag(what: str, got: object) -> None:
         raise TypeError(f"{what} must be True or False, got {got!r}")
 
 
-def check_choice(what: str, got: object, allowed: Iterable[str], note: str = "") -> None:
+def check_choice(
+    what: str, got: object, allowed: Iterable[str], note: str = ""
+) -> None:
     """`check_name`; raises TypeError unless ``got`` is a string."""
     if not isinstance(got, str):
         raise TypeError(f"{what} is a {type(got).__name__}; give a name")
@@ -71,13 +77,18 @@ def check_between(what: str, got: object, low: int, high: int) -> None:
 
 
 def check_keys(
-    what: str, got: Mapping[str, Any], allowed: Iterable[str], needed: Iterable[str] = ()
+    what: str,
+    got: Mapping[str, Any],
+    allowed: Iterable[str],
+    needed: Iterable[str] = (),
 ) -> None:
     """Raises unless ``got``, read as a ``what``, is a mapping with keys ``allowed``, all those
     ``needed`` among them."""
     names = tuple(allowed)
     if not isinstance(got, Mapping):
-        raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
+        raise TypeError(
+            f"a {what} is read from a dict, not from a {type(got).__name__}"
+        )
     for key in got:
         check_choice(f"key of a {what}", key, names)
     missing = [key for key in needed if key not in got]

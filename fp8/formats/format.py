@@ -74,7 +74,9 @@ class Format:
                 raise ValueError(f"format {self.name!r}: {what}")
 
         def check_range(field: str, value: float, low: int, high: int) -> None:
-            require(low <= value <= high, f"{field} is {value}, allowed are {low} to {high}")
+            require(
+                low <= value <= high, f"{field} is {value}, allowed are {low} to {high}"
+            )
 
         for field, kind in _TYPES.items():
             if not isinstance(value := getattr(self, field), kind):
@@ -85,12 +87,26 @@ class Format:
         require(0 < self.max < math.inf, f"max is {self.max}, not finite and positive")
         high = min(2**self.exponent_bits - 1 - self.bias, 127)
         check_range("the exponent of min normal", self.min_exponent, -127, high)
-        check_range(f"the exponent of max {self.max}", self.max_exponent, self.min_exponent, high)
+        check_range(
+            f"the exponent of max {self.max}",
+            self.max_exponent,
+            self.min_exponent,
+            high,
+        )
         steps = math.ldexp(self.max, self.mantissa_bits - self.max_exponent)
-        require(steps.is_integer(), f"max {self.max} has more than {self.mantissa_bits} bits")
-        require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} lacks its values")
+        require(
+            steps.is_integer(),
+            f"max {self.max} has more than {self.mantissa_bits} bits",
+        )
+        require(
+            self.dtype is None or self._is_in(self.dtype),
+            f"{self.dtype} lacks its values",
+        )
         row = FORMATS.get(self.name, self)
-        require(row == self, f"fp8.FORMATS has other values of that name: {row!r}; choose another")
+        require(
+            row == self,
+            f"fp8.FORMATS has other values of that name: {row!r}; choose another",
+        )
         *values, dtype = [getattr(self, field.name) for field in fields(self)]
         texts = [str(float(v) if isinstance(v, float) else int(v)) for v in values[1:]]
         texts.append("" if dtype is None else dtype_name(dtype))
@@ -101,13 +117,17 @@ class Format:
         if not dtype.is_floating_point:
             return False
         limits, step = torch.finfo(dtype), 2.0**-self.mantissa_bits
-        fine = limits.eps <= step and limits.smallest_normal * step <= self.min_subnormal
+        fine = (
+            limits.eps <= step and limits.smallest_normal * step <= self.min_subnormal
+        )
         return fine and limits.min <= -self.max and limits.max >= self.max
 
     @staticmethod
     def from_text(text: str) -> Format:
         """The format with this `text`. Not validated again."""
-        name, exponent_bits, mantissa_bits, bias, largest, *flags, dtype = text.rsplit("|", 8)
+        name, exponent_bits, mantissa_bits, bias, largest, *flags, dtype = text.rsplit(
+            "|", 8
+        )
         sizes = (int(exponent_bits), int(mantissa_bits), int(bias), float(largest))
         kind = getattr(torch, dtype) if dtype else None
         values = (name, *sizes, *[flag == "1" for flag in flags], kind, text)
@@ -147,14 +167,18 @@ class Format:
     @property
     def nonfinite(self) -> float | None:
         """The result of overflow without saturation: inf, nan, or None (no code for either)."""
-        return math.inf if self.infinity else math.nan if self.nan else None
+        if self.infinity:
+            return math.inf
+        return math.nan if self.nan else None
 
 
 _STORED = (*(field.name for field in fields(Format)), "text")
 """The attributes of a format, in the order of its `text`."""
 
 
-def _add(name: str, bits: tuple[int, int], bias: int, max: float, **others: Any) -> None:
+def _add(
+    name: str, bits: tuple[int, int], bias: int, max: float, **others: Any
+) -> None:
     """Adds a row to `FORMATS`. bits: of the exponent and of the mantissa."""
     sizes: Any = dict(zip(("exponent_bits", "mantissa_bits"), bits, strict=True))
     FORMATS[name] = Format(name=name, **sizes, bias=bias, max=max, **others)
@@ -178,7 +202,15 @@ _add("e2m3", (2, 3), 1, 7.5)
 _add("e2m1", (2, 1), 1, 6.0)
 
 # The upper half of a float32.
-_add("bf16", (8, 7), 127, (2 - 2.0**-7) * 2.0**127, infinity=True, nan=True, dtype=torch.bfloat16)
+_add(
+    "bf16",
+    (8, 7),
+    127,
+    (2 - 2.0**-7) * 2.0**127,
+    infinity=True,
+    nan=True,
+    dtype=torch.bfloat16,
+)
 # IEEE 754-2019 binary16.
 _add("fp16", (5, 10), 15, 65504.0, infinity=True, nan=True, dtype=torch.float16)
 
@@ -194,7 +226,9 @@ def get_format(format: str | Format) -> Format:
     an unknown name, TypeError for an argument that is neither."""
     if not isinstance(format, str | Format):
         names = ", ".join(map(repr, FORMATS))
-        raise TypeError(f"format is a {type(format).__name__}; give a name or a Format: {names}")
+        raise TypeError(
+            f"format is a {type(format).__name__}; give a name or a Format: {names}"
+        )
     if isinstance(format, str):
         check_name("format", format, FORMATS)
         format = FORMATS[format]

@@ -14,7 +14,15 @@ from ..common.validation import check_between, check_name
 from ..torch_internals.autograd_functions import apply, same, unaliased
 from .format import Format, dtype_name, get_format
 from .random_bits import Key, Seed, bits_from_key, drawn_key, fewer_bits, random_key
-from .rounding import LAYOUTS, ROUNDINGS, Grid, divided, makes_finite, round_to_grid, saturated
+from .rounding import (
+    LAYOUTS,
+    ROUNDINGS,
+    Grid,
+    divided,
+    makes_finite,
+    round_to_grid,
+    saturated,
+)
 
 __all__ = ["quantize", "quantize_backward", "quantize_forward"]
 
@@ -91,7 +99,9 @@ def quantize_operand(
     scale: not validated. unscaled: for "none", ``x`` before the division by a scale."""
     grid = operand_grid(format, overflow, x.dtype, scale is not None, rounding)
     if rounding == "none":
-        return saturated(x.detach(), (x if unscaled is None else unscaled).detach(), grid)
+        return saturated(
+            x.detach(), (x if unscaled is None else unscaled).detach(), grid
+        )
     return _quantize(x.detach(), grid, scale, _key(rounding, None, x.device))
 
 
@@ -120,7 +130,9 @@ class _Forward(torch.autograd.Function):
     """Without *args: torch 2.13 compiles a tensor among them into a wrong position."""
 
     @staticmethod
-    def forward(x: Tensor, grid: tuple[Any, ...], scale: Tensor | None, key: Key | None) -> Tensor:
+    def forward(
+        x: Tensor, grid: tuple[Any, ...], scale: Tensor | None, key: Key | None
+    ) -> Tensor:
         return unaliased(_quantize(x, grid, scale, key))
 
     @staticmethod
@@ -134,14 +146,18 @@ class _Forward(torch.autograd.Function):
 
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, grid: tuple[Any, ...], scale: Tensor | None, key: Key | None) -> Tensor:
+    def forward(
+        x: Tensor, grid: tuple[Any, ...], scale: Tensor | None, key: Key | None
+    ) -> Tensor:
         return same(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, ctx.grid, scale, key = inputs
         # Tensors only: in compiled code saved_tensors omits None.
-        ctx.save_for_backward(*(value for value in (scale, key) if isinstance(value, Tensor)))
+        ctx.save_for_backward(
+            *(value for value in (scale, key) if isinstance(value, Tensor))
+        )
         ctx.scaled, ctx.keyed = scale is not None, isinstance(key, Tensor)
         ctx.key = None if ctx.keyed else key
 
@@ -180,14 +196,18 @@ def check_dtype(x: Tensor) -> None:
 def _refuse_sparse(x: Tensor) -> None:
     refuse_nested(x)
     if x.layout != torch.strided:
-        raise TypeError(f"cannot quantize a tensor of layout {x.layout}; give x.to_dense()")
+        raise TypeError(
+            f"cannot quantize a tensor of layout {x.layout}; give x.to_dense()"
+        )
 
 
 @eager_only()
 def refuse_nested(x: Tensor) -> None:
     """Raises NotImplementedError for a nested tensor; the operator @ would hide a TypeError."""
     if x.is_nested:
-        raise NotImplementedError("a nested tensor cannot be quantized; pad it, or give values()")
+        raise NotImplementedError(
+            "a nested tensor cannot be quantized; pad it, or give values()"
+        )
 
 
 def _checked(
@@ -228,7 +248,9 @@ def _grid(
         largest = math.floor(largest / step) * step
     beyond: float | None = largest if overflow == "saturate" else format.nonfinite
     if beyond is None:
-        raise ValueError(f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'")
+        raise ValueError(
+            f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'"
+        )
     steps, values = (format.mantissa_bits, format.min_exponent), (largest, beyond)
     truncates = rounding == "toward_zero"
     grid = Grid(*steps, *values, format.negative_zero, random_bits, infinity, truncates)
@@ -241,21 +263,29 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if not isinstance(scale, Tensor):
         if not isinstance(scale, int | float):
-            raise TypeError(f"scale is a {type(scale).__name__}; give a number or a tensor")
+            raise TypeError(
+                f"scale is a {type(scale).__name__}; give a number or a tensor"
+            )
         if not 0 < scale < math.inf:
             raise ValueError(f"scale is {scale}, not positive and finite")
         return torch.full((), scale, dtype=dtype, device=x.device)
     extra = x.ndim - scale.ndim
     sizes = zip(scale.shape, x.shape[extra:], strict=False)
-    if extra < 0 or any(s != n for s, n in sizes if s != 1):  # not `s in (1, n)`: n may be symbolic
-        raise ValueError(f"scale {tuple(scale.shape)} does not broadcast to x {tuple(x.shape)}")
+    if extra < 0 or any(
+        s != n for s, n in sizes if s != 1
+    ):  # not `s in (1, n)`: n may be symbolic
+        raise ValueError(
+            f"scale {tuple(scale.shape)} does not broadcast to x {tuple(x.shape)}"
+        )
     scale = scale.detach().to(x.device, dtype)
     valid = (scale > 0) & (scale < torch.inf)
     if reads_values(scale):
         with suppress(RuntimeError):  # under vmap
             if bool(valid.all()):
                 return scale
-            raise ValueError(f"scale has {float(scale[~valid][0])}, not positive and finite")
+            raise ValueError(
+                f"scale has {float(scale[~valid][0])}, not positive and finite"
+            )
     return torch.where(valid, scale, torch.nan)
 
 
@@ -264,7 +294,9 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
         if seed is not None:
             raise ValueError(f"rounding={rounding!r} takes no seed; 'stochastic' does")
         return None
-    return drawn_key(device) if seed is None else random_key(seed)
+    if seed is None:
+        return drawn_key(device)
+    return random_key(seed)
 
 
 def _quantize(
@@ -306,13 +338,19 @@ def round_values(
     y = round_to_grid(y, grid, bits)
     if scale is not None:
         y.mul_(scale)
-    return y if x.dtype in LAYOUTS else y.to(x.dtype)
+    if x.dtype in LAYOUTS:
+        return y
+    return y.to(x.dtype)
 
 
 def _fits_chunks(x: Tensor, scale: Tensor | None) -> bool:
     """Whether ``x`` is larger than the cache and has one scale."""
     one_scale = scale is None or not scale.ndim
-    return one_scale and x.device.type == "cpu" and x.numel() > CHUNK * torch.get_num_threads()
+    return (
+        one_scale
+        and x.device.type == "cpu"
+        and x.numel() > CHUNK * torch.get_num_threads()
+    )
 
 
 def _in_chunks(

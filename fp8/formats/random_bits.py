@@ -45,7 +45,9 @@ INDEX_BITS = 31
 
 def _wrap(word: Word) -> Word:
     """A Python int modulo 2**64, as int64 tensor arithmetic wraps anyway."""
-    return word if isinstance(word, Tensor) else ((word + 2**63) & (2**64 - 1)) - 2**63
+    if isinstance(word, Tensor):
+        return word
+    return ((word + 2**63) & (2**64 - 1)) - 2**63
 
 
 def _mix64(word: Word) -> Word:
@@ -77,9 +79,13 @@ def random_key(seed: Seed) -> Key:
 def _check_seed(part: object) -> None:
     if isinstance(part, Tensor):
         if part.dtype != torch.int64 or part.ndim != 0:
-            raise TypeError(f"a seed tensor is 0-dim int64, got {part.dtype}, {tuple(part.shape)}")
+            raise TypeError(
+                f"a seed tensor is 0-dim int64, got {part.dtype}, {tuple(part.shape)}"
+            )
     elif isinstance(part, bool) or not isinstance(part, int | torch.SymInt):
-        raise TypeError(f"a seed is an int, a 0-dim int64 tensor or several, got {part!r}")
+        raise TypeError(
+            f"a seed is an int, a 0-dim int64 tensor or several, got {part!r}"
+        )
     elif not -(2**63) <= part < 2**63:
         raise ValueError(f"seed {part} does not fit into 64 bits")
 
@@ -94,7 +100,11 @@ def bits_from_key(
 ) -> Tensor:
     """int32 random bits: a hash of `key` and the row-major index, from `start`."""
     count = math.prod(shape)
-    first: Key = key.to(torch.int32) if isinstance(key, Tensor) else (key + 2**31) % 2**32 - 2**31
+    first: Key = (
+        key.to(torch.int32)
+        if isinstance(key, Tensor)
+        else (key + 2**31) % 2**32 - 2**31
+    )
     second: Key = (key >> 32).to(torch.int32) if isinstance(key, Tensor) else key >> 32
     if start + count <= 1 << INDEX_BITS:
         z = torch.arange(start, start + count, dtype=torch.int32, device=device)
@@ -145,7 +155,8 @@ def _draw() -> int:
             "a CUDA graph would repeat the random bits of a cast at each replay: cast to nearest "
             "in it, or give quantize(seed=) a tensor that changes"
         )
-    int(torch.randperm(1, device="cpu"))  # refused in `torch.vmap`; reads no random number
+    # Raises in `torch.vmap`, which refuses random numbers, and draws none elsewhere.
+    int(torch.randperm(1, device="cpu"))
     with _LOCK:
         state = torch.default_generator.get_state()
         words = state.numpy().view(np.int64)[_WORDS]

@@ -100,7 +100,11 @@ def round_to_grid(x: Tensor, grid: Grid, bits: Tensor | None = None) -> Tensor:
     # Nearest, ties to even: adds and subtracts a number so large that the addition itself rounds.
     # With p the power of two at or below |x|, floats at 1.5 * p * 2**(23 - m) have the spacing of
     # the grid at x; 1.5 keeps sums of either sign in one binade.
-    power = (x.view(layout.integer) & layout.infinity).clamp_(grid.low, grid.high).view(x.dtype)
+    power = (
+        (x.view(layout.integer) & layout.infinity)
+        .clamp_(grid.low, grid.high)
+        .view(x.dtype)
+    )
     y = torch.add(x, power, alpha=grid.magic).sub_(power, alpha=grid.magic)
     if grid.beyond != grid.largest:
         y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
@@ -111,7 +115,9 @@ def round_to_grid(x: Tensor, grid: Grid, bits: Tensor | None = None) -> Tensor:
         elif grid.infinity is not None:
             # Inf stays and finite values become zero: one pass instead of three with a mask.
             y.add_(torch.hardshrink(x, torch.finfo(x.dtype).max))
-    return y.copysign_(x) if grid.negative_zero else y
+    if grid.negative_zero:
+        return y.copysign_(x)
+    return y
 
 
 @compiled_as(lambda x: x.device.type != "cpu")
@@ -150,7 +156,9 @@ def saturated(x: Tensor, unscaled: Tensor, grid: Grid) -> Tensor:
     return (y + infinite).copysign_(unscaled)
 
 
-def _round_by_bits(x: Tensor, grid: Grid, layout: Layout, bits: Tensor | None) -> Tensor:
+def _round_by_bits(
+    x: Tensor, grid: Grid, layout: Layout, bits: Tensor | None
+) -> Tensor:
     """All roundings, on the bits of x, in integers alone. x is significand * 2**e; the low `drop`
     bits of the significand are below the spacing of the grid and decide about an increment."""
     width = layout.mantissa_bits
@@ -197,7 +205,9 @@ def _finish_bits(
         rounded = rounded.clamp_(max=largest)
     elif grid.truncates:
         beyond = layout.encode(grid.beyond)
-        rounded = torch.where(magnitude < layout.infinity, rounded.clamp(max=largest), beyond)
+        rounded = torch.where(
+            magnitude < layout.infinity, rounded.clamp(max=largest), beyond
+        )
     else:
         rounded = torch.where(rounded > largest, layout.encode(grid.beyond), rounded)
     special = layout.infinity + (grid.infinity is None)  # Inf and NaN, or NaN alone

@@ -76,7 +76,9 @@ class Kernel:
         if self.cpu:
             return "CUDA devices with FP8"
         first = "CUDA devices of compute capability {}.{}".format(*self.least)
-        return first if self.below else f"{first} and up"
+        if self.below:
+            return first
+        return f"{first} and up"
 
     def why_not_pair(self, a: LoweredCast, b: LoweredCast) -> str:
         """Why the kernel does not multiply operands that it accepts; "" if it does."""
@@ -89,7 +91,9 @@ class Kernel:
         """Why ``device`` is not expected to have the kernel; "" if it is."""
         needs = f"scales by {self.name} need {self.devices}"
         if device.type == "cpu":
-            return "" if self.cpu else needs
+            if self.cpu:
+                return ""
+            return needs
         capability = torch.cuda.get_device_capability(device)
         is_newer = self.below is not None and capability >= self.below
         if self.least <= capability and not is_newer:
@@ -143,7 +147,9 @@ class Scales(NamedTuple):
     swizzles: Any = None
 
 
-def scaled_mm(a: Tensor, b: Tensor, of_a: Scales, of_b: Scales, output: Output) -> Tensor:
+def scaled_mm(
+    a: Tensor, b: Tensor, of_a: Scales, of_b: Scales, output: Output
+) -> Tensor:
     """``a b^T`` with these scales, which hold the factor of the output."""
     # Row-major first and column-major second operand: the only layout that CUDA supports.
     result: Tensor = F.scaled_mm(

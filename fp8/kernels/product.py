@@ -104,7 +104,8 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
     return (
         a.dim() == b.dim() == 2
         and a.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and all(size > 0 for size in (*a.shape, *b.shape))  # min would be a guard on a dynamic one
+        # Not min, which would be a guard on a dynamic size.
+        and all(size > 0 for size in (*a.shape, *b.shape))
         and b.shape[0] % multiple == 0
         and b.shape[1] % multiple == 0
     )
@@ -118,7 +119,11 @@ _OUTPUT, _GRAD_A, _GRAD_B = range(3)
 
 
 def _multiply(
-    how: Constants, product: int, a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype
+    how: Constants,
+    product: int,
+    a: QuantizedOperand,
+    b: QuantizedOperand,
+    dtype: torch.dtype,
 ) -> Tensor:
     """One of the three products."""
     kernel, factor, fast = how.kernels[product], how.scales[product], how.fast[product]
@@ -165,8 +170,10 @@ class _Native(Function):
                 "of backend='simulate' have"
             )
         a, b = _stored(saved_tensors(ctx))
-        a = a.mT if ctx.reuses_a else a
-        b = b.mT if ctx.reuses_b else b
+        if ctx.reuses_a:
+            a = a.mT
+        if ctx.reuses_b:
+            b = b.mT
         how, casts = ctx.how, ctx.how.casts
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
@@ -178,7 +185,9 @@ class _Native(Function):
             # Where it has one scale, one cast of the gradient serves both products.
             if g is None:
                 label = casts.label("grad again")
-                g = store(grad, casts.grad_for_b, -2, ctx.history, record=True, label=label)
+                g = store(
+                    grad, casts.grad_for_b, -2, ctx.history, record=True, label=label
+                )
             else:
                 g = _second(grad, g, casts.reuses_grad, casts.grad_for_b) or g.mT
             db = _multiply(how, _GRAD_B, g, a, grad.dtype)
@@ -232,7 +241,8 @@ def _copied(x: Tensor) -> Tensor:
 def _sum_of_none(x: Tensor) -> Tensor:
     """The sum of no elements of ``x``."""
     none = x.flatten()[:0]
-    none = none.view(torch.uint8) if x.itemsize == 1 else none
+    if x.itemsize == 1:
+        none = none.view(torch.uint8)
     return none.sum(dtype=torch.uint8)
 
 

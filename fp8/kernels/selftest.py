@@ -243,7 +243,8 @@ def _failure(
 
 def _operand(x: Tensor, cast: LoweredCast, axis: int) -> QuantizedOperand:
     """``x``, to be multiplied along its rows, stored as an operand that is cast along ``axis``."""
-    x = x if axis == -1 else x.T.contiguous()
+    if axis != -1:
+        x = x.T.contiguous()
     return store(x, cast, axis)
 
 

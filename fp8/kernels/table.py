@@ -33,14 +33,21 @@ def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
         return "", "random signs of a rotation are simulated"
     for cast in (a, b):
         if cast.is_simulated:
-            return "", f"rule {cast.rule!r} reads more than the largest magnitude of a tile"
+            return (
+                "",
+                f"rule {cast.rule!r} reads more than the largest magnitude of a tile",
+            )
     layouts = layouts_of((a, b))
     if "" in layouts:
         cast = b if layouts[0] else a
-        return "", "no kernel has tiles of {} x {} by rule {!r}".format(*cast.tile, cast.rule)
+        return "", "no kernel has tiles of {} x {} by rule {!r}".format(
+            *cast.tile, cast.rule
+        )
     rows = [row for row in KERNELS.values() if row.accepts(a) and row.accepts(b)]
     if not rows:
-        return "", "no kernel multiplies scales by {} by scales by {}".format(*sorted(layouts))
+        return "", "no kernel multiplies scales by {} by scales by {}".format(
+            *sorted(layouts)
+        )
     whys = [row.why_not_pair(a, b) for row in rows]
     if "" in whys:
         return rows[whys.index("")].name, ""
@@ -59,7 +66,9 @@ def layouts_of(casts: tuple[LoweredCast, ...]) -> tuple[str, ...]:
 
 def why_not_kernel(kind: str, device: torch.device) -> str:
     """Why ``device`` is not expected to have a kernel of KERNELS, or HIGH; "" if it is."""
-    return "" if kind == HIGH else KERNELS[kind].why_not_on(device)
+    if kind == HIGH:
+        return ""
+    return KERNELS[kind].why_not_on(device)
 
 
 def store(
@@ -74,7 +83,8 @@ def store(
     supports; ``x``, or with axis -2 its transpose, without a cast. Operands with scales by tiles
     are padded with zeros to the sizes that the kernel needs."""
     if cast is None:
-        x = x if axis == -1 else x.mT
+        if axis != -1:
+            x = x.mT
         return QuantizedOperand(x.detach(), one_scale(x))
     operand = quantized(x, cast, axis, history, record, converts=True, label=label)
     (layout,) = layouts_of((cast,))

@@ -68,11 +68,15 @@ class Blame:
         rows = [("as it is", self.low), ("in high precision", self.high)]
         if self.repaired is not None:
             rows.append(("under the rules", self.repaired))
-        cells = [[name, *(f"{value:.3g}" for value in step.judged)] for name, step in rows]
+        cells = [
+            [name, *(f"{value:.3g}" for value in step.judged)] for name, step in rows
+        ]
         heads = ["step", "loss", "gradient norm", "loss after it"][: len(cells[0])]
         lines = [self._answer(), "", as_table([heads, *cells])]
         if self.rules:
-            rules = ", ".join(f"({r.layers!r}, {r.product!r}, None)" for r in self.rules)
+            rules = ", ".join(
+                f"({r.layers!r}, {r.product!r}, None)" for r in self.rules
+            )
             lines += ["", f"rules=[{rules}]  # of fp8.Policy, after those in force"]
         return "\n".join([*lines, f"{self.replays} steps were replayed."])
 
@@ -80,7 +84,9 @@ class Blame:
 
     def _answer(self) -> str:
         if self.rules:
-            places = ", ".join(f"{r.product or 'all casts'} of {r.layers}" for r in self.rules)
+            places = ", ".join(
+                f"{r.product or 'all casts'} of {r.layers}" for r in self.rules
+            )
             return f"Low precision: the fault is gone with {places} in high precision."
         if not all(map(math.isfinite, self.high.judged)):
             return "Not low precision: the step is not finite in high precision either."
@@ -146,7 +152,9 @@ def blame(
 
 def _is_faulty(step: Step, high: Step, threshold: float) -> bool:
     pairs = zip(step.judged, high.judged, strict=True)
-    return any(not math.isfinite(x) or x > y + (threshold - 1) * abs(y) for x, y in pairs)
+    return any(
+        not math.isfinite(x) or x > y + (threshold - 1) * abs(y) for x, y in pairs
+    )
 
 
 class _Replay:
@@ -159,7 +167,9 @@ class _Replay:
         self._loss, self._optimizer = loss, optimizer
         self.count = 0
         copied, *_ = self._copies()
-        self.layers = {name: layer.fp8_recipe for name, layer in converted(copied).items()}
+        self.layers = {
+            name: layer.fp8_recipe for name, layer in converted(copied).items()
+        }
         if not self.layers:
             raise ValueError(
                 "blame: no layer of the model is converted: pass the policy it trains under, or "
@@ -174,7 +184,9 @@ class _Replay:
         with seeded(None), torch.enable_grad(), quiet(), rules_in_force:
             value = loss_of(model, self._batch, loss)
             if not value.requires_grad:
-                raise ValueError("blame: the loss does not depend on a parameter that is trained")
+                raise ValueError(
+                    "blame: the loss does not depend on a parameter that is trained"
+                )
             model.zero_grad()
             if isinstance(loss, nn.Module):
                 loss.zero_grad()
@@ -203,7 +215,9 @@ class _Part(NamedTuple):
     casts: frozenset[int]
 
 
-def _at_fault(replay: _Replay, is_repaired: Callable[[Step], bool]) -> tuple[LayerRule, ...]:
+def _at_fault(
+    replay: _Replay, is_repaired: Callable[[Step], bool]
+) -> tuple[LayerRule, ...]:
     """Rules for the casts at fault: of layers, then of products, then of operands."""
 
     @cache
@@ -224,26 +238,42 @@ def _at_fault(replay: _Replay, is_repaired: Callable[[Step], bool]) -> tuple[Lay
     return _joined(parts)
 
 
-def _split(replay: _Replay, whole: _Part, pieces: Iterable[frozenset[int]]) -> list[_Part]:
+def _split(
+    replay: _Replay, whole: _Part, pieces: Iterable[frozenset[int]]
+) -> list[_Part]:
     """For each of ``pieces`` in a part, the fewest casts that include it and may be in high
     precision alone: both operands of a product that are rotated alike, both casts of an operand
     with a history. Small ones first, which `_smallest` prefers."""
     recipe, casts = replay.layers[whole.layer], sorted(whole.casts)
-    sets = [frozenset(some) for n in range(len(casts)) for some in combinations(casts, n + 1)]
+    sets = [
+        frozenset(some)
+        for n in range(len(casts))
+        for some in combinations(casts, n + 1)
+    ]
     allowed = [some for some in sets if _composes(recipe, some)]
-    found = {next((some for some in allowed if piece <= some), whole.casts) for piece in pieces}
-    return [_Part(whole.layer, some) for some in sorted(found, key=lambda some: (len(some), *some))]
+    found = {
+        next((some for some in allowed if piece <= some), whole.casts)
+        for piece in pieces
+    }
+    return [
+        _Part(whole.layer, some)
+        for some in sorted(found, key=lambda some: (len(some), *some))
+    ]
 
 
 def _composes(recipe: Recipe, high: frozenset[int]) -> bool:
     try:
-        composed(tuple(None if i in high else recipe for i in range(len(CASTS))), recipe)
+        composed(
+            tuple(None if i in high else recipe for i in range(len(CASTS))), recipe
+        )
     except ValueError:
         return False
     return True
 
 
-def _smallest(parts: Sequence[T], repairs: Callable[[Sequence[T]], bool]) -> list[T] | None:
+def _smallest(
+    parts: Sequence[T], repairs: Callable[[Sequence[T]], bool]
+) -> list[T] | None:
     """A smallest list of parts that repairs, where more parts never repair less; None if all of
     them do not. The last part of the shortest prefix that repairs, beside those known to be needed,
     is needed too."""
@@ -252,7 +282,9 @@ def _smallest(parts: Sequence[T], repairs: Callable[[Sequence[T]], bool]) -> lis
         return None
     while rest and not (needed and repairs(needed)):
         counts = range(1, len(rest))  # all of them do
-        count = 1 + bisect_left(counts, True, key=lambda n: repairs([*rest[:n], *needed]))
+        count = 1 + bisect_left(
+            counts, True, key=lambda n: repairs([*rest[:n], *needed])
+        )
         needed.insert(0, rest[count - 1])
         del rest[count - 1 :]
     return needed

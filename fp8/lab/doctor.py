@@ -49,7 +49,12 @@ def _device(device: torch.device) -> dict[str, str]:
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
     why_not = why_not_device(device)
     fp8 = f"no: {why_not}" if why_not else "yes"
-    return {"device": str(device), "name": name, "capability": capability, "FP8 product": fp8}
+    return {
+        "device": str(device),
+        "name": name,
+        "capability": capability,
+        "FP8 product": fp8,
+    }
 
 
 def _recipe(name: str, device: torch.device) -> dict[str, str]:

@@ -80,7 +80,9 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if BF16 not in self.peak:
-            raise ValueError(f"peak of {self.name!r} needs 'bf16', got {sorted(self.peak)}")
+            raise ValueError(
+                f"peak of {self.name!r} needs 'bf16', got {sorted(self.peak)}"
+            )
         for what, rates, names, most in (
             ("peak", self.peak, UNITS, math.inf),
             ("achieved", self.achieved, ACHIEVED, 1.0),
@@ -90,8 +92,14 @@ class Hardware:
                 check_name(f"unit in {what}", name, names)
                 check_number(f"{what} of {self.name!r}", rate)
                 if not (0 < rate <= most and math.isfinite(rate)):
-                    allowed = "positive" if most == math.inf else f"above 0 and at most {most:g}"
-                    raise ValueError(f"{what} of {self.name!r} must be {allowed}, got {rate}")
+                    allowed = (
+                        "positive"
+                        if most == math.inf
+                        else f"above 0 and at most {most:g}"
+                    )
+                    raise ValueError(
+                        f"{what} of {self.name!r} must be {allowed}, got {rate}"
+                    )
 
     def rate(self, unit: str) -> float:
         """FLOP/s that large products reach on this kind of unit."""
@@ -102,7 +110,9 @@ class Hardware:
         """B/s that large kernels reach when they read and write memory."""
         return self.bandwidth * self.achieved.get(MEMORY, ACHIEVED[MEMORY])
 
-    def seconds(self, unit: str, flops: float, moved: float, at_peak: bool = False) -> float:
+    def seconds(
+        self, unit: str, flops: float, moved: float, at_peak: bool = False
+    ) -> float:
         """The time of a kernel. unit: of its products. moved: bytes read and written. at_peak: at
         the rates of the data sheet, where a launch takes no time."""
         if at_peak:

@@ -24,7 +24,9 @@ def from_function(name: str) -> Callable[..., Any]:
     if setup is None:
         raise ValueError(f"{where} has no {function!r}")
     if not callable(setup):
-        raise TypeError(f"{name} is a {type(setup).__name__}, not a function that returns a setup")
+        raise TypeError(
+            f"{name} is a {type(setup).__name__}, not a function that returns a setup"
+        )
     return setup
 
 
@@ -35,7 +37,9 @@ def made_by(name: str) -> Sequence[Any]:
     with seeded(0):
         made = with_seed(function, 0)
     if not isinstance(made, tuple | list) or len(made) < 2:
-        raise ValueError(f"{name} must return (model, batches[, loss]), got {made!r:.80}")
+        raise ValueError(
+            f"{name} must return (model, batches[, loss]), got {made!r:.80}"
+        )
     return made
 
 

@@ -87,14 +87,19 @@ class Stats:
             return _NO_PASS
         rows = self.rows()
         names = [field.name for field in fields(StatsRow)]
-        return as_table([names, *map(_cells, rows)]) if rows else _NO_CAST
+        if rows:
+            return as_table([names, *map(_cells, rows)])
+        return _NO_CAST
 
     __repr__ = __str__
 
 
-_NO_PASS = "no pass was recorded: run one in the block of fp8.stats, `with seen: model(x)`"
+_NO_PASS = (
+    "no pass was recorded: run one in the block of fp8.stats, `with seen: model(x)`"
+)
 _NO_CAST = (
-    "no cast in the recorded passes: they ran neither a converted layer nor under fp8.autocast"
+    "no cast in the recorded passes: they ran neither a converted layer nor under "
+    "fp8.autocast"
 )
 
 
@@ -129,8 +134,12 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
 def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> StatsRow:
     sampled, signal, noise = sums["sampled"], sums["signal"], sums["noise"]
     sqnr = math.inf if noise == 0 else 10 * math.log10(signal / noise)
-    values: dict[str, Any] = {name: int(sums[name]) for name in ("elements", "nonfinite")}
-    values |= {name: sums[name] / sampled for name in ("zero", "subnormal", "saturated")}
+    values: dict[str, Any] = {
+        name: int(sums[name]) for name in ("elements", "nonfinite")
+    }
+    values |= {
+        name: sums[name] / sampled for name in ("zero", "subnormal", "saturated")
+    }
     values["sqnr"] = sqnr if signal else math.nan
     return StatsRow(layer, operand, format, **values)
 

@@ -66,7 +66,9 @@ def _of_matrices(a: Tensor, b: Tensor) -> Product:
     return Product("", "linear", a.shape[-2], a.shape[-1], b.shape[-1], calls)
 
 
-def _of_convolution(x: Tensor, w: Tensor, output: Tensor, transposed: bool, groups: int) -> Product:
+def _of_convolution(
+    x: Tensor, w: Tensor, output: Tensor, transposed: bool, groups: int
+) -> Product:
     """A convolution is the product of unfolded patches and the kernel, once per group."""
     pixels = (x if transposed else output)[:, 0].numel()
     k, n = w[0].numel(), w.shape[0] // groups
@@ -94,19 +96,30 @@ class _Weights:
     def __init__(self, model: nn.Module) -> None:
         self._by_storage: dict[int, list[str]] = {}
         self._sizes: dict[str, set[int]] = {}
-        self._neutral = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
-        self._computed: list[Tensor] = []  # kept, so that no other tensor gets their storage
+        self._neutral = {
+            buffer.untyped_storage().data_ptr() for buffer in model.buffers()
+        }
+        self._computed: list[
+            Tensor
+        ] = []  # kept, so that no other tensor gets their storage
         for name, parameter in model.named_parameters(remove_duplicate=False):
             layer = _OF_PARAMETRIZATION.sub("", name)
-            layer = layer if layer != name else name.rpartition(".")[0]
-            self._by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(layer)
+            if layer == name:
+                layer = name.rpartition(".")[0]
+            self._by_storage.setdefault(
+                parameter.untyped_storage().data_ptr(), []
+            ).append(layer)
             self._sizes.setdefault(layer, set()).add(parameter.numel())
 
     def compute(self, arguments: Any, output: Any) -> None:
         addresses = [_address(x) for x in tensors(arguments)]
         layers_of = [self._by_storage[x] for x in addresses if x in self._by_storage]
-        if layers_of and all(x in self._by_storage or x in self._neutral for x in addresses):
-            layers = list(dict.fromkeys(layer for layers in layers_of for layer in layers))
+        if layers_of and all(
+            x in self._by_storage or x in self._neutral for x in addresses
+        ):
+            layers = list(
+                dict.fromkeys(layer for layers in layers_of for layer in layers)
+            )
             for x in tensors(output):
                 if _address(x) and _address(x) not in self._by_storage:
                     self._by_storage[_address(x)] = layers
@@ -115,16 +128,22 @@ class _Weights:
     def owner(self, weight: Tensor, running: str) -> str | None:
         """The name of the layer, or None if it is no weight."""
         if weight.is_meta:
-            return running if weight.numel() in self._sizes.get(running, ()) else None
+            if weight.numel() in self._sizes.get(running, ()):
+                return running
+            return None
         layers = self._by_storage.get(_address(weight), [])
-        return running if running in layers else next(iter(layers), None)
+        if running in layers:
+            return running
+        return next(iter(layers), None)
 
 
 def _address(x: Tensor) -> int:
     """The address of the storage of a tensor; 0 if it has none. Raises ValueError for a tensor of
     other tensors: of a library for low precision, or sharded."""
     try:
-        return x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
+        if x.layout == torch.strided:
+            return x.untyped_storage().data_ptr()
+        return 0
     except RuntimeError:
         raise ValueError(
             f"a {type(x).__name__} cannot be traced: pass the model with plain tensors, as it is "
@@ -151,10 +170,21 @@ class _Trace(TorchDispatchMode):
             a, b = args[_MATRICES[op] :][:2]
             self._add(_of_matrices(a, b), b)
         elif op is aten.convolution:
-            x, w, _bias, _stride, _padding, _dilation, transposed, _output_padding, groups = args
+            (
+                x,
+                w,
+                _bias,
+                _stride,
+                _padding,
+                _dilation,
+                transposed,
+                _output_padding,
+                groups,
+            ) = args
             self._add(_of_convolution(x, w, output, transposed, groups), w)
         elif op in _GROUPED:
-            a, b = args[:2]  # each row of a matrix is multiplied by the weight of one group
+            # Each row of a matrix is multiplied by the weight of one group.
+            a, b = args[:2]
             if a.dim() == 3 and b.dim() == 2:
                 a, b = b.mT, a.mT
             rows, inner = a.shape[:-1].numel(), a.shape[-1]

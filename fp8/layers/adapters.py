@@ -58,7 +58,9 @@ def decided(
     """The recipe that a policy gives the layers of a model, and which layers those are. Raises
     ValueError for several recipes, for a switch, and if the library does not have the recipe."""
     decisions = resolve(policy, model)
-    recipes: set[Recipe | None] = {composed(d.sources, PLAIN) for d in decisions.values()}
+    recipes: set[Recipe | None] = {
+        composed(d.sources, PLAIN) for d in decisions.values()
+    }
     recipes.discard(None)
     if not recipes:
         recipes = {recipe_of(policy.recipe)} - {None}

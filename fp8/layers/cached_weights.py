@@ -184,7 +184,9 @@ def _compiled(weight: Tensor, casts: Casts, scale: Tensor | None) -> Layouts:
 
 
 @cache
-def _kernel(casts: Casts, size: Any, stride: Any, dtype: Any, device: Any, is_static: bool) -> Any:
+def _kernel(
+    casts: Casts, size: Any, stride: Any, dtype: Any, device: Any, is_static: bool
+) -> Any:
     from ..torch_internals.inductor import compiled  # imports the compiler
 
     def cast(weight: Tensor, scale: Tensor | None) -> list[Tensor]:
@@ -211,13 +213,17 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, weight
 
 
-def _is_cacheable(layer: Any, weight: Tensor, casts: Casts, scale: Tensor | None) -> bool:
+def _is_cacheable(
+    layer: Any, weight: Tensor, casts: Casts, scale: Tensor | None
+) -> bool:
     specs = casts.b, casts.b_for_grad_a
     if any(spec is None or spec.is_random or spec.is_simulated for spec in specs):
         return False
     if weight.is_inference():
         return False
-    if layer.fp8_recipe.accumulate or not native.takes(layer.fp8_settings.backend, weight, weight):
+    if layer.fp8_recipe.accumulate or not native.takes(
+        layer.fp8_settings.backend, weight, weight
+    ):
         return False
     return not hasattr(layer, "fp8_amax_weight") and (scale is None or bool(scale > 0))
 
@@ -225,7 +231,9 @@ def _is_cacheable(layer: Any, weight: Tensor, casts: Casts, scale: Tensor | None
 def _of(optimizer: Optimizer, weights: dict[str, Any]) -> dict[str, Any]:
     """The weights of an optimizer."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return {name: weight for name, weight in weights.items() if id(weight) in parameters}
+    return {
+        name: weight for name, weight in weights.items() if id(weight) in parameters
+    }
 
 
 def _after_loading(model: nn.Module, keys: Any) -> None:
@@ -242,9 +250,13 @@ def _check(weights: dict[str, Any]) -> None:
     casts = {name: weight.fp8_cache for name, weight in weights.items()}
     counted = {name for name, cast in casts.items() if cast.is_stale(weights[name])}
     changed = [name for name in counted if casts[name].in_graph]
-    others = [name for name, cast in casts.items() if cast.token and name not in counted]
+    others = [
+        name for name, cast in casts.items() if cast.token and name not in counted
+    ]
     if others and not changed:
-        flags = torch.stack([casts[name].differs(weights[name]).cpu() for name in others]).tolist()
+        flags = torch.stack(
+            [casts[name].differs(weights[name]).cpu() for name in others]
+        ).tolist()
         changed = [name for name, flag in zip(others, flags, strict=True) if flag]
     if changed:
         raise RuntimeError(

@@ -70,7 +70,9 @@ def calibrate(
     {'input': -7, 'weight': -4, 'grad': -4}
     """
     if (batch is None) == (scales is None):
-        raise ValueError("calibrate needs either a batch, to measure, or scales, to set")
+        raise ValueError(
+            "calibrate needs either a batch, to measure, or scales, to set"
+        )
     check_module("calibrate", model)
     model = unwrapped(model)
     for layer in converted(model).values():
@@ -108,7 +110,10 @@ def calibration(model: nn.Module) -> dict[str, int | None]:
         it, as in "0.input", "0.weight" and "0.grad"; those of a group end with its number.
     """
     scales = {name: float(state) for name, state in _states(model).items()}
-    return {name: round(math.log2(scale)) if scale else None for name, scale in scales.items()}
+    return {
+        name: round(math.log2(scale)) if scale else None
+        for name, scale in scales.items()
+    }
 
 
 def _states(model: nn.Module) -> dict[str, Tensor]:
@@ -126,7 +131,9 @@ def _set(states: dict[str, Tensor], scales: Mapping[str, int | None]) -> None:
     for name, e in scales.items():
         whole = isinstance(e, int) and not isinstance(e, bool)
         if e is not None and not (whole and SMALLEST <= e <= LARGEST):
-            raise ValueError(f"scales: {name!r} is a whole number from -126 to 126, got {e!r}")
+            raise ValueError(
+                f"scales: {name!r} is a whole number from -126 to 126, got {e!r}"
+            )
     for name, e in scales.items():
         states[name].fill_(0.0 if e is None else 2.0**e)
 
@@ -134,7 +141,9 @@ def _set(states: dict[str, Tensor], scales: Mapping[str, int | None]) -> None:
 @torch.no_grad()
 def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None:
     """Sets the scales from the second moments of all processes."""
-    measured = [measurement.moments.get(state.data_ptr(), Moment(state)) for state in states]
+    measured = [
+        measurement.moments.get(state.data_ptr(), Moment(state)) for state in states
+    ]
     sums = [[float(moment.total), float(moment.elements)] for moment in measured]
     device = states[0].device
     dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -147,7 +156,9 @@ def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None
             state.fill_(power)
 
 
-def _measure(model: nn.Module, batch: Batch, loss: Loss | None, measurement: Measurement) -> None:
+def _measure(
+    model: nn.Module, batch: Batch, loss: Loss | None, measurement: Measurement
+) -> None:
     """One forward and backward pass of ``model`` without side effects."""
     with (
         untouched(model),

@@ -10,7 +10,14 @@ from torch.nn.parameter import is_lazy
 
 from ..casts.counts import forget_checks
 from ..common.libraries import explains_arguments
-from ..common.mixin import Args, Forward, Mixin, add_mixin, check_not_scripted, remove_mixin
+from ..common.mixin import (
+    Args,
+    Forward,
+    Mixin,
+    add_mixin,
+    check_not_scripted,
+    remove_mixin,
+)
 from ..common.report import CHANGES
 from ..common.validation import check_module
 from ..frame import FRAMES
@@ -126,7 +133,9 @@ def convert(
     for start, _ in policy.switch:
         resolve(policy.at(start), model)
     layers = {name: model.get_submodule(name) for name in decisions}
-    chosen = {name for name, layer in layers.items() if where is None or where(name, layer)}
+    chosen = {
+        name for name, layer in layers.items() if where is None or where(name, layer)
+    }
     model = revert_layers(model)
     for name, module in layers.items():
         decision = decisions[name]
@@ -158,7 +167,9 @@ def check_ready(model: nn.Module) -> None:
         check_not_scripted(name, module)
         if any(map(is_lazy, module.parameters(recurse=False))):
             path = name or type(module).__name__
-            raise ValueError(f"{path} has no weight yet: call the model once, then convert it")
+            raise ValueError(
+                f"{path} has no weight yet: call the model once, then convert it"
+            )
 
 
 def advance(model: nn.Module, fraction: float) -> bool:
@@ -193,7 +204,9 @@ def advance(model: nn.Module, fraction: float) -> bool:
             "fp8.convert(model, fp8.Policy(recipe, switch=[(0.9, 'bf16')]))"
         )
     if any(OVERRIDDEN in vars(module) for module in model.modules()):
-        raise RuntimeError("fp8.advance belongs outside of fp8.override: close the block first")
+        raise RuntimeError(
+            "fp8.advance belongs outside of fp8.override: close the block first"
+        )
     changed = [_advance(owner, fraction) for owner in owners]
     return any(changed)
 
@@ -201,7 +214,11 @@ def advance(model: nn.Module, fraction: float) -> bool:
 def _advance(owner: nn.Module, fraction: float) -> bool:
     policy = policy_of(owner)
     policy.at(fraction)  # checks the fraction
-    reached = [(start, source_of(recipe)) for start, recipe in policy.switch if start <= fraction]
+    reached = [
+        (start, source_of(recipe))
+        for start, recipe in policy.switch
+        if start <= fraction
+    ]
     since = reached[-1][0] if reached else None
     if vars(owner).get("fp8_switched") == since:
         return False
@@ -254,7 +271,9 @@ def expand(model: M) -> M:
     """Makes containers call their layers, if any of those was converted: in evaluation mode they
     run one fused kernel instead, unless under a torch-function mode; a disabled block is one."""
     for module in model.modules():
-        changed = (isinstance(m, Converted) or is_replacement(m) for m in module.modules())
+        changed = (
+            isinstance(m, Converted) or is_replacement(m) for m in module.modules()
+        )
         fast = isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer)
         if fast and any(changed):
             add_mixin(module, _Expanded)

@@ -87,12 +87,16 @@ def eject(model: nn.Module, path: str | Path) -> Path:
     model = unwrapped(model)
     check_not_overridden("eject", model)
     layers = list(_layers(model))
-    if refused := [(name or "(model)", why) for name, why in _refused(model, layers) if why]:
+    if refused := [
+        (name or "(model)", why) for name, why in _refused(model, layers) if why
+    ]:
         whys = {why: ", ".join(n for n, w in refused if w == why) for _, why in refused}
         listed = "".join(f"\n  {names}: {why}" for why, names in whys.items())
         raise ValueError(f"eject has no code for these parts of the model:{listed}")
     if not layers:
-        raise ValueError("eject: no layer of the model is converted; call fp8.convert before")
+        raise ValueError(
+            "eject: no layer of the model is converted; call fp8.convert before"
+        )
     text = _text(layers, path.stem)
     if (lines := text.count("\n")) > MAX_LINES:
         raise ValueError(
@@ -117,7 +121,9 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
 def _refused(model: nn.Module, layers: list[_Layer]) -> Iterator[tuple[str, str]]:
     """(name, why) of everything in the model that the file cannot express, and others with ""."""
     for change in CHANGES:
-        yield from ((row.path, row.done) for row in change.rows(model) if not row.left_alone)
+        yield from (
+            (row.path, row.done) for row in change.rows(model) if not row.left_alone
+        )
     for name, module in model.named_modules():
         yield name, "its policy has a switch" if policy_of(module).switch else ""
         yield name, "a layer of another library" if is_replacement(module) else ""
@@ -163,7 +169,9 @@ def _casts(layer: Any, kind: type[nn.Linear]) -> bool:
         x = torch.randn(2, layer.in_features, generator=generator).to(dtype)
         bias = None if layer.bias is None else layer.bias.to(dtype)
         try:
-            if not torch.equal(kind.forward(layer, x), F.linear(x, layer.weight.to(dtype), bias)):
+            if not torch.equal(
+                kind.forward(layer, x), F.linear(x, layer.weight.to(dtype), bias)
+            ):
                 return False
         except RuntimeError:  # of unlike dtypes
             return False
@@ -172,12 +180,16 @@ def _casts(layer: Any, kind: type[nn.Linear]) -> bool:
 
 def _why_recipe(recipe: Recipe) -> str:
     if recipe.accumulate is not None:
-        return f"recipe {recipe.name!r} has the sums of accumulate={recipe.accumulate!r}"
+        return (
+            f"recipe {recipe.name!r} has the sums of accumulate={recipe.accumulate!r}"
+        )
     if recipe.fast_sums != ("forward",):
         return f"recipe {recipe.name!r} sums {recipe.fast_sums} fast"
     for cast in filter(None, recipe.casts):
         scaling = cast.scaling if cast.scaling in SCALINGS else "unit"
-        if cast.format not in ("e4m3", "e5m2") or cast != Cast(format=cast.format, scaling=scaling):
+        if cast.format not in ("e4m3", "e5m2") or cast != Cast(
+            format=cast.format, scaling=scaling
+        ):
             return f"recipe {recipe.name!r} casts to {cast}"
     for first, second in (recipe.forward, recipe.grad_input, recipe.grad_weight):
         if first and second and first.format == second.format == "e5m2":
@@ -202,7 +214,9 @@ def _text(layers: list[_Layer], stem: str) -> str:
             name += "_"
         names[recipe.text] = name
         entries.append(_entry(name, recipe))
-    template = resources.files(__package__).joinpath("eject.txt").read_text(encoding="utf-8")
+    template = (
+        resources.files(__package__).joinpath("eject.txt").read_text(encoding="utf-8")
+    )
     rows = "\n".join(_rows(layers, names))
     tables = {"recipes": "\n".join(entries), "layers": rows}
     return Template(template).substitute(version=__version__, stem=stem, **tables)
@@ -220,7 +234,10 @@ def _entry(name: str, recipe: Recipe) -> str:
     line = f'    "{name}": ({", ".join(shown)}),'
     if len(line) <= WIDTH:
         return line
-    return "\n        ".join([f'    "{name}": (', *(f"{pair}," for pair in shown)]) + "\n    ),"
+    return (
+        "\n        ".join([f'    "{name}": (', *(f"{pair}," for pair in shown)])
+        + "\n    ),"
+    )
 
 
 def _word(cast: Cast | None, first: Cast | None = None) -> str:
@@ -228,7 +245,9 @@ def _word(cast: Cast | None, first: Cast | None = None) -> str:
     if cast is None:
         return "none"
     reused = cast == first and cast.scaling != "row"
-    return SAME if reused else f"{cast.format} {SCALINGS[cast.scaling]}"
+    if reused:
+        return SAME
+    return f"{cast.format} {SCALINGS[cast.scaling]}"
 
 
 def _rows(layers: list[_Layer], names: dict[str, str]) -> Iterator[str]:
@@ -251,7 +270,9 @@ def _rows(layers: list[_Layer], names: dict[str, str]) -> Iterator[str]:
     for span, of_run in rows:
         words = [span.ljust(width), names[of_run[0].recipe.text], *_exponents(of_run)]
         line = " ".join(words)
-        yield from textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        yield from textwrap.wrap(
+            line, WIDTH, subsequent_indent="    ", break_on_hyphens=False
+        )
 
 
 def _exponents(layers: list[_Layer]) -> Iterator[str]:

@@ -89,15 +89,20 @@ class override:
         named = converted(self._model)
         by_layer: dict[Any, list[LayerRule]] = {}
         for rule in self._rules:
-            layers = {name: m for name, m in named.items() if matches(rule.layers, name)}
+            layers = {
+                name: m for name, m in named.items() if matches(rule.layers, name)
+            }
             if not layers:
                 names = ", ".join(map(repr, list(named)[:8])) or "none"
-                raise ValueError(f"override: {rule} matches no converted layer; there are {names}")
+                raise ValueError(
+                    f"override: {rule} matches no converted layer; there are {names}"
+                )
             for layer in layers.values():
                 by_layer.setdefault(layer, []).append(rule)
         for layer, rules in by_layer.items():
             in_force = [layer.fp8_recipe] * len(CASTS)
-            composed(_changed(in_force, rules), auto_of(layer))  # raises for what no recipe has
+            # Raises for combinations that no recipe can represent.
+            composed(_changed(in_force, rules), auto_of(layer))
         return by_layer
 
     def __enter__(self) -> override:
@@ -111,7 +116,9 @@ class override:
         with _LOCK:
             number, hooks = next(_NUMBERS), {}
             for layer, rules in self._by_layer().items():
-                record = vars(layer).setdefault(OVERRIDDEN, Overridden(_attributes(layer), {}))
+                record = vars(layer).setdefault(
+                    OVERRIDDEN, Overridden(_attributes(layer), {})
+                )
                 record.rules[number] = rules
                 _apply(layer, record)
                 hooks[layer] = layer.register_forward_pre_hook(_check_checkpoint)
@@ -140,7 +147,9 @@ def _attributes(layer: Any) -> dict[str, Any]:
     return attributes | {"_buffers": dict(layer._buffers)}
 
 
-def _changed(sources: Iterable[Source], rules: Iterable[LayerRule]) -> tuple[Source, ...]:
+def _changed(
+    sources: Iterable[Source], rules: Iterable[LayerRule]
+) -> tuple[Source, ...]:
     changed = list(sources)
     for rule in rules:
         for cast in rule.casts:
@@ -161,14 +170,20 @@ def _apply(layer: Any, record: Overridden) -> list[str]:
             sources = changed
         except ValueError as error:
             del record.rules[number]
-            dropped.append(f"fp8.override: {rules[0]} needs a block that was closed: {error}")
+            dropped.append(
+                f"fp8.override: {rules[0]} needs a block that was closed: {error}"
+            )
     # Of an object with attributes of its own: other threads see all of the change at once.
     made: Any = object.__new__(type(layer))
     outside = {key: value for key, value in vars(layer).items() if key not in _CHANGED}
     buffers = dict(record.before["_buffers"])
-    object.__setattr__(made, "__dict__", outside | record.before | {"_buffers": buffers})
+    object.__setattr__(
+        made, "__dict__", outside | record.before | {"_buffers": buffers}
+    )
     if record.rules:
-        if recipe is not None and recipe.keeps_history:  # of open blocks, perhaps with set scales
+        if (
+            recipe is not None and recipe.keeps_history
+        ):  # of open blocks, perhaps with set scales
             for name, buffer in layer._buffers.items():
                 buffers.setdefault(name, buffer)
         set_recipe(made, sources, since="override")

@@ -48,11 +48,17 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
     """
     if isinstance(model, DistributedDataParallel | DataParallel):
         decisions = resolve(policy, model.module)
-        return {f"module.{name}" if name else "module": d for name, d in decisions.items()}
+        return {
+            f"module.{name}" if name else "module": d for name, d in decisions.items()
+        }
     layers: Layers = candidates(model)
     exceptions = _exceptions(policy, model, layers)
-    rules = {f"rule {number}: {rule}": rule for number, rule in enumerate(policy.rules, 1)}
-    matched = {said: _matched(said, rule, model, layers) for said, rule in rules.items()}
+    rules = {
+        f"rule {number}: {rule}": rule for number, rule in enumerate(policy.rules, 1)
+    }
+    matched = {
+        said: _matched(said, rule, model, layers) for said, rule in rules.items()
+    }
     decisions = {}
     for name, layer in layers.items():
         if name in exceptions:
@@ -60,12 +66,16 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
             chosen = composed(sources, auto_of(layer))
             decisions[name] = Decision(chosen, sources, exceptions[name], kept=True)
         else:
-            of_layer = {said: rule for said, rule in rules.items() if name in matched[said]}
+            of_layer = {
+                said: rule for said, rule in rules.items() if name in matched[said]
+            }
             decisions[name] = _decide(policy, name, layer, of_layer)
     return decisions
 
 
-def _decide(policy: Policy, name: str, layer: nn.Module, rules: dict[str, LayerRule]) -> Decision:
+def _decide(
+    policy: Policy, name: str, layer: nn.Module, rules: dict[str, LayerRule]
+) -> Decision:
     """The decision for a layer that is no exception. rules: by what messages call them."""
     sources: list[Source] = [source_of(policy.recipe)] * len(CASTS)
     deciding = [""] * len(CASTS)
@@ -78,7 +88,9 @@ def _decide(policy: Policy, name: str, layer: nn.Module, rules: dict[str, LayerR
     try:
         return Decision(composed(tuple(sources), auto_of(layer)), tuple(sources), why)
     except ValueError as error:
-        raise ValueError(f"the casts of {name or '(model)'!r} by {why}: {error}") from None
+        raise ValueError(
+            f"the casts of {name or '(model)'!r} by {why}: {error}"
+        ) from None
 
 
 def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, str]:
@@ -93,7 +105,9 @@ def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, s
     blocks = [b for b in every if not any(within(b, other) for other in every)]
     if policy.first + policy.last > len(blocks):
         needs = f"first={policy.first} and last={policy.last} need that many repeated blocks"
-        raise ValueError(f"{needs}, and the {bare_class(model).__name__} has {len(blocks)}")
+        raise ValueError(
+            f"{needs}, and the {bare_class(model).__name__} has {len(blocks)}"
+        )
     chosen = [(b, f"first={policy.first}") for b in blocks[: policy.first]]
     chosen += [(b, f"last={policy.last}") for b in blocks[len(blocks) - policy.last :]]
     for block, why in chosen:
@@ -105,12 +119,16 @@ def _matched(said: str, rule: LayerRule, model: nn.Module, layers: Layers) -> se
     """The layers that a rule matches. Raises ValueError for none, except for a rule that leaves in
     high precision what is never cast."""
     names = {name for name in layers if matches(rule.layers, name)}
-    others = [(name, why) for name, _, why in layers_of(model) if matches(rule.layers, name)]
+    others = [
+        (name, why) for name, _, why in layers_of(model) if matches(rule.layers, name)
+    ]
     if names or (others and rule.recipe is None):
         return names
     if others:
         name, why = others[0]
-        raise ValueError(f"{said} matches only layers that stay: {name!r} ({why or ''})")
+        raise ValueError(
+            f"{said} matches only layers that stay: {name!r} ({why or ''})"
+        )
     raise ValueError(f"{said} matches no layer{_hint(rule.layers, layers)}")
 
 
@@ -143,7 +161,9 @@ def bare_name(name: str) -> str:
 def _hint(pattern: str, layers: Layers) -> str:
     names = tuple(layers)
     if any(within(name, pattern) for name in names):
-        return f"; for the layers inside of that module, use {json.dumps(pattern + '.*')}"
+        return (
+            f"; for the layers inside of that module, use {json.dumps(pattern + '.*')}"
+        )
     near = nearest(pattern, names)
     hint = "" if near is None else f"; did you mean {near!r}?"
     shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")

@@ -36,7 +36,9 @@ def report(model: nn.Module) -> Report[Row]:
     if note is not None:
         return Report([*note.report, *others], notes_on(model))
     notes, policy = [*notes_on(model)], policy_of(model)
-    starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
+    starts = [
+        f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch
+    ]
     if policy.name or starts:
         name = f"policy {policy.name!r}" if policy.name else "policy"
         notes.append("; ".join([name, *starts]))
@@ -91,7 +93,9 @@ def _runs(layer: Any) -> str:
     settings = layer.fp8_settings
     if settings.backend == "simulate":
         none = "" if settings.asked == "simulate" else why_not_recipe(settings.recipe)
-        return f", simulated: {none}" if none else ""
+        if none:
+            return f", simulated: {none}"
+        return ""
     if not (isinstance(layer, nn.Linear) or settings.is_transposed):
         return ", simulated: the kernels multiply two matrices"
     weight = layer.weight
@@ -102,10 +106,14 @@ def _runs(layer: Any) -> str:
     if settings.backend == "auto" and weight.device.type != "cuda":
         return f", native on {devices}"
     why = why_not_here(settings.recipe, weight.device, weight.dtype)
-    return f", simulated: {why}" if why else ", native"
+    if why:
+        return f", simulated: {why}"
+    return ", native"
 
 
-def warn_nothing(model: nn.Module, rows: Iterable[Row], done: str = "converted") -> None:
+def warn_nothing(
+    model: nn.Module, rows: Iterable[Row], done: str = "converted"
+) -> None:
     """Warns that no layer of ``model`` was chosen and converted, at each call: the one before may
     have had another where=. rows: of its report. done: what was asked for."""
     whys = Counter(row.why for row in rows if row.left_alone or row.why)

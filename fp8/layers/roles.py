@@ -54,7 +54,11 @@ def sizes_of(layer: Any) -> tuple[int, int]:
     if isinstance(layer, nn.MultiheadAttention):
         return layer.embed_dim, layer.embed_dim
     # The last of transformers' Conv1D.
-    for names in (("in_features", "out_features"), ("in_channels", "out_channels"), ("nx", "nf")):
+    for names in (
+        ("in_features", "out_features"),
+        ("in_channels", "out_channels"),
+        ("nx", "nf"),
+    ):
         if hasattr(layer, names[0]):
             return getattr(layer, names[0]), getattr(layer, names[1])
     return 0, -1
@@ -129,9 +133,14 @@ def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
         weight = getattr(layer, "weight", None)
         if isinstance(weight, Tensor) and not is_lazy(weight) and weight.dim() == 2:
             outputs = weight.shape[1] if is_transposed(layer) else weight.shape[0]
-        parent, above = name.rpartition(".")[0], name.rpartition(".")[0].rpartition(".")[0]
+        parent, above = (
+            name.rpartition(".")[0],
+            name.rpartition(".")[0].rpartition(".")[0],
+        )
         beside = {path: model.get_submodule(path) for path in (parent, above)}
-        counts = {count for module in beside.values() for count in _counts(module, layer)}
+        counts = {
+            count for module in beside.values() for count in _counts(module, layer)
+        }
         if outputs > 1 and outputs in counts and _in_any(name, blocks):
             reasons[name] = f"one output for each of {outputs} experts beside it"
     return reasons
@@ -142,7 +151,9 @@ def _counts(parent: nn.Module, but: nn.Module) -> set[int]:
     modules = (parent, *parent.children())
     stacks = [p for m in modules if m is not but for p in m.parameters(recurse=False)]
     lengths = {p.shape[0] for p in stacks if not is_lazy(p) and p.dim() == 3}
-    return lengths | {len(module) for module in modules if isinstance(module, nn.ModuleList)}
+    return lengths | {
+        len(module) for module in modules if isinstance(module, nn.ModuleList)
+    }
 
 
 _FINDERS: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
@@ -160,7 +171,11 @@ def with_role(role: str, model: nn.Module, layers: Layers) -> dict[str, str]:
     products are their own. Raises ValueError if nothing has the role "residual" or "router"."""
     reasons = _FINDERS[role](model, layers)
     every = {name: layer for name, layer, _ in layers_of(model)}
-    if not reasons and role in ("residual", "router") and not _FINDERS[role](model, every):
+    if (
+        not reasons
+        and role in ("residual", "router")
+        and not _FINDERS[role](model, every)
+    ):
         missing = f"role {role!r} is not found in this {bare_class(model).__name__}: {ROLES[role]}"
         raise ValueError(f"{missing}. Use a rule with the names of the layers")
     return reasons

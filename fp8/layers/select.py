@@ -27,7 +27,9 @@ LAYERS: tuple[type[nn.Module], ...] = (
 EXCEPTIONS: dict[type[nn.Module], str] = {
     nn.Bilinear: "a product of three operands",
     **dict.fromkeys((nn.Embedding, nn.EmbeddingBag), "a lookup, not a product"),
-    **dict.fromkeys((nn.RNNBase, nn.RNNCellBase), "one kernel computes all its products"),
+    **dict.fromkeys(
+        (nn.RNNBase, nn.RNNCellBase), "one kernel computes all its products"
+    ),
 }
 """Layers with a weight that are never converted -> the reason."""
 
@@ -41,13 +43,17 @@ def auto_of(module: nn.Module) -> Recipe:
     """The recipe that "auto" stands for in a layer."""
     if is_unit_scaled(module):
         return UNIT
-    return STATIC if has_size(module) or has_scales(module) else PLAIN
+    if has_size(module) or has_scales(module):
+        return STATIC
+    return PLAIN
 
 
 def has_size(module: nn.Module) -> bool:
     """Whether `unit_scale` has set the size of a weight of the layer, or will in the first call:
     operands have RMS 1, so static scales hold."""
-    return any(getattr(p, "mup_divisor", None) for p in module.parameters(recurse=False))
+    return any(
+        getattr(p, "mup_divisor", None) for p in module.parameters(recurse=False)
+    )
 
 
 def check_values_set(what: str, model: nn.Module) -> None:
@@ -99,7 +105,9 @@ def holds_experts(module: nn.Module) -> bool:
     """Whether all parameters of a module are its own stacks of matrices (experts, ., .) and biases
     (experts, .). Not a class of torch: those are layers of one weight."""
     own, parameters = list(module.parameters(recurse=False)), list(module.parameters())
-    if bare_class(module).__module__.startswith("torch.") or any(map(is_lazy, parameters)):
+    if bare_class(module).__module__.startswith("torch.") or any(
+        map(is_lazy, parameters)
+    ):
         return False
     experts = next((p.shape[0] for p in own if p.dim() == 3), 0)
     alike = all(p.dim() in (2, 3) and p.shape[0] == experts for p in parameters)
@@ -125,8 +133,12 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
             return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
     is_layer = isinstance(module, LAYERS) or is_transposed(module)
     if is_layer or holds_experts(module):
-        patched = "its forward was replaced on the instance: convert the model before that"
-        return patched if "forward" in vars(module) else None
+        patched = (
+            "its forward was replaced on the instance: convert the model before that"
+        )
+        if "forward" in vars(module):
+            return patched
+        return None
     whys = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
     return next(whys, "its products are its own: run the model under fp8.autocast")
 
@@ -136,9 +148,16 @@ def why_quantized(module: nn.Module) -> str:
     for parameter in module.parameters(recurse=False):
         kind = type(parameter)
         library = kind.__module__.partition(".")[0]
-        if library in ("bitsandbytes", "torchao"):  # whatever dtype their classes report
+        if library in (
+            "bitsandbytes",
+            "torchao",
+        ):  # whatever dtype their classes report
             return f"quantized: its weight is a {kind.__name__} of {library}"
-        if not is_lazy(parameter) and parameter.dim() > 1 and parameter.element_size() == 1:
+        if (
+            not is_lazy(parameter)
+            and parameter.dim() > 1
+            and parameter.element_size() == 1
+        ):
             return f"quantized: its weight is {parameter.dtype}"
     return ""
 
@@ -152,12 +171,16 @@ def checked_where(where: Any) -> Where | None:
     if where is None:
         return None
     if not callable(where):
-        raise TypeError(f"where is a {type(where).__name__}; give (name, module) -> bool")
+        raise TypeError(
+            f"where is a {type(where).__name__}; give (name, module) -> bool"
+        )
 
     def checked(name: str, module: nn.Module) -> bool:
         answer = where(name, module)
         if not isinstance(answer, bool):
-            raise TypeError(f"where must return a bool, got {answer!r} for layer {name!r}")
+            raise TypeError(
+                f"where must return a bool, got {answer!r} for layer {name!r}"
+            )
         return answer
 
     return checked

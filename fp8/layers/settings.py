@@ -77,7 +77,9 @@ class Converted(Mixin):
         frame = FRAMES.items[-1]
         if frame.block is not None and is_off():
             return forward(*args, **kwargs)
-        if "parametrizations" in self._modules:  # which may be newer than the conversion
+        if (
+            "parametrizations" in self._modules
+        ):  # which may be newer than the conversion
             leave_parametrizations(self)
         settings = self.fp8_settings
         recipe, backend = settings.recipe, settings.backend
@@ -91,7 +93,11 @@ class Converted(Mixin):
                 if recipe.changes_scales:
                     refuse_recomputation(recipe)
                 weight = self.weight.mT if settings.is_transposed else self.weight
-                how: dict[str, Any] = {"recipe": recipe, "backend": backend, "state": state}
+                how: dict[str, Any] = {
+                    "recipe": recipe,
+                    "backend": backend,
+                    "state": state,
+                }
                 return linear(x, weight, self.bias, **how)
         with LayerBlock(recipe, backend, state):
             return forward(*args, **kwargs)
@@ -107,7 +113,9 @@ class Converted(Mixin):
         history.note_scale(self, buffer)
         return True
 
-    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self: Any, state_dict: Any, prefix: str, *args: Any
+    ) -> None:
         if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
             choose_static(self)
         if self.fp8_settings.saves_scales:
@@ -118,7 +126,9 @@ class Converted(Mixin):
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Leaves the state of scales in float32; zero where the meta device had no values, as
         `to_empty` would leave what the memory holds."""
-        states = {n: b for n, b in self.named_buffers(recurse=False) if history.is_history(n)}
+        states = {
+            n: b for n, b in self.named_buffers(recurse=False) if history.is_history(n)
+        }
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for name, state in states.items():
             moved = self._buffers[name]
@@ -135,7 +145,11 @@ class Converted(Mixin):
 
 def converted(model: nn.Module) -> dict[str, Any]:
     """Name -> layer, of the converted layers of a model."""
-    return {name: part for name, part in model.named_modules() if isinstance(part, Converted)}
+    return {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, Converted)
+    }
 
 
 def policy_of(model: nn.Module) -> Policy:

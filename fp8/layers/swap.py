@@ -21,7 +21,11 @@ _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
 
 
 def swap(
-    model: nn.Module, make: Make, *, adapter: str = "", how: str | Callable[[str], str] = ""
+    model: nn.Module,
+    make: Make,
+    *,
+    adapter: str = "",
+    how: str | Callable[[str], str] = "",
 ) -> nn.Module:
     """Replaces every module for which ``make`` returns a replacement, under all its names.
 
@@ -90,7 +94,9 @@ def layers_for(
     def replacement(name: str, module: nn.Module) -> nn.Module | str | None:
         if not isinstance(module, kinds):
             has_matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))
-            return other if has_matrix else None
+            if has_matrix:
+                return other
+            return None
         if id(module) in owners:
             return f"computed by {owners[id(module)]}"
         if where is not None and not where(name, module):
@@ -98,7 +104,9 @@ def layers_for(
         if isinstance(module, Mixin):
             return "transformed: its casts and functions would be lost"
         exact = type(module) in kinds
-        why = why_quantized(module) or ("" if exact else "a subclass: its forward may be its own")
+        why = why_quantized(module) or (
+            "" if exact else "a subclass: its forward may be its own"
+        )
         return why or make(module)
 
     return replacement
@@ -110,7 +118,9 @@ def why_not_fit(module: nn.Module, multiple: int) -> str:
     if weight is None:
         return "its weight is computed, not a parameter"
     odd = [size for size in weight.shape if size % multiple]
-    return f"{odd[0]} is no multiple of {multiple}" if odd and isinstance(module, nn.Linear) else ""
+    if odd and isinstance(module, nn.Linear):
+        return f"{odd[0]} is no multiple of {multiple}"
+    return ""
 
 
 class Padded(Mixin):

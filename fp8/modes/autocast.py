@@ -19,7 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import LATEST
 from ..frame import FRAMES, Frame, close_frame, open_frame
-from ..products.active import NO_STATE, Block, checked_backend, product_recipe, running_task
+from ..products.active import (
+    NO_STATE,
+    Block,
+    checked_backend,
+    product_recipe,
+    running_task,
+)
 from ..recipes.history import LayerState
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, recipe_unless_auto
@@ -67,12 +73,16 @@ class _Mode(TorchFunctionMode):
         block = FRAMES.items[-1].block
         recipe = None if block is None else block.recipe
         if recipe is not None and (
-            function in SPECIAL or function in CALLERS or isinstance(function, OPERATORS)
+            function in SPECIAL
+            or function in CALLERS
+            or isinstance(function, OPERATORS)
         ):
             return self._special(recipe, function, args, kwargs)
         if recipe is None and function in PRODUCTS:
             product_recipe()  # raises if the block belongs to another task
-            if torch.compiler.is_dynamo_compiling() and any(map(_is_around, FRAMES.items)):
+            if torch.compiler.is_dynamo_compiling() and any(
+                map(_is_around, FRAMES.items)
+            ):
                 return outside_of_modes(PLACES[function], args, kwargs)
         return called(function, args, kwargs)
 
@@ -83,13 +93,18 @@ class _Mode(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if function in EXPANDED and (expanded := expansion(function, args, kwargs)) is not None:
+        if (
+            function in EXPANDED
+            and (expanded := expansion(function, args, kwargs)) is not None
+        ):
             return within((self, *FRAMES.items[-1].early_modes), expanded)()
         if (handler := handler_of(function)) is not None:
             if kwargs.get("out") is not None:
                 if is_from_graph():
                     return function(*args, **kwargs)
-                raise ValueError("a product under fp8.autocast cannot write to out=: assign it")
+                raise ValueError(
+                    "a product under fp8.autocast cannot write to out=: assign it"
+                )
             kwargs.pop("out", None)
             result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):
@@ -224,8 +239,12 @@ class autocast:
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Wraps ``function`` so that each call runs in the block. Raises TypeError for a generator
         or coroutine function, whose body runs after the call returns."""
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-            raise TypeError(f"{function.__name__} goes on after its call: open the block inside")
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(
+            function
+        ):
+            raise TypeError(
+                f"{function.__name__} goes on after its call: open the block inside"
+            )
 
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -278,7 +297,9 @@ def _check_recomputes(recipe: Recipe) -> None:
         )
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def checkpoint_contexts() -> tuple[
+    AbstractContextManager[Any], AbstractContextManager[Any]
+]:
     """The ``context_fn`` for `torch.utils.checkpoint.checkpoint` inside of `fp8.autocast`.
 
     The recomputation in the backward pass runs under the recipe of the forward pass:
@@ -324,15 +345,21 @@ def _warn_left(name: str, why: str) -> bool:
     return True
 
 
-def warn_of_operator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+def warn_of_operator(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> None:
     """Warns of an operator of another library that may compute a product, of two floating-point
     tensors or more. ATen's operators are how these packages call torch without casts."""
     tensors = [
-        t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()
+        t
+        for t in (*args, *kwargs.values())
+        if isinstance(t, Tensor) and t.is_floating_point()
     ]
     name = str(function)
     if len(tensors) > 1 and not name.startswith(("aten.", "fp8.")):
-        _warn_left(name, "an operator of another library, whose products, if any, are not cast")
+        _warn_left(
+            name, "an operator of another library, whose products, if any, are not cast"
+        )
 
 
 def warn_of_function(args: tuple[Any, ...]) -> None:
@@ -341,7 +368,8 @@ def warn_of_function(args: tuple[Any, ...]) -> None:
     if torch.compiler.is_dynamo_compiling() or in_reentrant():
         return
     if any(isinstance(t, Tensor) and t.grad_fn is not None for t in args):
-        from ..torch_internals.calling_function import function_around  # late: for a warning
+        # late: for a warning
+        from ..torch_internals.calling_function import function_around
 
         name = function_around()
         if name:

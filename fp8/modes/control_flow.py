@@ -63,7 +63,9 @@ def runs_functions(function: Function) -> bool:
     return function in CALLERS or function in RUNS
 
 
-def run_within(mode: TorchFunctionMode, function: Function, args: Any, kwargs: Any) -> Any:
+def run_within(
+    mode: TorchFunctionMode, function: Function, args: Any, kwargs: Any
+) -> Any:
     """``function(*args, **kwargs)``, a call that `runs_functions`, with the mode active in these. A
     region becomes a part of its graph: torch.compile compiles no closure as one."""
     # The compiler allows a push on the stack of modes inside of the functions after one outside.
@@ -81,7 +83,9 @@ def run_within(mode: TorchFunctionMode, function: Function, args: Any, kwargs: A
 def within(modes: tuple[TorchFunctionMode, ...], function: Function) -> Function:
     """``function`` with the modes active, the last of which sees each call first."""
     if isinstance(function, partial):  # scan reads its arguments
-        return partial(within(modes, function.func), *function.args, **function.keywords)
+        return partial(
+            within(modes, function.func), *function.args, **function.keywords
+        )
 
     def inside(*args: Any, **kwargs: Any) -> Any:
         for mode in modes:

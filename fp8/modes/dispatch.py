@@ -47,14 +47,19 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {
     "addmv": (torch.addmv, Tensor.addmv),
     "addbmm": (torch.addbmm, Tensor.addbmm),
     "baddbmm": (torch.baddbmm, Tensor.baddbmm),
-    "grouped_mm": (F.grouped_mm, torch._grouped_mm),  # a mode receives the second for both
+    "grouped_mm": (
+        F.grouped_mm,
+        torch._grouped_mm,
+    ),  # a mode receives the second for both
 }
 """Product -> its spellings, which take the same arguments."""
 
 
 def by_function(table: Mapping[str, T]) -> dict[Callable[..., Any], T]:
     """Maps each spelling of the products of ``table`` to its value."""
-    return {function: value for name, value in table.items() for function in SPELLINGS[name]}
+    return {
+        function: value for name, value in table.items() for function in SPELLINGS[name]
+    }
 
 
 Handler = Callable[..., Any]
@@ -80,10 +85,14 @@ def _floating(*values: object) -> bool:
     return True
 
 
-def _linear(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(
+    recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Any:
     if not _floating(input, weight):
         return NotImplemented
-    return matmul.linear(input, weight, bias, recipe=recipe, backend=FRAMES.items[-1].block.backend)
+    return matmul.linear(
+        input, weight, bias, recipe=recipe, backend=FRAMES.items[-1].block.backend
+    )
 
 
 def _layer(function: Callable[..., Any]) -> Handler:
@@ -121,10 +130,14 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
         vec: Tensor | None = None,
         tensor: Tensor | None = None,
     ) -> Any:
-        right: Any = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
+        right: Any = next(
+            (t for t in (other, mat2, vec, tensor) if t is not None), None
+        )
         if not _is_product(input, right, ranks):
             return NotImplemented
-        return matmul.matmul(input, right, recipe=recipe, backend=FRAMES.items[-1].block.backend)
+        return matmul.matmul(
+            input, right, recipe=recipe, backend=FRAMES.items[-1].block.backend
+        )
 
     return handler
 
@@ -133,7 +146,12 @@ def _added(first: str, second: str, rank: int) -> Handler:
     """Handler of ``beta * input + alpha * first @ second``. input is not read if beta is 0."""
 
     def handler(
-        recipe: Recipe, input: Tensor, *args: Any, beta: float = 1, alpha: float = 1, **named: Any
+        recipe: Recipe,
+        input: Tensor,
+        *args: Any,
+        beta: float = 1,
+        alpha: float = 1,
+        **named: Any,
     ) -> Any:
         factors = list(args)
         for name in (first, second)[len(args) :]:
@@ -148,8 +166,11 @@ def _added(first: str, second: str, rank: int) -> Handler:
             return product
         (input,) = matmul.to_autocast_dtype(input)
         if input.dtype != product.dtype:
-            raise TypeError(f"input is {input.dtype}, the product {product.dtype}; make them equal")
-        input = input.expand(product.shape)  # raises if the sum would be larger than the product
+            raise TypeError(
+                f"input is {input.dtype}, the product {product.dtype}; make them equal"
+            )
+        # Raises if the sum would be larger than the product.
+        input = input.expand(product.shape)
         if beta != 1:
             input = input * beta
         return product + input
@@ -162,7 +183,9 @@ def _einsum(recipe: Recipe, *args: Any) -> Any:
     if not _floating(*operands) or not sums_products(equation, operands):
         return NotImplemented
     y = as_matmul(equation, operands)
-    return "it is not one product of two matrices; write it as such" if y is None else y
+    if y is None:
+        return "it is not one product of two matrices; write it as such"
+    return y
 
 
 def _grouped(
@@ -173,7 +196,11 @@ def _grouped(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    if not _floating(input, mat2) or bias is not None or out_dtype not in (None, input.dtype):
+    if (
+        not _floating(input, mat2)
+        or bias is not None
+        or out_dtype not in (None, input.dtype)
+    ):
         return NotImplemented  # torch 2.13 supports neither
     return grouped_mm(input, mat2, offs)
 
@@ -195,7 +222,8 @@ PRODUCTS: dict[Callable[..., Any], Handler] = {
     torch.einsum: _einsum,
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _layer(conv)),
     **dict.fromkeys(
-        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _layer(conv_transpose)
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        _layer(conv_transpose),
     ),
     F.scaled_dot_product_attention: _layer(attention),
     torch.ops.higher_order.flex_attention: _layer(flex_attention),
@@ -278,7 +306,11 @@ def expansion(
     return partial(composed, *args, **kwargs)
 
 
-_RARE = [function for name in ("dot", "vdot", "addmv", "addbmm") for function in SPELLINGS[name]]
+_RARE = [
+    function
+    for name in ("dot", "vdot", "addmv", "addbmm")
+    for function in SPELLINGS[name]
+]
 
 _WHY_LEFT: dict[str, tuple[Callable[..., Any], ...]] = {
     "one kernel computes all its products; write it out step by step": (
@@ -316,7 +348,9 @@ _WHY_LEFT: dict[str, tuple[Callable[..., Any], ...]] = {
         Tensor.addbmm_,
         Tensor.baddbmm_,
     ),
-    "the distance is a difference of its products, in which errors of casts grow": (torch.cdist,),
+    "the distance is a difference of its products, in which errors of casts grow": (
+        torch.cdist,
+    ),
     "it computes coordinates, which a cast would move": (
         F.affine_grid,
         torch.affine_grid_generator,
@@ -346,7 +380,9 @@ _WHY_LEFT: dict[str, tuple[Callable[..., Any], ...]] = {
         torch.cholesky_solve,
         Tensor.cholesky_solve,
     ),
-    "a mode does not see what its distance_function calls": (F.triplet_margin_with_distance_loss,),
+    "a mode does not see what its distance_function calls": (
+        F.triplet_margin_with_distance_loss,
+    ),
 }
 
 LEFT = {function: why for why, functions in _WHY_LEFT.items() for function in functions}

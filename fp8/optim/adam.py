@@ -78,7 +78,9 @@ class LowPrecision(Optimizer):
         _refuse(amsgrad=amsgrad, foreach=foreach, fused=fused)
         _refuse(capturable=capturable, differentiable=differentiable)
         defaults = {"lr": lr, "betas": betas, "eps": eps} | {
-            "weight_decay": self.default_decay if weight_decay is None else weight_decay,
+            "weight_decay": self.default_decay
+            if weight_decay is None
+            else weight_decay,
             "maximize": maximize,
             "first_moment": first_moment,
             "second_moment": second_moment,
@@ -106,7 +108,10 @@ class LowPrecision(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickle, which cannot read torch's tensors of 8-bit formats."""
         state = super().__getstate__()
-        readable = {p: {k: _readable(v) for k, v in e.items()} for p, e in state["state"].items()}
+        readable = {
+            p: {k: _readable(v) for k, v in e.items()}
+            for p, e in state["state"].items()
+        }
         return {**state, "state": defaultdict(dict, readable)}
 
     @property
@@ -131,7 +136,9 @@ class LowPrecision(Optimizer):
                     f"{type(self).__name__} needs dense gradients, got {grad.layout}"
                 )
             if is_dtensor(grad) and grad.placements != parameter.placements:
-                parameter.grad = grad.detach().redistribute(placements=parameter.placements)
+                parameter.grad = grad.detach().redistribute(
+                    placements=parameter.placements
+                )
         self._refresh_masters()
         if not self._step_all():
             for group in self.param_groups:
@@ -140,27 +147,46 @@ class LowPrecision(Optimizer):
 
     def _refresh_masters(self) -> None:
         """With one synchronization with a device."""
-        weights = [p for p in parameters_of(self) if states.has(self.state.get(p, {}), MASTER)]
+        weights = [
+            p for p in parameters_of(self) if states.has(self.state.get(p, {}), MASTER)
+        ]
         flags = [states.was_written(self.state[p], p) for p in weights]
-        written = torch.stack([x.to(flags[0].device) for x in flags]).tolist() if flags else []
+        written = (
+            torch.stack([x.to(flags[0].device) for x in flags]).tolist()
+            if flags
+            else []
+        )
         for p in itertools.compress(weights, written):
-            encoding = ENCODINGS[dtype_name(states.read(self.state[p], MASTER).values.dtype)]
-            states.keep(self.state[p], MASTER, p, encoding, states.numbers_of(p).flatten())
+            encoding = ENCODINGS[
+                dtype_name(states.read(self.state[p], MASTER).values.dtype)
+            ]
+            states.keep(
+                self.state[p], MASTER, p, encoding, states.numbers_of(p).flatten()
+            )
 
     def _step_all(self) -> bool:
         """Updates all parameters that have a gradient, or none: False, if one is not finite."""
         units = self._units()
-        asked = units and any(group["stochastic_weights"] for group in self.param_groups)
-        if asked and not any(unit.how.stochastic[0] or unit.rounds_copies() for unit in units):
+        asked = units and any(
+            group["stochastic_weights"] for group in self.param_groups
+        )
+        if asked and not any(
+            unit.how.stochastic[0] or unit.rounds_copies() for unit in units
+        ):
             warn_once(OptimizerWarning, _NOTHING_ROUNDED, about=self)
-        grads = (g if len(g) else g.new_zeros(1) for g in map(Unit.gradient, units))  # empty shard
+        # A shard may be empty.
+        grads = (g if len(g) else g.new_zeros(1) for g in map(Unit.gradient, units))
         looks = [x for g in grads for x in torch.aminmax(g)]
         wide = [part_of(p.grad) for p in parameters_of(self) if _is_wide(p)]
         # Not their largest magnitudes, which may be more than float32 represents.
         looks += [torch.where(g.isfinite().all(), 0.0, math.nan) for g in wide]
         looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
         alike = len({x.device for x in looks}) == 1  # one synchronization with a GPU
-        values = torch.stack([x.float() for x in looks]).tolist() if alike else map(float, looks)
+        values = (
+            torch.stack([x.float() for x in looks]).tolist()
+            if alike
+            else map(float, looks)
+        )
         numbers = iter(values)
         largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
         largest_of_all = largest + list(itertools.islice(numbers, len(wide)))
@@ -175,7 +201,9 @@ class LowPrecision(Optimizer):
             parameters = [p for p in group["params"] if _is_wide(p)]
             for parameter in parameters:
                 states.prepare(self.state[parameter], parameter, group)
-            step_as_torch(group, self.decoupled, parameters, [self.state[p] for p in parameters])
+            step_as_torch(
+                group, self.decoupled, parameters, [self.state[p] for p in parameters]
+            )
         return True
 
     def _units(self) -> list[Unit]:
@@ -191,7 +219,9 @@ class LowPrecision(Optimizer):
                 kind = type(part_of(parameter)), parameter.dtype, parameter.device
                 key = (id(group), *kind, float(state["step"]), MASTER in stored_as)
             if key not in units:
-                units[key] = Unit(group, self.decoupled, index, how_of(parameter, stored_as, group))
+                units[key] = Unit(
+                    group, self.decoupled, index, how_of(parameter, stored_as, group)
+                )
             units[key].parameters.append(parameter)
             units[key].states.append(state)
         return list(units.values())
@@ -203,8 +233,12 @@ class LowPrecision(Optimizer):
         belong to one process. `load_state_dict` rounds them again.
         """
         saved, parameters = super().state_dict(), parameters_of(self)
-        divided = {i: entry for i, entry in saved["state"].items() if is_dtensor(parameters[i])}
-        portables = {i: states.portable(parameters[i], entry) for i, entry in divided.items()}
+        divided = {
+            i: entry for i, entry in saved["state"].items() if is_dtensor(parameters[i])
+        }
+        portables = {
+            i: states.portable(parameters[i], entry) for i, entry in divided.items()
+        }
         return {**saved, "state": {**saved["state"], **portables}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -218,7 +252,9 @@ class LowPrecision(Optimizer):
         """
         groups, state = self.param_groups, self.state
         hold = self.register_load_state_dict_pre_hook(_hold)
-        release = self.register_load_state_dict_post_hook(partial(_place, groups), prepend=True)
+        release = self.register_load_state_dict_post_hook(
+            partial(_place, groups), prepend=True
+        )
         try:
             super().load_state_dict(state_dict)
         except BaseException:
@@ -288,13 +324,17 @@ def check_group(group: Group) -> None:
     for name in ("lr", "eps", "weight_decay", "min_size"):
         check_number(name, group[name])
         if not 0 <= group[name] < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {group[name]}")
+            raise ValueError(
+                f"{name} must be finite and not negative, got {group[name]}"
+            )
     if not isinstance(group["seed"], int):
         raise TypeError(f"seed is an int, got {group['seed']!r}")
     for parameter in group["params"]:
         if parameter.dtype not in (*DTYPES, *WIDE):
             listed = ", ".join(map(dtype_name, (*DTYPES, *WIDE)))
-            raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {listed}")
+            raise TypeError(
+                f"cannot step a parameter of {parameter.dtype}; allowed are {listed}"
+            )
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"betas are two numbers, got {betas!r}")
@@ -328,7 +368,9 @@ class _Bits:
 
 def _readable(value: Any) -> Any:
     small = type(value) is Tensor and value.is_floating_point() and value.itemsize == 1
-    return _Bits(value) if small else value
+    if small:
+        return _Bits(value)
+    return value
 
 
 def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,9 @@ class Encoding:
 
 # Not in FORMATS: nothing is cast to them.
 _LARGEST = torch.finfo(torch.float32).max
-_FLOAT32 = Format(name="float32", exponent_bits=8, mantissa_bits=23, bias=127, max=_LARGEST)
+_FLOAT32 = Format(
+    name="float32", exponent_bits=8, mantissa_bits=23, bias=127, max=_LARGEST
+)
 _E5M3 = Format(name="e5m3", exponent_bits=5, mantissa_bits=3, bias=16, max=61440.0)
 _SHIFT = 23 - _E5M3.mantissa_bits
 _CODE = (127 - _E5M3.bias) << _E5M3.mantissa_bits
@@ -83,7 +85,8 @@ WEIGHTS = {
 """The encodings of weights without a master, by dtype."""
 
 WIDE = {
-    dtype: Encoding(dtype, _FLOAT32) for dtype in (torch.float64, torch.complex64, torch.complex128)
+    dtype: Encoding(dtype, _FLOAT32)
+    for dtype in (torch.float64, torch.complex64, torch.complex128)
 }
 """The encodings of the moments of parameters that torch's own function steps, by their dtype."""
 
@@ -101,7 +104,9 @@ class Encoded(NamedTuple):
         """The kind of its scale, as `Encoding.scale`."""
         if self.scale is None:
             return "none"
-        return "block" if self.scale.dim() else "tensor"
+        if self.scale.dim():
+            return "block"
+        return "tensor"
 
     def part(self, start: int, stop: int) -> Encoded:
         """Views of the elements from ``start``, a multiple of `BLOCK`, to ``stop``."""
@@ -123,7 +128,9 @@ def zeros(count: int, encoding: Encoding, device: torch.device) -> Encoded:
         return Encoded(values)
     if encoding.scale == "block":
         return Encoded(values, torch.ones(-(-count // BLOCK), device=device))
-    return Encoded(values, torch.ones((), device=device), torch.zeros((), device=device))
+    return Encoded(
+        values, torch.ones((), device=device), torch.zeros((), device=device)
+    )
 
 
 def decode(stored: Encoded) -> Tensor:
@@ -165,7 +172,9 @@ def write(
         assert unit is not None
         y = x * unit
     unsigned = encoding.dtype == torch.uint8
-    to.values.copy_(_to_e5m3(y, bits) if unsigned else _rounded(y, encoding, away, bits))
+    to.values.copy_(
+        _to_e5m3(y, bits) if unsigned else _rounded(y, encoding, away, bits)
+    )
 
 
 def _to_e5m3(y: Tensor, bits: Tensor | None) -> Tensor:
@@ -190,14 +199,18 @@ def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> 
         return y
     rounded = y
     if bits is not None:
-        grid = Grid(format.mantissa_bits, format.min_exponent, format.max, format.max, True)
+        grid = Grid(
+            format.mantissa_bits, format.min_exponent, format.max, format.max, True
+        )
         rounded = round_to_grid(y, grid, bits)
     if encoding.scale == "none":  # as many exponents as float32, or a weight
         return rounded
     step = format.min_subnormal
     steps = y * (1 / step)
     if away:  # nonnegative: comparing the bits is faster
-        rounded = rounded.view(torch.int32).clamp(max=_bits(format.max)).view(torch.float32)
+        rounded = (
+            rounded.view(torch.int32).clamp(max=_bits(format.max)).view(torch.float32)
+        )
         return torch.where(y < format.min_normal, steps.ceil() * step, rounded)
     rounded = rounded.clamp(-format.max, format.max)
     return torch.where(y.abs() < format.min_normal, steps.trunc() * step, rounded)

@@ -28,7 +28,11 @@ PARTS = ("_values", "_scale", "_amax")
 
 PURPOSES = {
     name + part: purpose
-    for name, purpose in ((FIRST, "first_moment"), (SECOND, "second_moment"), (MASTER, "master"))
+    for name, purpose in (
+        (FIRST, "first_moment"),
+        (SECOND, "second_moment"),
+        (MASTER, "master"),
+    )
     for part in ("", *PARTS)
 }
 """Entry of a state, except its step -> what the tensor is for."""
@@ -66,7 +70,9 @@ def is_plain(tensor: Tensor) -> bool:
 def format_of(weight: Any) -> Format:
     """The format in which a weight is stored."""
     scaled = isinstance(weight, ScaledTensor)
-    return FORMATS[weight.format] if scaled else WEIGHTS[weight.dtype].format
+    if scaled:
+        return FORMATS[weight.format]
+    return WEIGHTS[weight.dtype].format
 
 
 def rounded_stochastically(x: Tensor, weight: Tensor, seed: Seed) -> Tensor:
@@ -88,7 +94,9 @@ def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
     coarse = parameter.dtype != torch.float32 or not in_dtype(part_of(parameter))
     if group["master_weights"] is not None and coarse:
         encodings[MASTER] = group["master_weights"]
-    return {name: ENCODINGS["float32" if small else how] for name, how in encodings.items()}
+    return {
+        name: ENCODINGS["float32" if small else how] for name, how in encodings.items()
+    }
 
 
 def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding]:
@@ -103,7 +111,13 @@ def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding
         for name in [name for name in state if name.startswith(MASTER)]:
             del state[name]
         if MASTER in encodings:
-            keep(state, MASTER, parameter, encodings[MASTER], numbers_of(parameter).flatten())
+            keep(
+                state,
+                MASTER,
+                parameter,
+                encodings[MASTER],
+                numbers_of(parameter).flatten(),
+            )
     return encodings
 
 
@@ -120,7 +134,11 @@ def was_written(state: State, parameter: Tensor) -> Tensor:
 
 
 def keep(
-    state: State, name: str, parameter: Tensor, encoding: Encoding, numbers: Tensor | None = None
+    state: State,
+    name: str,
+    parameter: Tensor,
+    encoding: Encoding,
+    numbers: Tensor | None = None,
 ) -> None:
     """Encodes float32 ``numbers`` (None: zeros) into ``state``."""
     here = part_of(parameter)
@@ -142,7 +160,9 @@ def _put(state: State, name: str, stored: Encoded, shape: torch.Size) -> None:
         state[name] = values
         return
     parts = (values, stored.scale, stored.amax)
-    state.update({name + part: x for part, x in zip(PARTS, parts, strict=True) if x is not None})
+    state.update(
+        {name + part: x for part, x in zip(PARTS, parts, strict=True) if x is not None}
+    )
 
 
 def read(state: State, name: str) -> Encoded:
@@ -150,7 +170,9 @@ def read(state: State, name: str) -> Encoded:
     if name in state:
         return Encoded(part_of(state[name]).reshape(-1))
     values, scale = (part_of(state[name + part]) for part in PARTS[:2])
-    return Encoded(values.reshape(-1), scale, None if scale.dim() else state[name + PARTS[2]])
+    return Encoded(
+        values.reshape(-1), scale, None if scale.dim() else state[name + PARTS[2]]
+    )
 
 
 def portable(parameter: Tensor, state: State) -> State:
@@ -173,7 +195,9 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     encodings = names(parameter, group)
     if unknown := sorted(saved.keys() - PURPOSES.keys() - {"step"}):
         advice = "; amsgrad is not supported" if "max_exp_avg_sq" in unknown else ""
-        raise ValueError(f"{', '.join(unknown)} is not part of the state of Adam{advice}")
+        raise ValueError(
+            f"{', '.join(unknown)} is not part of the state of Adam{advice}"
+        )
     state: State = {}
     try:
         step = torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()
@@ -210,7 +234,9 @@ def has(saved: State, name: str) -> bool:
     return name in saved or name + PARTS[0] in saved
 
 
-def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State) -> None:
+def _convert(
+    state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State
+) -> None:
     """Converts one tensor of ``saved``: a copy if the encoding is the same, else encoded again."""
     source = read(saved, name)
     here = part_of(parameter)
@@ -254,7 +280,9 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
     nbytes = dict.fromkeys(("weight", "gradient", *PURPOSES.values(), "step"), 0)
     for parameter in parameters_of(optimizer):
         nbytes["weight"] += part_of(parameter).nbytes
-        nbytes["gradient"] += 0 if parameter.grad is None else part_of(parameter.grad).nbytes
+        nbytes["gradient"] += (
+            0 if parameter.grad is None else part_of(parameter.grad).nbytes
+        )
         for name, value in optimizer.state.get(parameter, {}).items():
             nbytes[PURPOSES.get(name, "step")] += part_of(value).nbytes
     return nbytes

@@ -21,7 +21,18 @@ from ..recipes.scaling import scale_of_number
 from . import encodings
 from . import state as states
 from .encodings import BLOCK, WEIGHTS, Encoded, Encoding, decode
-from .state import FIRST, MASTER, PARTS, SECOND, Group, State, has, in_dtype, is_plain, read
+from .state import (
+    FIRST,
+    MASTER,
+    PARTS,
+    SECOND,
+    Group,
+    State,
+    has,
+    in_dtype,
+    is_plain,
+    read,
+)
 
 HALF = 15
 """Random bits for each of the two moments, from one 32-bit word."""
@@ -80,12 +91,15 @@ def _adam(
     encodings.write(w, tensors.weight, how.weight, units[0], bits=bits)
     encodings.write(m, tensors.first, how.first, units[1], bits=high)
     encodings.write(v, tensors.second, how.second, units[2], away=True, bits=low)
-    return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
+    if how.weight.scale == "tensor":
+        return w.abs().amax()
+    return w.new_zeros(())
 
 
 @functools.cache
 def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
-    skip = torch.compiler.skip_guard_on_globals_unsafe  # no function of this package changes
+    # Guards on globals cost time, and no function of this package changes.
+    skip = torch.compiler.skip_guard_on_globals_unsafe
     warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # inductor
     return torch.compile(_adam, dynamic=dynamic, options={"guard_filter_fn": skip})
 
@@ -131,7 +145,9 @@ class Unit:
         here = self.here()
         if len(here) == 1 and is_plain(here[0]):
             return Encoded(here[0].view(-1))
-        return Encoded(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
+        return Encoded(
+            torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here])
+        )
 
     def gradient(self) -> Tensor:
         """The gradient that Adam uses, flat: negated for maximize, with the L2 decay added."""
@@ -141,7 +157,9 @@ class Unit:
         if self.group["maximize"]:
             grad = -grad
         if self.group["weight_decay"] and not self.decoupled:
-            grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(self.weight())
+            grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(
+                self.weight()
+            )
         return grad
 
     def amaxes(self) -> list[Tensor | None]:
@@ -167,7 +185,11 @@ class Unit:
     def numbers(self, scales: list[float | None]) -> Tensor:
         """The 8 scalars of a step, computed in float64 and rounded once, then 1 / scales."""
         group = self.group
-        step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
+        step, (b1, b2), lr = (
+            float(self.states[0]["step"]),
+            group["betas"],
+            float(group["lr"]),
+        )
         decay = 1 - lr * group["weight_decay"] if self.decoupled else 1.0
         size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
         formulas = [decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"]]
@@ -190,10 +212,15 @@ class Unit:
         here = self.here()
         joined = len(here) > 1
         if joined or self.master or not is_plain(here[0]):
-            values, random = decode(weight) if self.master else weight.values, self.rounds_copies()
+            values, random = (
+                decode(weight) if self.master else weight.values,
+                self.rounds_copies(),
+            )
             for i, (x, part) in enumerate(_parts(values, here)):
                 seed = self.seed(2 + i)
-                store(x, states.rounded_stochastically(part, x, seed) if random else part)
+                store(
+                    x, states.rounded_stochastically(part, x, seed) if random else part
+                )
         if joined:
             masters = {MASTER: weight} if self.master else {}
             for name, stored in (masters | {FIRST: first, SECOND: second}).items():
@@ -241,7 +268,10 @@ def step_as_torch(
 def how_of(parameter: Tensor, stored_as: dict[str, Encoding], group: Group) -> _How:
     """How a step stores the results for a parameter. stored_as: of `fp8.optim.state.prepare`."""
     here, (b1, b2) = part_of(parameter), group["betas"]
-    weight = stored_as.get(MASTER) or WEIGHTS[here.dtype if in_dtype(here) else torch.float32]
+    weight = (
+        stored_as.get(MASTER)
+        or WEIGHTS[here.dtype if in_dtype(here) else torch.float32]
+    )
     first, second = stored_as[FIRST], stored_as[SECOND]
     stochastic = (
         group["stochastic_weights"] and weight.dtype != torch.float32,
@@ -280,7 +310,8 @@ def update(unit: Unit, largest_grad: float, scales: list[float | None]) -> None:
         arguments = (parts, grad[begin:end], numbers, how)
         at = [key_at(key, begin) for key in keys]
         if compiled and begin < whole:
-            words = [torch.as_tensor(key, device=grad.device) for key in at]  # ints would recompile
+            # Python numbers would be constants of the graph, which would be compiled again.
+            words = [torch.as_tensor(key, device=grad.device) for key in at]
             largest.append(_compiled(False if fixed else None)(*arguments, words))
         else:
             largest.append(_adam(*arguments, at))

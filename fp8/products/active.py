@@ -29,12 +29,15 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
     check_name("backend", backend, (*BACKENDS, *others))
     if backend == "simulate":
         return backend
-    from ..kernels.product import why_not_recipe  # late: most runs on CPUs have no kernels
+    # late: most runs on CPUs have no kernels
+    from ..kernels.product import why_not_recipe
 
     why_not = why_not_recipe(recipe)
     if why_not and backend == "native":
         raise ValueError(f"recipe {recipe.name!r} has no kernels: {why_not}")
-    return "simulate" if why_not else backend
+    if why_not:
+        return "simulate"
+    return backend
 
 
 class Block(NamedTuple):
@@ -84,7 +87,9 @@ def product_recipe(unit: bool = False) -> Recipe | None:
             "of the block, without casts: use checkpoint(use_reentrant=False, "
             "context_fn=fp8.checkpoint_contexts) or fp8.convert"
         )
-    return block.unit_recipe if unit else block.recipe
+    if unit:
+        return block.unit_recipe
+    return block.recipe
 
 
 def is_off() -> bool:
@@ -96,7 +101,9 @@ def is_off() -> bool:
         return False
     if not torch.compiler.is_dynamo_compiling():
         _check_entered(block)
-        if (torch.is_grad_enabled() or in_reentrant()) and checkpoints() > block.checkpoints:
+        if (
+            torch.is_grad_enabled() or in_reentrant()
+        ) and checkpoints() > block.checkpoints:
             raise RuntimeError(
                 "a checkpoint recomputes converted layers outside of fp8.autocast(enabled=False), "
                 "or inside of a block that its forward pass did not run in: use "
@@ -109,7 +116,11 @@ def is_off() -> bool:
 def _check_entered(block: Block) -> None:
     if block.is_traced and block.recipe is not None:
         raise RuntimeError(IN_PIECES)
-    if (task := block.task) is not None and not task.done() and running_task() is not task:
+    if (
+        (task := block.task) is not None
+        and not task.done()
+        and running_task() is not task
+    ):
         where = f"{task.get_name()}, another task of this thread"
         raise RuntimeError(f"fp8.autocast is open in {where}: close it before await")
 
@@ -141,7 +152,11 @@ def histories(
     if layer:
         casts[1] = recipe.weight
     for i, cast in enumerate(casts):
-        if cast is not None and cast.keeps_history and (pass_ is None or not cast.history):
+        if (
+            cast is not None
+            and cast.keeps_history
+            and (pass_ is None or not cast.history)
+        ):
             role = "grad" if i == len(operands) else ROLES[i]
             states[i] = state.buffer(name + role, cast.history or 0, device, groups)
     return states

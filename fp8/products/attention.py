@@ -48,10 +48,14 @@ def attention(
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if grad_scale is not None:
             settings = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            return by_products(query, key, value, *settings, cast=False, grad_scale=grad_scale)[:1]
+            return by_products(
+                query, key, value, *settings, cast=False, grad_scale=grad_scale
+            )[:1]
         operands = to_autocast_dtype(query, key, value, attn_mask)
         fused = torch.ops.aten.scaled_dot_product_attention.default
-        return (fused(*operands, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa),)
+        return (
+            fused(*operands, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa),
+        )
 
     return _cast_around(kernel, query, key, value, product_recipe(unit))[0]
 
@@ -121,7 +125,9 @@ def _cast_around(
     y, *statistics = kernel(
         *(
             cast_forward(x, cast, axis, state, name, role)
-            for x, (role, axis), state in zip((query, key, value), roles, of, strict=True)
+            for x, (role, axis), state in zip(
+                (query, key, value), roles, of, strict=True
+            )
         )
     )
     return cast_backward(y, recipe.grad, of_grad, name), *statistics
@@ -156,7 +162,8 @@ def by_products(
         raise TypeError(f"query, key and value need one dtype, got {', '.join(dtypes)}")
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True needs attn_mask=None, got both")
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     if enable_gqa:
         key, value = _repeated(query, key, "key"), _repeated(query, value, "value")
     multiply = functools.partial(matmul, unit=unit, cast=cast)
@@ -164,11 +171,18 @@ def by_products(
     wide = torch.promote_types(query.dtype, torch.float32)
     with without_autocast(query):
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
-        scores = multiply(query, key.mT, scales=(scale, scale / grad_scale, scale / grad_scale))
+        scores = multiply(
+            query, key.mT, scales=(scale, scale / grad_scale, scale / grad_scale)
+        )
         scores = _masked(scores, attn_mask, is_causal)
-        rows = None if attn_mask is None else (scores == -math.inf).all(-1, keepdim=True)
-        weights = (scores if rows is None else scores.masked_fill(rows, 0.0)).softmax(-1)
-        weights = F.dropout(weights, dropout_p) if dropout_p else weights
+        rows = (
+            None if attn_mask is None else (scores == -math.inf).all(-1, keepdim=True)
+        )
+        weights = (scores if rows is None else scores.masked_fill(rows, 0.0)).softmax(
+            -1
+        )
+        if dropout_p:
+            weights = F.dropout(weights, dropout_p)
         y = multiply(weights, value, scales=(1, grad_scale, 1))
         if rows is not None:
             y, weights = y.masked_fill(rows, 0.0), weights.masked_fill(rows, 0.0)
@@ -177,10 +191,14 @@ def by_products(
 
 def _masked(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        later = torch.ones(
+            scores.shape[-2:], dtype=torch.bool, device=scores.device
+        ).triu(1)
         return scores.masked_fill(later, -math.inf)
     if mask is None or mask.dtype.is_floating_point:
-        return scores if mask is None else scores + mask
+        if mask is None:
+            return scores
+        return scores + mask
     return scores.masked_fill(~mask, -math.inf)
 
 
@@ -188,8 +206,12 @@ def _repeated(query: Tensor, x: Tensor, name: str) -> Tensor:
     """``x`` with as many heads as the query."""
     heads, of = query.shape[-3], x.shape[-3]
     if heads % of:
-        raise ValueError(f"enable_gqa needs heads that divide {heads}, got {of} of the {name}")
-    return x if heads == of else x.repeat_interleave(heads // of, dim=-3)
+        raise ValueError(
+            f"enable_gqa needs heads that divide {heads}, got {of} of the {name}"
+        )
+    if heads == of:
+        return x
+    return x.repeat_interleave(heads // of, dim=-3)
 
 
 # Multi-head attention
@@ -227,7 +249,9 @@ def merge_masks(
     for (name, given), fit in zip(names, allowed, strict=True):
         if given is not None and tuple(given.shape) not in fit:
             shapes = " or ".join(map(str, fit))
-            raise ValueError(f"{name} must have shape {shapes}, not {tuple(given.shape)}")
+            raise ValueError(
+                f"{name} must have shape {shapes}, not {tuple(given.shape)}"
+            )
     mask, padded = (
         torch.zeros_like(m, dtype=dtype).masked_fill_(m, -math.inf)
         if m is not None and not m.dtype.is_floating_point
@@ -238,7 +262,9 @@ def merge_masks(
         mask = mask.view(batch, heads, *mask.shape[-2:])
     if padded is None:
         return mask
-    return padded[:, None, None] if mask is None else mask + padded[:, None, None]
+    if mask is None:
+        return padded[:, None, None]
+    return mask + padded[:, None, None]
 
 
 def multi_head_attention_forward(
@@ -276,17 +302,26 @@ def multi_head_attention_forward(
     NotImplementedError for bias_k, bias_v, add_zero_attn, static_k and static_v, and ValueError for
     masks of another shape and for is_causal without a mask.
     """
-    extras = {"bias_k": bias_k, "bias_v": bias_v, "static_k": static_k, "static_v": static_v}
+    extras = {
+        "bias_k": bias_k,
+        "bias_v": bias_v,
+        "static_k": static_k,
+        "static_v": static_v,
+    }
     used = [name for name, value in extras.items() if value is not None]
     used += ["add_zero_attn"] if add_zero_attn else []
     if used:
-        raise NotImplementedError(f"multi-head attention with {', '.join(used)} is not supported")
+        raise NotImplementedError(
+            f"multi-head attention with {', '.join(used)} is not supported"
+        )
     if is_causal and attn_mask is None:
         raise ValueError("is_causal is a hint about attn_mask: give the mask as well")
     batched = query.ndim == 3
     if not batched:
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
-        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        key_padding_mask = (
+            None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        )
     length, batch, width = query.shape
     sizes = (length, key.shape[0])
     causal = is_causal and key_padding_mask is None and not need_weights
@@ -300,7 +335,8 @@ def multi_head_attention_forward(
     probabilities = None
     if need_weights:
         out, probabilities = _with_probabilities(q, k, v, mask, p)
-        probabilities = probabilities.mean(1) if average_attn_weights else probabilities
+        if average_attn_weights:
+            probabilities = probabilities.mean(1)
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, p, causal)
     out = out.permute(2, 0, 1, 3).reshape(length, batch, width)
@@ -315,6 +351,7 @@ def _with_probabilities(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float
 ) -> tuple[Tensor, Tensor]:
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
-    scores = scores if mask is None else scores + mask
+    if mask is not None:
+        scores = scores + mask
     probabilities = F.dropout(F.softmax(scores, dim=-1), p, training=p > 0)
     return torch.matmul(probabilities, v), probabilities

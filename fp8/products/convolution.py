@@ -26,16 +26,26 @@ Ints = int | Sequence[int]
 
 
 def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: Geometry, unit: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Scales,
+    geometry: Geometry,
+    unit: bool,
 ) -> Tensor:
     """The convolution in this form. x: with or without a batch."""
     if x.ndim == weight.ndim - 1:
-        return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(0)
+        return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(
+            0
+        )
     how = Constants(UNCAST, scales, geometry=geometry)
     recipe = product_recipe(unit)
     if recipe is None:
         return simulated(x, weight, bias, how, [None, None, None])
-    states, pass_ = histories(recipe, "conv", x, weight, layer=True), FRAMES.items[-1].measurement
+    states, pass_ = (
+        histories(recipe, "conv", x, weight, layer=True),
+        FRAMES.items[-1].measurement,
+    )
     if pass_ is not None:
         y = simulated(x, weight, bias, how, [None, None, None])
         return measured(pass_, recipe, states, x, weight, y)
@@ -50,7 +60,9 @@ def _convolve(
 def _each(value: Ints, weight: Tensor) -> list[int]:
     """One setting for each convolved dimension; a number applies to all."""
     values = [value] if isinstance(value, int) else list(value)
-    return values * (weight.ndim - 2) if len(values) == 1 else values
+    if len(values) == 1:
+        return values * (weight.ndim - 2)
+    return values
 
 
 def conv(
@@ -84,7 +96,9 @@ def conv(
         total = [d * (k - 1) for d, k in zip(steps, weight.shape[2:], strict=True)]
         margins, odd = [t // 2 for t in total], [t % 2 for t in total]
         if any(odd):  # the extra element is on the right, as in torch
-            input = F.pad(input, [side for extra in reversed(odd) for side in (0, extra)])
+            input = F.pad(
+                input, [side for extra in reversed(odd) for side in (0, extra)]
+            )
     geometry = Geometry(strides, margins, steps, False, _each(0, weight), groups)
     return _convolve(input, weight, bias, scales, geometry, unit)
 

@@ -16,7 +16,9 @@ from .matmul import matmul
 
 
 def in_pairs(
-    equation: str, operands: Sequence[Tensor], product: Callable[..., Tensor] = torch.einsum
+    equation: str,
+    operands: Sequence[Tensor],
+    product: Callable[..., Tensor] = torch.einsum,
 ) -> Tensor:
     """An equation of three operands or more as products of two, in the order that `torch.einsum`
     would take. product: called with an equation of two operands and these."""
@@ -62,7 +64,9 @@ def as_matmul(equation: str, operands: list[Tensor], **options: Any) -> Tensor |
     a, b = operands
     if len({*first}) < len(first) or len({*second}) < len(second):
         return None
-    size = dict(zip(second, b.shape, strict=True)) | dict(zip(first, a.shape, strict=True))
+    size = dict(zip(second, b.shape, strict=True)) | dict(
+        zip(first, a.shape, strict=True)
+    )
     batch = [c for c in first if c in second and c in output]
     inner = [c for c in first if c in second and c not in output]
     rows = [c for c in first if c not in second]
@@ -73,7 +77,10 @@ def as_matmul(equation: str, operands: list[Tensor], **options: Any) -> Tensor |
     right = b.permute([second.index(c) for c in (*batch, *inner, *columns)])
     m, k, n = [math.prod([size[c] for c in group]) for group in (rows, inner, columns)]
     head = len(batch)
-    left, right = left.reshape(*left.shape[:head], m, k), right.reshape(*right.shape[:head], k, n)
+    left, right = (
+        left.reshape(*left.shape[:head], m, k),
+        right.reshape(*right.shape[:head], k, n),
+    )
     y = matmul(left, right, **options)
     y = y.reshape((*y.shape[:head], *[size[c] for c in (*rows, *columns)]))
     order = [*batch, *rows, *columns]
@@ -88,11 +95,18 @@ def letters(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
     inputs, arrow, output = equation.partition("->")
     terms = inputs.split(",")
     if not arrow:
-        once = sorted(c for c in {*inputs} & {*string.ascii_letters} if inputs.count(c) == 1)
+        once = sorted(
+            c for c in {*inputs} & {*string.ascii_letters} if inputs.count(c) == 1
+        )
         output = "".join(["..." if "..." in inputs else "", *once])
-    hidden = [x.ndim - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True)]
+    hidden = [
+        x.ndim - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True)
+    ]
     dots = "".join(c for c in string.ascii_letters if c not in equation)[: max(hidden)]
-    terms = [t.replace("...", dots[len(dots) - n :]) for t, n in zip(terms, hidden, strict=True)]
+    terms = [
+        t.replace("...", dots[len(dots) - n :])
+        for t, n in zip(terms, hidden, strict=True)
+    ]
     return terms, output.replace("...", dots)
 
 
@@ -103,7 +117,9 @@ def as_equation(args: tuple[Any, ...]) -> tuple[str, list[Any]]:
         return args[0].replace(" ", ""), list(args[1] if listed else args[1:])
 
     def term(indices: Sequence[Any]) -> str:
-        return "".join("..." if i is Ellipsis else string.ascii_letters[i] for i in indices)
+        return "".join(
+            "..." if i is Ellipsis else string.ascii_letters[i] for i in indices
+        )
 
     pairs = list(zip_longest(args[::2], args[1::2]))
     output = pairs.pop()[0] if len(args) % 2 else None

@@ -69,7 +69,12 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """For a second derivative of products without casts."""
     a, b, offs = ctx.saved_tensors
     multiply = MULTIPLY_GROUPS
-    return multiply(grad, b.mT, offs, ctx.alpha), multiply(a.mT, grad, offs, ctx.alpha), None, None
+    return (
+        multiply(grad, b.mT, offs, ctx.alpha),
+        multiply(a.mT, grad, offs, ctx.alpha),
+        None,
+        None,
+    )
 
 
 _multiply_groups.register_autograd(_differentiate, setup_context=_save)
@@ -84,7 +89,12 @@ class _Grouped(Function):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, offs: Tensor | None, split: int, operands: Operands, how: Constants
+        a: Tensor,
+        b: Tensor,
+        offs: Tensor | None,
+        split: int,
+        operands: Operands,
+        how: Constants,
     ) -> Tensor:
         ends = aligned(offs, how.casts.a) if split == -1 else offs
         return MULTIPLY_GROUPS(operands.a, operands.b.mT, ends, how.scales[0])
@@ -111,7 +121,9 @@ class _Grouped(Function):
         history, split, how = ctx.history, ctx.split, ctx.how
         casts, (_, s_a, s_b) = how.casts, how.scales
         if is_differentiated_again() and any(casts.specs):
-            raise RuntimeError("create_graph=True: a grouped product with casts has one gradient")
+            raise RuntimeError(
+                "create_graph=True: a grouped product with casts has one gradient"
+            )
         groups = (offs, split)
         needs_a, needs_b, *_ = ctx.needs_input_grad
         da = db = for_a = None
@@ -126,7 +138,9 @@ class _Grouped(Function):
             for_b, signs = for_a, rotation_signs(casts.grad_for_b, grad)
             if for_b is None or not casts.reuses_grad:
                 cast, label = casts.grad_for_b, casts.label("grad again")
-                for_b, _ = cast_groups(grad, *groups, -2, cast, history, True, signs, label)
+                for_b, _ = cast_groups(
+                    grad, *groups, -2, cast, history, True, signs, label
+                )
             cast, label = casts.again_a, casts.label("input again")
             again, _ = cast_groups(a, *groups, -2, cast, signs=signs, label=label)
             ends = aligned(offs, casts.grad_for_b) if split == -2 else offs
@@ -148,7 +162,9 @@ def _product(
         return _simulated(a, b, offs, split, Constants(UNCAST, scales), states)
     if (pass_ := FRAMES.items[-1].measurement) is not None:
         y = _simulated(a, b, offs, split, Constants(UNCAST, scales), [None] * 3)
-        return measured(pass_, recipe, states, a, b, y, lambda x: pieces(x, offs, split))
+        return measured(
+            pass_, recipe, states, a, b, y, lambda x: pieces(x, offs, split)
+        )
     name = product_name("grouped_mm", b if layer else None, recipe)
     warn_unsummed(recipe, "a grouped product")
     casts = casts_of(recipe.text, layer)
@@ -166,14 +182,19 @@ def _simulated(
     how: Constants,
     states: list[Any],
 ) -> Tensor:
-    from ..torch_internals.flop_counter import GROUPED, count_flops  # late: by a first product
+    # late: by a first product
+    from ..torch_internals.flop_counter import GROUPED, count_flops
 
     count_flops(GROUPED)
     casts, (of_a, of_b, of_grad) = how.casts, states
     signs = rotation_signs(casts.a, a)
     first, second = casts.label("input"), casts.label(casts.second)
-    cast_a, scale_a = cast_groups(a, offs, split, -1, casts.a, of_a, signs=signs, label=first)
-    cast_b, scale_b = cast_groups(b, offs, split, -1, casts.b, of_b, signs=signs, label=second)
+    cast_a, scale_a = cast_groups(
+        a, offs, split, -1, casts.a, of_a, signs=signs, label=first
+    )
+    cast_b, scale_b = cast_groups(
+        b, offs, split, -1, casts.b, of_b, signs=signs, label=second
+    )
     operands = Operands(cast_a.detach(), cast_b.detach(), scale_a, scale_b, of_grad)
     return apply(_Grouped, a, b, offs, split, operands, how)
 
@@ -183,15 +204,21 @@ def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:
     if not {left.ndim, right.ndim} <= {2, 3}:
         raise ValueError(f"grouped_mm needs operands of 2 or 3 dimensions, {got}")
     if (offs is None) != (left.ndim == right.ndim == 3):
-        raise ValueError(f"grouped_mm needs offs if an operand is a matrix, and only then; {got}")
+        raise ValueError(
+            f"grouped_mm needs offs if an operand is a matrix, and only then; {got}"
+        )
     if left.shape[-1] != right.shape[-2]:
         raise ValueError(f"grouped_mm needs matching inner sizes, {got}")
     if offs is not None and (offs.dtype != torch.int32 or offs.ndim != 1):
-        raise ValueError(f"offs must be int32 of one dimension, got {offs.ndim} of {offs.dtype}")
+        raise ValueError(
+            f"offs must be int32 of one dimension, got {offs.ndim} of {offs.dtype}"
+        )
     counts = [x.shape[0] for x in (left, right) if x.ndim == 3]
     counts += [] if offs is None else [offs.shape[0]]
     if len(set(counts)) != 1 or not counts[0]:
-        raise ValueError(f"grouped_mm needs one number of groups, from 1; got {counts}; {got}")
+        raise ValueError(
+            f"grouped_mm needs one number of groups, from 1; got {counts}; {got}"
+        )
 
 
 def grouped_mm(
@@ -218,12 +245,17 @@ def grouped_mm(
     blocks along tokens begin with one. A group without tokens leaves its history as it is. NaN and
     Inf stay in their group. The casts are simulated; `torch.autocast` changes no dtype.
     """
-    recipe = product_recipe(unit) if recipe is None else recipe
+    if recipe is None:
+        recipe = product_recipe(unit)
     _check(left, right, offs)
     if left.dtype != right.dtype:
-        raise TypeError(f"grouped_mm needs one dtype, got {left.dtype} and {right.dtype}")
+        raise TypeError(
+            f"grouped_mm needs one dtype, got {left.dtype} and {right.dtype}"
+        )
     s_y, s_left, s_right = scales
-    if left.ndim == 3 and right.ndim == 2:  # the stack is the weight: (right^T left^T)^T
+    if (
+        left.ndim == 3 and right.ndim == 2
+    ):  # the stack is the weight: (right^T left^T)^T
         turned = (s_y, s_right, s_left)
         return _product(right.mT, left, offs, turned, recipe).mT
     return _product(left, right.mT, offs, scales, recipe)

@@ -79,15 +79,20 @@ from .active import histories, product_recipe
 aten = torch.ops.aten
 
 
-def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
+def gemm(
+    a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None
+) -> Tensor:
     """``alpha * a @ b (+ bias)`` for two matrices or two batches of them. fuses: as `_fuses`."""
     if bias is not None:
         return aten.addmm.default(bias, a, b, alpha=alpha)
     batches = a.ndim == 3
     if alpha == 1.0 or fuses:
         y = aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
-        return y if alpha == 1.0 else y * alpha
-    ignored = a.new_zeros((1,))  # ignored, as beta is 0; not empty, because vmap multiplies by beta
+        if alpha == 1.0:
+            return y
+        return y * alpha
+    # Ignored, as beta is 0; not empty, because vmap multiplies by beta.
+    ignored = a.new_zeros((1,))
     product = aten.baddbmm.default if batches else aten.addmm.default
     return product(ignored, a, b, beta=0, alpha=alpha)
 
@@ -153,12 +158,16 @@ class _Product(Function):
         # Stochastic casts draw their bits in this order.
         if needs_a and casts.grad_for_a is not None:
             label = name and casts.label("grad")
-            for_a, _ = cast(g, casts.grad_for_a, -1, history, True, signs_a, label=label)
+            for_a, _ = cast(
+                g, casts.grad_for_a, -1, history, True, signs_a, label=label
+            )
         if needs_b and needs_a and casts.reuses_grad:
             for_b = for_a
         elif needs_b and casts.grad_for_b is not None:
             label = name and casts.label("grad again")
-            for_b, _ = cast(g, casts.grad_for_b, -2, history, True, signs_b, label=label)
+            for_b, _ = cast(
+                g, casts.grad_for_b, -2, history, True, signs_b, label=label
+            )
         if needs_b and casts.a_for_grad_b is not None and not casts.reuses_a:
             label = name and casts.label("input again")
             a, _ = cast(a, casts.a_for_grad_b, -2, signs=signs_b, label=label)
@@ -175,14 +184,20 @@ class _Product(Function):
         return da, db, dbias, None, None
 
 
-def _read_gradient(grad: Tensor, casts: Casts) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _read_gradient(
+    grad: Tensor, casts: Casts
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradient of the output as casts read it, and the signs of both rotations."""
     if casts.grad_for_a is None and casts.grad_for_b is None:
         return grad, None, None
     g = as_read(grad)
     if not casts.random_signs:
         return g, None, None
-    return g, rotation_signs(casts.grad_for_a, grad), rotation_signs(casts.grad_for_b, grad)
+    return (
+        g,
+        rotation_signs(casts.grad_for_a, grad),
+        rotation_signs(casts.grad_for_b, grad),
+    )
 
 
 class _Convolution(_Product):
@@ -210,7 +225,9 @@ class _Convolution(_Product):
         how, casts = ctx.how, ctx.how.casts
         geometry, (_, s_a, s_b) = how.geometry, how.scales
         g, _, _ = _read_gradient(grad, casts)
-        cast = partial(cast_maps, geometry=geometry, differentiable=is_differentiated_again())
+        cast = partial(
+            cast_maps, geometry=geometry, differentiable=is_differentiated_again()
+        )
         gradient = aten.convolution_backward.default  # itself differentiable
         da = db = dbias = None
         for_a = for_b = g
@@ -224,7 +241,9 @@ class _Convolution(_Product):
                 again_b, _ = cast(b, casts.again_b, -2, label=label, weight=True)
             weight = times(again_b.to(grad.dtype), s_a)  # smaller than the maps
             like, none = a.to(for_a.dtype), None
-            da, _, _ = gradient(for_a, like, weight, none, *geometry, [True, False, False])
+            da, _, _ = gradient(
+                for_a, like, weight, none, *geometry, [True, False, False]
+            )
         if needs_b:
             if needs_a and casts.reuses_grad:
                 for_b = for_a
@@ -232,9 +251,13 @@ class _Convolution(_Product):
                 label = casts.label("grad again")
                 for_b, _ = cast(g, casts.grad_for_b, -2, ctx.history, True, label=label)
             if casts.again_a is not None:
-                again_a, _ = cast(a, casts.again_a, -2, label=casts.label("input again"))
+                again_a, _ = cast(
+                    a, casts.again_a, -2, label=casts.label("input again")
+                )
             maps, like = again_a.to(grad.dtype), b.to(for_b.dtype)
-            _, db, _ = gradient(for_b, maps, like, None, *geometry, [False, True, False])
+            _, db, _ = gradient(
+                for_b, maps, like, None, *geometry, [False, True, False]
+            )
             db = times(db, s_b)
         if needs_bias:
             dbias = times(grad.sum([d for d in range(grad.ndim) if d != 1]), s_b)
@@ -268,7 +291,12 @@ class _Plain(Function):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, fuses: bool, bias_scale: float
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        scales: Scales,
+        fuses: bool,
+        bias_scale: float,
     ) -> Tensor:
         if bias is not None:
             bias = _scaled_bias(bias, bias_scale)
@@ -313,7 +341,8 @@ def _both(
     if a is not None:
         first, second = (a.mT, for_b) if turned else (for_b.mT, a)
         db = gemm(first, second, s_b, fuses)
-        db = db.mT if turned else db
+        if turned:
+            db = db.mT
     return da, db
 
 
@@ -326,7 +355,9 @@ def _scaled_bias(bias: Tensor, scale: float) -> Tensor:
     return bias
 
 
-def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float) -> Tensor:
+def _uncast(
+    a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float
+) -> Tensor:
     """`_as_it_is` in a graph."""
     a, b = to_autocast_dtype(a, b)
     return _Plain.apply(a, b, bias, scales, a.ndim == 3 and _fuses(a), bias_scale)
@@ -405,7 +436,9 @@ def _on_tensor_cores(
     if native.takes(backend, a, b):
         kernels = native.kernels(backend, a, b, how.casts.specs, like.dtype)
         if kernels:
-            how = how._replace(kernels=kernels, dtype=dtype_name(like.dtype), fast=recipe.is_fast)
+            how = how._replace(
+                kernels=kernels, dtype=dtype_name(like.dtype), fast=recipe.is_fast
+            )
             return native.product(a, b, bias, states, how)
     return simulated(a, b, bias, how, states)
 
@@ -519,10 +552,19 @@ def linear(
             "linear needs an input of shape (..., in) and a weight of shape (out, in), got "
             f"{tuple(input.shape)} and {tuple(weight.shape)}"
         )
-    rows = input if input.ndim == 2 else input[None] if input.ndim == 1 else input.flatten(0, -2)
-    y = multiply(rows, weight, bias, scales, recipe, backend, "linear", bias_scale, state)
-    y = y if input.ndim == 2 else y.reshape(*input.shape[:-1], weight.shape[0])
-    return y.squeeze(-1) if one else y
+    rows = input
+    if input.ndim == 1:
+        rows = input[None]
+    elif input.ndim > 2:
+        rows = input.flatten(0, -2)
+    y = multiply(
+        rows, weight, bias, scales, recipe, backend, "linear", bias_scale, state
+    )
+    if input.ndim != 2:
+        y = y.reshape(*input.shape[:-1], weight.shape[0])
+    if one:
+        return y.squeeze(-1)
+    return y
 
 
 def matmul(
@@ -542,7 +584,10 @@ def matmul(
     """
     if recipe is None and cast and (block := FRAMES.items[-1].block) is not None:
         recipe, backend = product_recipe(unit), block.backend
-    if 0 in (left.ndim, right.ndim) or left.shape[-1] != right.shape[-2 if right.ndim > 1 else 0]:
+    if (
+        0 in (left.ndim, right.ndim)
+        or left.shape[-1] != right.shape[-2 if right.ndim > 1 else 0]
+    ):
         raise ValueError(
             f"matmul needs matching inner sizes, got shapes {tuple(left.shape)} and "
             f"{tuple(right.shape)}"
@@ -559,6 +604,10 @@ def matmul(
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
     # Not the attribute mT, which torch.compile makes an alias outside of control flow.
     y = multiply(rows, b.transpose(-2, -1), None, scales, recipe, backend, "matmul")
-    y = y if y.ndim == a.ndim else y.reshape(*batch, a.shape[-2], b.shape[-1])
-    y = y.squeeze(-1) if right.ndim == 1 else y
-    return y.squeeze(-1 if right.ndim == 1 else -2) if left.ndim == 1 else y
+    if y.ndim != a.ndim:
+        y = y.reshape(*batch, a.shape[-2], b.shape[-1])
+    if right.ndim == 1:
+        y = y.squeeze(-1)
+    if left.ndim == 1:
+        return y.squeeze(-1 if right.ndim == 1 else -2)
+    return y

@@ -106,9 +106,13 @@ def range_loss(x: Tensor, cast: Cast, state: Tensor | None = None) -> RangeLoss:
     x = x.detach()
     x = x if x.dim() > 1 else x.reshape(1, -1)
     if cast.scaling == "static":
-        state = x.new_zeros(1, dtype=torch.float32) if state is None else state.reshape(1)
+        state = (
+            x.new_zeros(1, dtype=torch.float32) if state is None else state.reshape(1)
+        )
     y, scale = cast_values(x, spec._replace(rounding="nearest"), -1, state, False)
-    return measured_loss(x, y, 1.0 if scale is None else float(scale), get_format(cast.format))
+    return measured_loss(
+        x, y, 1.0 if scale is None else float(scale), get_format(cast.format)
+    )
 
 
 def measured_loss(x: Tensor, y: Tensor, scale: float, format: Format) -> RangeLoss:
@@ -139,4 +143,6 @@ def sqnr(x: Tensor, y: Tensor) -> float:
     signal, noise = float(x.square().sum()), float((x - y).square().sum())
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal / noise > 0 else -math.inf
+    if signal / noise > 0:
+        return 10 * math.log10(signal / noise)
+    return -math.inf

@@ -70,7 +70,9 @@ class Cast:
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("overflow", self.overflow, OVERFLOWS)
         if self.overflow == "nonfinite" and format.nonfinite is None:
-            raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
+            raise ValueError(
+                f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'"
+            )
         rule, tile = self._complete_rule(), self._complete_tile()
         usual, *bounds = (16, 1, 4096) if self.scaling == "delayed" else (0, 0, 0)
         history = usual if self.history is None else self.history
@@ -95,7 +97,9 @@ class Cast:
         if rule is None:
             return next(iter(rules), None)
         if rule not in rules:
-            check_choice("rule", rule, RULES, f"; for one of your own, {REGISTER.format(rule)}")
+            check_choice(
+                "rule", rule, RULES, f"; for one of your own, {REGISTER.format(rule)}"
+            )
             has = f"it has {', '.join(map(repr, rules)) or 'none'}"
             raise ValueError(f"scaling {self.scaling!r} has no rule {rule!r}; {has}")
         return rule
@@ -110,21 +114,29 @@ class Cast:
         if tile == row.tile:
             return row.tile
         if not row.free:
-            raise ValueError(f"scaling {self.scaling!r} has the tile {row.tile}, not {tile}")
+            raise ValueError(
+                f"scaling {self.scaling!r} has the tile {row.tile}, not {tile}"
+            )
         for size in tile:
             check_between("a side of a tile", size, 1, 1 << 16)
         if tile == (1, 1):
-            raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
+            raise ValueError(
+                "a tile of (1, 1) gives each element a scale; use a wider format"
+            )
         return tile
 
     def _check_rotation(self) -> None:
         if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128):
-            raise ValueError(f"hadamard: 0 or a power of two from 2 to 128, got {self.hadamard!r}")
+            raise ValueError(
+                f"hadamard: 0 or a power of two from 2 to 128, got {self.hadamard!r}"
+            )
         check_choice("signs", self.signs, SIGNS)
         if self.signs == "random" and not self.hadamard:
             raise ValueError("random signs need a rotation: give hadamard too")
         if self.hadamard and self.keeps_history:
-            raise ValueError(f"scaling {self.scaling!r} has no rotation: it keeps state")
+            raise ValueError(
+                f"scaling {self.scaling!r} has no rotation: it keeps state"
+            )
         if self.rule is not None and RULES[self.rule].correct is not None:
             across, along = self.tile or (0, 0)
             if self.rounding != "nearest" or across != 1 or self.hadamard % along:
@@ -153,7 +165,11 @@ class Cast:
             "random signs": self.signs == "random",
         }
         return ", ".join(
-            [str(self.format), scaling, *(d for d, is_set in differences.items() if is_set)]
+            [
+                str(self.format),
+                scaling,
+                *(d for d, is_set in differences.items() if is_set),
+            ]
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,7 +184,12 @@ class Cast:
     def from_dict(values: Mapping[str, Any]) -> Cast:
         """The Cast that `to_dict` wrote; keys other than "format" and "scaling" are optional.
         Raises as Cast, and ValueError for an unknown or missing key."""
-        check_keys("Cast", values, (field.name for field in fields(Cast)), ("format", "scaling"))
+        check_keys(
+            "Cast",
+            values,
+            (field.name for field in fields(Cast)),
+            ("format", "scaling"),
+        )
         format = values["format"]
         if isinstance(format, Mapping):
             check_keys("Format", format, (field.name for field in fields(Format)))

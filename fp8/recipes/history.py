@@ -39,10 +39,16 @@ class LayerState:
         """The next product in names of buffers; "" if it is the only one."""
         if not self._layer.fp8_settings.by_call:
             return ""
-        stacks = {n: p for n, p in self._layer.named_parameters(recurse=False) if p.dim() == 3}
+        stacks = {
+            n: p for n, p in self._layer.named_parameters(recurse=False) if p.dim() == 3
+        }
         for operand in operands:
             for name, stack in stacks.items():
-                if operand.dim() == 2 and operand._base is not None and operand._base is stack:
+                if (
+                    operand.dim() == 2
+                    and operand._base is not None
+                    and operand._base is stack
+                ):
                     offset = operand.storage_offset() - stack.storage_offset()
                     return f"{name}_{offset // stack.stride(0)}_{product}_"
         self._products += 1
@@ -51,12 +57,21 @@ class LayerState:
     def scales(self, product: str, *operands: Tensor) -> dict[str, Tensor]:
         """Role -> the static scale that the next product of these operands reads, 0 until it is
         set; none that is not there yet, or one of each group."""
-        prefix = _SCALE + copy.copy(self).name_of(product, *operands)  # which counts products
+        # A copy, because `name_of` counts products.
+        prefix = _SCALE + copy.copy(self).name_of(product, *operands)
         buffers: dict[str, Tensor] = self._layer._buffers
-        found = {name: scale for name, scale in buffers.items() if name.startswith(prefix)}
-        return {n.removeprefix(prefix): scale for n, scale in found.items() if scale.numel() == 1}
+        found = {
+            name: scale for name, scale in buffers.items() if name.startswith(prefix)
+        }
+        return {
+            n.removeprefix(prefix): scale
+            for n, scale in found.items()
+            if scale.numel() == 1
+        }
 
-    def buffer(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
+    def buffer(
+        self, name: str, length: int, device: torch.device, groups: int = 0
+    ) -> Tensor:
         """The state of an operand: float32, (length,) for a history, () for a static scale; with a
         first dimension of 1 if it is not set, and of the groups of a grouped product. Raises
         ValueError for another shape."""
@@ -81,7 +96,9 @@ class LayerState:
         shared = self._traced and isinstance(measured, Tensor)
         if shared and measured.device == state.device:
             return measured
-        return state[None] if measured is False and not groups else state
+        if measured is False and not groups:
+            return state[None]
+        return state
 
 
 def _check_creates(name: str) -> None:
@@ -110,7 +127,9 @@ def note_scale(layer: Any, name: str) -> None:
     if measured.get(name, False) is False:
         state = part_of(layer._buffers[name])
         written = not state.is_inference() and state._version > 0
-        measured[name] = written and not torch.compiler.is_exporting() and _is_set(name, state)
+        measured[name] = (
+            written and not torch.compiler.is_exporting() and _is_set(name, state)
+        )
 
 
 def note_scales(layer: nn.Module) -> None:
@@ -130,7 +149,11 @@ def _is_set(name: str, state: Tensor) -> bool:
 
 def share_scales(model: nn.Module, leaders: Mapping[int, int]) -> None:
     """Lets layers read the equal static scale of another one. leaders: address -> the other's."""
-    scales = {state.data_ptr(): state for state in histories(model).values() if not state.dim()}
+    scales = {
+        state.data_ptr(): state
+        for state in histories(model).values()
+        if not state.dim()
+    }
     for module in model.modules():
         for name, state in histories(module, recurse=False).items():
             leader = scales.get(leaders.get(state.data_ptr(), 0))
@@ -170,11 +193,16 @@ def has_scales(layer: nn.Module) -> bool:
 def add_initial_histories(layer: Any, state: dict[str, Any], prefix: str) -> None:
     """Adds initial histories to a state_dict of the layer that has none, as one of the unconverted
     model. (A safetensors file has nothing under a module's second name.)"""
-    buffers = {prefix + n: b for n, b in layer.named_buffers(recurse=False) if is_history(n)}
+    buffers = {
+        prefix + n: b for n, b in layer.named_buffers(recurse=False) if is_history(n)
+    }
     if "fp8_measured" in vars(layer) and layer.fp8_settings.by_call:
         for key in state:
             name = key.removeprefix(prefix)
-            if key.startswith((prefix + _AMAX, prefix + _SCALE)) and name not in layer._buffers:
+            if (
+                key.startswith((prefix + _AMAX, prefix + _SCALE))
+                and name not in layer._buffers
+            ):
                 layer.register_buffer(name, torch.zeros_like(state[key]))
     has_parameters = any(prefix + name in state for name, _ in layer.named_parameters())
     if has_parameters and buffers.keys().isdisjoint(state):
@@ -206,7 +234,9 @@ def histories(model: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
     return {name: part_of(buffer) for name, buffer in buffers if is_history(name)}
 
 
-def reduce_amax(model: nn.Module, group: torch.distributed.ProcessGroup | None = None) -> None:
+def reduce_amax(
+    model: nn.Module, group: torch.distributed.ProcessGroup | None = None
+) -> None:
     """Synchronizes the states of scalings "delayed" and "static" across processes: every entry
     becomes its maximum over them, in one all-reduce, as in one process with the whole batch. Call
     it on all processes after the backward pass, before the optimizer step. Does nothing if
@@ -224,11 +254,19 @@ def reduce_amax(model: nn.Module, group: torch.distributed.ProcessGroup | None =
         TypeError: if ``model`` is not a module.
     """
     check_module("reduce_amax", model)
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    tensors = [tensor for _, tensor in sorted(histories(model).items())] if distributed else []
+    distributed = (
+        torch.distributed.is_available() and torch.distributed.is_initialized()
+    )
+    tensors = (
+        [tensor for _, tensor in sorted(histories(model).items())]
+        if distributed
+        else []
+    )
     if not tensors:
         return
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group)
-    for tensor, largest in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+    for tensor, largest in zip(
+        tensors, flat.split([t.numel() for t in tensors]), strict=True
+    ):
         tensor.copy_(largest.view_as(tensor))

@@ -10,9 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from ..common.validation import check_keys, check_name, check_whole
-from .recipe import AUTO, OPERANDS, PLAIN, PRODUCTS, RECIPES, SAME, Recipe, recipe_unless_auto
+from .recipe import (
+    AUTO,
+    OPERANDS,
+    PLAIN,
+    PRODUCTS,
+    RECIPES,
+    SAME,
+    Recipe,
+    recipe_unless_auto,
+)
 
-CASTS = tuple(f"{name}.{operand}" for name, operands in PRODUCTS.items() for operand in operands)
+CASTS = tuple(
+    f"{name}.{operand}" for name, operands in PRODUCTS.items() for operand in operands
+)
 """The casts of a layer: product.operand."""
 
 CONCERNS = (*PRODUCTS, *OPERANDS, *CASTS)
@@ -36,23 +47,31 @@ Source = Recipe | str | None
 
 def source_of(recipe: str | Recipe | None) -> Source:
     """The `Source` that a recipe of a policy stands for. Raises as `get_recipe`."""
-    return recipe if recipe is None or recipe == AUTO else recipe_unless_auto(recipe)
+    if recipe is None or recipe == AUTO:
+        return recipe
+    return recipe_unless_auto(recipe)
 
 
 def _stored(recipe: Any) -> Source:
     """``recipe``, by its name if it is registered. Raises as `get_recipe`."""
     source = source_of(recipe)
-    return name_of(source) if source in RECIPES.values() else source
+    if source in RECIPES.values():
+        return name_of(source)
+    return source
 
 
 def recipe_of(recipe: str | Recipe | None) -> Recipe | None:
     """As `source_of`; "tensor" for "auto"."""
-    return None if recipe is None else recipe_unless_auto(recipe) or PLAIN
+    if recipe is None:
+        return None
+    return recipe_unless_auto(recipe) or PLAIN
 
 
 def name_of(recipe: str | Recipe | None) -> str:
     """For messages."""
-    return "high precision" if recipe is None else str(getattr(recipe, "name", recipe))
+    if recipe is None:
+        return "high precision"
+    return str(getattr(recipe, "name", recipe))
 
 
 @dataclass(frozen=True)
@@ -78,9 +97,13 @@ class LayerRule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, str):
-            raise TypeError(f"LayerRule.layers must be a pattern of names, got {self.layers!r}")
+            raise TypeError(
+                f"LayerRule.layers must be a pattern of names, got {self.layers!r}"
+            )
         if not self.layers:
-            raise ValueError('LayerRule.layers is empty: name a layer, or use "*" for all')
+            raise ValueError(
+                'LayerRule.layers is empty: name a layer, or use "*" for all'
+            )
         if self.product is not None:
             check_name("product of a rule", self.product, CONCERNS)
         object.__setattr__(self, "recipe", _stored(self.recipe))
@@ -91,7 +114,9 @@ class LayerRule:
         if isinstance(rule, LayerRule):
             return rule
         if not isinstance(rule, tuple | list) or len(rule) != 3:
-            raise TypeError(f"a rule is a tuple (layers, product, recipe), not {rule!r}")
+            raise TypeError(
+                f"a rule is a tuple (layers, product, recipe), not {rule!r}"
+            )
         layers, product, recipe = rule
         return LayerRule(layers, recipe, product)
 
@@ -99,7 +124,9 @@ class LayerRule:
     def casts(self) -> tuple[int, ...]:
         """The indices in `CASTS` of the casts that the rule concerns."""
         wanted = self.product
-        return tuple(i for i, c in enumerate(CASTS) if wanted in (None, c, *c.split(".")))
+        return tuple(
+            i for i, c in enumerate(CASTS) if wanted in (None, c, *c.split("."))
+        )
 
     def __str__(self) -> str:
         return f"{self.layers!r}" + (f" {self.product}" if self.product else "")
@@ -183,13 +210,17 @@ class Policy:
         )
 
     @staticmethod
-    def hidden(recipe: str | Recipe | None = AUTO, others: str | Recipe | None = None) -> Policy:
+    def hidden(
+        recipe: str | Recipe | None = AUTO, others: str | Recipe | None = None
+    ) -> Policy:
         """The policy of "all hidden linear layer computations" (arXiv:2502.05967): layers outside
         of the repeated blocks take ``others``; the last layer, if the model repeats no block."""
         return Policy(recipe, keep=("embedding", "readout"), others=others)
 
     @staticmethod
-    def umup(recipe: str | Recipe | None = AUTO, others: str | Recipe | None = None) -> Policy:
+    def umup(
+        recipe: str | Recipe | None = AUTO, others: str | Recipe | None = None
+    ) -> Policy:
         """The policy of u-muP (arXiv:2407.17465, section 4), there with ``others="bf16"``: as
         `hidden`, and layers whose output is added to the residual stream, attention outputs and
         down projections, take ``others`` too."""
@@ -213,7 +244,9 @@ class Policy:
         if not reached:
             return replace(self, switch=())
         to = None if None in reached else reached[-1]  # high precision stays
-        rules = tuple(r if r.recipe is None else replace(r, recipe=to) for r in self.rules)
+        rules = tuple(
+            r if r.recipe is None else replace(r, recipe=to) for r in self.rules
+        )
         base = None if self.recipe is None else to
         return replace(self, recipe=base, rules=rules, switch=())
 
@@ -221,10 +254,14 @@ class Policy:
         """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
         return vars(self) | {
             "recipe": _as_json(self.recipe),
-            "rules": [vars(rule) | {"recipe": _as_json(rule.recipe)} for rule in self.rules],
+            "rules": [
+                vars(rule) | {"recipe": _as_json(rule.recipe)} for rule in self.rules
+            ],
             "keep": list(self.keep),
             "others": _as_json(self.others),
-            "switch": [{"from": start, "recipe": _as_json(r)} for start, r in self.switch],
+            "switch": [
+                {"from": start, "recipe": _as_json(r)} for start, r in self.switch
+            ],
         }
 
     @staticmethod
@@ -233,8 +270,12 @@ class Policy:
         and ValueError for an unknown or missing key."""
         check_keys("Policy", values, [f.name for f in fields(Policy)], ("recipe",))
         read = {**values, "others": _read(values.get("others"))}
-        read["rules"] = tuple(map(_read_rule, _sequence("rules", values.get("rules", ()))))
-        read["switch"] = tuple(map(_read_switch, _sequence("switch", values.get("switch", ()))))
+        read["rules"] = tuple(
+            map(_read_rule, _sequence("rules", values.get("rules", ())))
+        )
+        read["switch"] = tuple(
+            map(_read_switch, _sequence("switch", values.get("switch", ())))
+        )
         return Policy(_read(read.pop("recipe")), **read)
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -254,7 +295,9 @@ class Policy:
 
 
 def _sequence(field: str, values: Any) -> tuple[Any, ...]:
-    if isinstance(values, str | Mapping | LayerRule) or not isinstance(values, Iterable):
+    if isinstance(values, str | Mapping | LayerRule) or not isinstance(
+        values, Iterable
+    ):
         raise TypeError(f"Policy.{field} must be a list or tuple, got {values!r}")
     return tuple(values)
 
@@ -269,7 +312,9 @@ def _check_fraction(what: str, got: Any) -> None:
 def _switches(pairs: tuple[Any, ...]) -> tuple[Start, ...]:
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(f"an entry of Policy.switch is (fraction, recipe), not {pair!r}")
+            raise TypeError(
+                f"an entry of Policy.switch is (fraction, recipe), not {pair!r}"
+            )
         _check_fraction("the fraction of Policy.switch", pair[0])
     starts = [float(start) for start, _ in pairs]
     if any(a >= b for a, b in pairwise(starts)):
@@ -279,15 +324,24 @@ def _switches(pairs: tuple[Any, ...]) -> tuple[Start, ...]:
 
 
 def _as_json(recipe: str | Recipe | None) -> Any:
-    return recipe.to_dict() if isinstance(recipe, Recipe) else recipe
+    if isinstance(recipe, Recipe):
+        return recipe.to_dict()
+    return recipe
 
 
 def _read(recipe: Any) -> Any:
-    return Recipe.from_dict(recipe) if isinstance(recipe, Mapping) else recipe
+    if isinstance(recipe, Mapping):
+        return Recipe.from_dict(recipe)
+    return recipe
 
 
 def _read_rule(values: Any) -> LayerRule:
-    check_keys("rule of a Policy", values, [field.name for field in fields(LayerRule)], ("layers",))
+    check_keys(
+        "rule of a Policy",
+        values,
+        [field.name for field in fields(LayerRule)],
+        ("layers",),
+    )
     return LayerRule(**{**values, "recipe": _read(values.get("recipe"))})
 
 
@@ -315,7 +369,9 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
         None if recipe is None else recipe.casts[i] for i, recipe in enumerate(recipes)
     ]
     parted = [
-        b for a, b in ((x, x_second), (w, w_second), (g, g_second)) if b is not None and a != b
+        b
+        for a, b in ((x, x_second), (w, w_second), (g, g_second))
+        if b is not None and a != b
     ]
     if auto.keeps_history and any(cast.keeps_history for cast in parted):
         return composed(sources, PLAIN)
@@ -334,7 +390,9 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
         grad_weight_input=SAME if x_second == x else x_second,
         accumulate=accumulate,
         promote=promote,
-        fast_sums=tuple(n for n in PRODUCTS if all(n in recipe.fast_sums for recipe in casting)),
+        fast_sums=tuple(
+            n for n in PRODUCTS if all(n in recipe.fast_sums for recipe in casting)
+        ),
     )
 
 
@@ -344,8 +402,12 @@ def _name(recipes: list[Recipe | None]) -> str:
     base = max((r.name for r in recipes if r), key=[*names.values()].count)
     others: dict[str, str] = {}
     for product in PRODUCTS:
-        of_product = {cast: name for cast, name in names.items() if cast.startswith(f"{product}.")}
+        of_product = {
+            cast: name for cast, name in names.items() if cast.startswith(f"{product}.")
+        }
         first, second = of_product.values()
         others |= {product: first} if first == second else of_product
-    listed = ", ".join(f"{cast}: {name}" for cast, name in others.items() if name != base)
+    listed = ", ".join(
+        f"{cast}: {name}" for cast, name in others.items() if name != base
+    )
     return f"{base} ({listed})"

@@ -110,19 +110,26 @@ class Recipe:
         for field in (*OPERANDS, *_OVERRIDES):
             self._check_cast(field, getattr(self, field))
         if not isinstance(self.fast_sums, tuple | list):
-            raise TypeError(f"fast_sums must be a tuple of products, not {self.fast_sums!r}")
+            raise TypeError(
+                f"fast_sums must be a tuple of products, not {self.fast_sums!r}"
+            )
         for name in self.fast_sums:
             check_choice("fast_sums", name, PRODUCTS)
         if self.accumulate is not None:
             check_choice("accumulate", self.accumulate, TENSOR_CORES)
             check_between("promote", self.promote, 0, 1 << 20)
         elif self.promote:
-            raise ValueError("promote needs accumulate, the accelerator whose sums it ends")
+            raise ValueError(
+                "promote needs accumulate, the accelerator whose sums it ends"
+            )
         x, w, g, second = self.input, self.weight, self.grad, self.overrides
         pairs: dict[str, Pair] = {
             "forward": (x, w),
             "grad_input": (g, second.get("grad_input_weight", w)),
-            "grad_weight": (second.get("grad_weight_grad", g), second.get("grad_weight_input", x)),
+            "grad_weight": (
+                second.get("grad_weight_grad", g),
+                second.get("grad_weight_input", x),
+            ),
         }
         for product, pair in pairs.items():
             self._check_product(product, pair)
@@ -146,18 +153,30 @@ class Recipe:
             others = ', None or "same"' if is_second else " or None"
             raise TypeError(f"Recipe.{field} must be a Cast{others}, not {cast!r}")
         if is_second and isinstance(cast, Cast) and cast.keeps_history:
-            raise ValueError(f'{field} cannot have scaling "{cast.scaling}": one history, one cast')
+            raise ValueError(
+                f'{field} cannot have scaling "{cast.scaling}": one history, one cast'
+            )
 
     def _check_product(self, product: str, casts: Pair) -> None:
-        rotations = [(cast.hadamard, cast.signs) if cast else (0, "fixed") for cast in casts]
+        rotations = [
+            (cast.hadamard, cast.signs) if cast else (0, "fixed") for cast in casts
+        ]
         if rotations[0] != rotations[1]:
             got = f"got (hadamard, signs)={rotations}"
             raise ValueError(f"{product} needs both operands rotated alike, {got}")
         formats = [get_format(cast.format).name for cast in casts if cast is not None]
-        rules = [RULES[cast.rule] for cast in casts if cast is not None and cast.rule is not None]
+        rules = [
+            RULES[cast.rule]
+            for cast in casts
+            if cast is not None and cast.rule is not None
+        ]
         if self.accumulate and any(rule.is_simulated for rule in rules):
-            takes = f"accumulate={self.accumulate!r} takes rules of the largest magnitude"
-            raise ValueError(f"{takes}, not {' by '.join(rule.name for rule in rules)} ({product})")
+            takes = (
+                f"accumulate={self.accumulate!r} takes rules of the largest magnitude"
+            )
+            raise ValueError(
+                f"{takes}, not {' by '.join(rule.name for rule in rules)} ({product})"
+            )
         if self.accumulate and len(formats) == 2 and not set(formats) <= set(FORMATS):
             takes = f"accumulate={self.accumulate!r} multiplies {', '.join(FORMATS)}"
             raise ValueError(f"{takes}, not {' by '.join(formats)} ({product})")
@@ -172,7 +191,9 @@ class Recipe:
         """Adds the recipe to `fp8.RECIPES`, so that functions take its name, and policies store it.
         Returns the recipe itself. Raises ValueError if another recipe has the name, or "auto"."""
         if self.name == AUTO or RECIPES.get(self.name, self) != self:
-            raise ValueError(f"recipe {self.name!r} is registered already; choose another name")
+            raise ValueError(
+                f"recipe {self.name!r} is registered already; choose another name"
+            )
         return RECIPES.setdefault(self.name, self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,9 +205,12 @@ class Recipe:
     def from_dict(values: Mapping[str, Any]) -> Recipe:
         """The recipe that `to_dict` wrote; only "name" and the operands are required. Raises as
         Recipe, and ValueError for an unknown or missing key."""
-        check_keys("Recipe", values, (f.name for f in fields(Recipe)), ("name", *OPERANDS))
+        check_keys(
+            "Recipe", values, (f.name for f in fields(Recipe)), ("name", *OPERANDS)
+        )
         read: dict[str, Any] = {
-            k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
+            k: Cast.from_dict(v) if isinstance(v, Mapping) else v
+            for k, v in values.items()
         }
         return Recipe(**read)
 
@@ -284,7 +308,13 @@ RECIPES: dict[str, Recipe] = {
         _one_way_each(
             "quartet2",
             Cast(format="e2m1", scaling="nv", rule="e4m3_4_6"),
-            Cast(format="e2m1", scaling="nv", rule="e4m3_eden", hadamard=128, signs="random"),
+            Cast(
+                format="e2m1",
+                scaling="nv",
+                rule="e4m3_eden",
+                hadamard=128,
+                signs="random",
+            ),
         ),
         # TetraJet-v2 (arXiv:2510.27527) and its published code; gradients as in "nvfp4".
         _one_way_each(
@@ -322,7 +352,9 @@ def recipe_unless_auto(recipe: str | Recipe) -> Recipe | None:
         from ..common.libraries import who_takes  # late, as few programs need it
 
         kind = type(recipe).__name__
-        raise TypeError(f"a recipe must be a name or a Recipe, not {kind}{who_takes(recipe)}")
+        raise TypeError(
+            f"a recipe must be a name or a Recipe, not {kind}{who_takes(recipe)}"
+        )
     note = f"; for one of your own, call fp8.Recipe(name={recipe!r}, ...).register() before"
     check_name("recipe", recipe, (AUTO, *RECIPES), note)
     return RECIPES.get(recipe)
@@ -331,4 +363,6 @@ def recipe_unless_auto(recipe: str | Recipe) -> Recipe | None:
 def needs_unit_scale(recipe: Recipe) -> bool:
     """Whether a cast to 8 bits or fewer has no scale."""
     casts = (cast for cast in recipe.casts if cast is not None)
-    return any(cast.scaling == "unit" and get_format(cast.format).bits <= 8 for cast in casts)
+    return any(
+        cast.scaling == "unit" and get_format(cast.format).bits <= 8 for cast in casts
+    )

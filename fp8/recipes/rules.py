@@ -59,7 +59,9 @@ class Form:
             return scale
         larger = scale * 2.0**margin
         if self.largest > LARGEST:  # 2**-127 may be flushed to zero
-            larger = torch.where(scale < 2.0**SMALLEST, 2.0 ** (margin - self.largest), larger)
+            larger = torch.where(
+                scale < 2.0**SMALLEST, 2.0 ** (margin - self.largest), larger
+            )
         return larger.clamp(2.0**-self.largest, 2.0**self.largest)
 
     def inverse(self, scale: Tensor) -> Tensor | None:
@@ -73,7 +75,9 @@ class Form:
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         """``x`` times a scale of this form, or the `inverse` of one."""
-        return times_power(x, factor) if self.largest > LARGEST else x * factor
+        if self.largest > LARGEST:
+            return times_power(x, factor)
+        return x * factor
 
 
 FORMS: dict[str, Form] = {
@@ -170,7 +174,12 @@ EDEN = GUARD * 0.93
 
 
 def eden(
-    x: Tensor, values: Tensor, scale: Tensor, unit: Tensor, dims: tuple[int, ...], count: int
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    unit: Tensor,
+    dims: tuple[int, ...],
+    count: int,
 ) -> Tensor:
     """The scales of rule "e4m3_eden", unbiased along ``x``: times c = <x, x> / <x, Q(x)> of the
     ``count`` tiles that are rotated together (EDEN, arXiv:2108.08842), rounded stochastically to
@@ -182,11 +191,18 @@ def eden(
         if count == 1:
             return products
         groups = products.unflatten(along, (-1, count))
-        return groups.nansum(along, keepdim=True).expand_as(groups).flatten(along - 1, along)
+        return (
+            groups.nansum(along, keepdim=True)
+            .expand_as(groups)
+            .flatten(along - 1, along)
+        )
 
     whole, projected = inner_product(x), inner_product(values)
     factor = torch.where(projected > 0, whole / projected, 1.0)
-    return quantize_operand(steps * factor, get_format("e4m3"), rounding="stochastic") * unit
+    return (
+        quantize_operand(steps * factor, get_format("e4m3"), rounding="stochastic")
+        * unit
+    )
 
 
 # Rows
@@ -253,10 +269,14 @@ class Rule:
                 raise TypeError(f"Rule.{field} must be a function, not {function!r}")
         check_choice("stored", self.stored, FORMS)
         if (self.stored == "e4m3") != (self.unit is not None):
-            raise ValueError(f'stored="e4m3" has a unit, others none; got {self.unit!r}')
+            raise ValueError(
+                f'stored="e4m3" has a unit, others none; got {self.unit!r}'
+            )
         for number in (*self.candidates, self.unit or 1.0):
             if not 0 < number < math.inf:
-                raise ValueError(f"units and candidates must be positive, got {number!r}")
+                raise ValueError(
+                    f"units and candidates must be positive, got {number!r}"
+                )
         if not self.candidates:
             raise ValueError("Rule.candidates is empty; (1.0,) is the magnitude itself")
         by_error = len(self.candidates) > 1 and self.unit is None
@@ -265,7 +285,11 @@ class Rule:
         vars(self)["is_simulated"] = by_error or self.magnitude is not None
 
     def scale_of(
-        self, amax: Tensor, format: Format, unit: Tensor | None = None, candidate: int = 0
+        self,
+        amax: Tensor,
+        format: Format,
+        unit: Tensor | None = None,
+        candidate: int = 0,
     ) -> Tensor:
         """The scales of tiles with these magnitudes, all finite, as they are stored; 1 for zeros.
         unit: that of `unit_of`. candidate: the index of the factor."""
@@ -307,13 +331,17 @@ class Rule:
                 or numbers that are not positive and finite, or that the form does not have.
         """
         if RULES.get(self.name, self) != self:
-            raise ValueError(f"rule {self.name!r} is registered already; choose another name")
+            raise ValueError(
+                f"rule {self.name!r} is registered already; choose another name"
+            )
         values = torch.linspace(-3.0, 3.0, 192, dtype=torch.float32).view(2, 3, 32)
         amax = values.abs().amax((-2, -1), keepdim=True)
         if self.magnitude is not None:
             amax = self.magnitude(values, get_format("e4m3"))
             self._check_result("magnitude", amax, [(2, 1, 1), (2, 1, 32)])
-        scale = self.scale_of(amax, get_format("e4m3"), self.unit_of(amax, get_format("e4m3")))
+        scale = self.scale_of(
+            amax, get_format("e4m3"), self.unit_of(amax, get_format("e4m3"))
+        )
         self._check_result("scale", scale, [tuple(amax.shape)])
         if self.form.is_power and bool((scale.frexp().mantissa != 0.5).any()):
             power = f"has scales that are no powers of two, got {scale.flatten()[0]:g}"
@@ -321,15 +349,21 @@ class Rule:
         _add(self)
         return self
 
-    def _check_result(self, field: str, got: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    def _check_result(
+        self, field: str, got: Tensor, shapes: list[tuple[int, ...]]
+    ) -> None:
         what = f"Rule.{field} of {self.name!r}"
         if not isinstance(got, Tensor) or tuple(got.shape) not in shapes:
             kind = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
             raise ValueError(f"{what} must return a shape of {shapes}, got {kind}")
         if got.dtype != torch.float32:
-            raise ValueError(f"{what} must return the dtype of its argument, got {got.dtype}")
+            raise ValueError(
+                f"{what} must return the dtype of its argument, got {got.dtype}"
+            )
         if not bool(((got > 0) & (got < torch.inf)).all()):
-            raise ValueError(f"{what} must be positive and finite, got {got.flatten()[0]:g}")
+            raise ValueError(
+                f"{what} must be positive and finite, got {got.flatten()[0]:g}"
+            )
 
 
 class _Rows(dict[str, Rule]):

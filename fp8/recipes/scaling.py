@@ -53,11 +53,15 @@ class Scaling:
 
     def has(self, rule: Rule) -> bool:
         """Whether the rule may compute the scale."""
-        return rule.stored in self.forms and not (self.keeps_magnitudes and rule.is_simulated)
+        return rule.stored in self.forms and not (
+            self.keeps_magnitudes and rule.is_simulated
+        )
 
     def lowered(self, rule: str | None) -> str | None:
         """The name in LOWERED of a rule of this scaling."""
-        return f"{rule}{E8M0}" if self.in_e8m0 else rule
+        if self.in_e8m0:
+            return f"{rule}{E8M0}"
+        return rule
 
 
 SCALINGS: dict[str, Scaling] = {
@@ -131,10 +135,14 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
             pass
     size = x.abs()
     size = _zero_where_not(size < torch.inf, size)
-    return size.amax() if dims is None else size.amax(dims, keepdim=True)
+    if dims is None:
+        return size.amax()
+    return size.amax(dims, keepdim=True)
 
 
-def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
+def scale_of(
+    x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str
+) -> Tensor:
     """The scale factors of `scales_and_unit`, by the name of the rule in LOWERED."""
     return scales_and_unit(x, dims, format, LOWERED[rule])[0]
 
@@ -187,7 +195,10 @@ def _best(
         scale = rule.scale_of(amax, format, unit, candidate)
         error = _error(x, dims, format, scale, first)
         better = error < least
-        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+        best, least = (
+            torch.where(better, scale, best),
+            torch.where(better, error, least),
+        )
     return best
 
 
@@ -207,10 +218,14 @@ def _by_values(
     one = found.dim() == values.dim() and found.shape[-2] == 1
     if not one or found.shape[-1] not in (1, values.shape[-1]):
         needs = f"of {tuple(values.shape)}, with 1 in place of the last two sizes or of the first"
-        raise ValueError(f"Rule.magnitude of {rule.name!r} gave {tuple(found.shape)} {needs}")
+        raise ValueError(
+            f"Rule.magnitude of {rule.name!r} gave {tuple(found.shape)} {needs}"
+        )
     if found.shape[-1] != 1 and dims == (axis,):  # tiles of one row
         gives = f"rule {rule.name!r} gives each place along the sum a scale"
-        raise ValueError(f"{gives}, which in a tile of one row is each element; take a larger tile")
+        raise ValueError(
+            f"{gives}, which in a tile of one row is each element; take a larger tile"
+        )
     found = _as_tiles(found, dims, axis).to(amax.dtype)
     return torch.where((found > 0) & (found < torch.inf), found, amax)
 
@@ -226,14 +241,19 @@ def _as_matrices(x: Tensor, dims: tuple[int, ...] | None, axis: int) -> Tensor:
         x = x.mT.unsqueeze(-1)
     else:
         x = x.movedim(dims[1], -2)
-    return x.mT if axis == -2 else x
+    if axis == -2:
+        return x.mT
+    return x
 
 
 def _as_tiles(x: Tensor, dims: tuple[int, ...] | None, axis: int) -> Tensor:
     """The inverse of `_as_matrices`, for results of size 1 across a tile, and maybe along it."""
-    x = x.mT if axis == -2 else x
+    if axis == -2:
+        x = x.mT
     if dims is None:
-        return x.squeeze() if x.numel() == 1 else x
+        if x.numel() == 1:
+            return x.squeeze()
+        return x
     if dims == (-1,):
         return x.squeeze(-2)
     if dims == (-2,):
@@ -250,7 +270,9 @@ def _error(
     unit = (by.view(layout.integer) & layout.infinity).view(by.dtype).reciprocal()
     x, scale, by = x * unit, scale * unit, by * unit * 2.0**format.max_exponent
     square = ((quantize_operand(x, format, scale=scale) - x) / by).square()
-    return square.sum() if dims is None else square.sum(dims, keepdim=True)
+    if dims is None:
+        return square.sum()
+    return square.sum(dims, keepdim=True)
 
 
 def scale_of_number(amax: float, format: Format) -> float:
@@ -275,13 +297,19 @@ def in_format(x: Tensor, format: Format, tile: Tile = (0, 0)) -> tuple[Tensor, T
     return in_dtype(units, format.dtype), scale
 
 
-def _delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
+def _delayed_scale(
+    x: Tensor, history: Tensor, format: Format, rule: str, record: bool
+) -> Tensor:
     """The scale from the largest entry of ``history``, (length,); from ``x`` itself if that may
     have no entries, (1, length). record: that of x, unless zero, becomes the first entry."""
     entries = history.view(-1)
     amax = entries.amax().float()
     if record or history.dim() > 1:
-        now = largest_finite(x.detach(), None).float() if x.numel() else amax.new_zeros(())
+        now = (
+            largest_finite(x.detach(), None).float()
+            if x.numel()
+            else amax.new_zeros(())
+        )
     if history.dim() > 1:
         amax = torch.where((amax > 0) & (amax < torch.inf), amax, now)
     scale = RULES[rule].scale_of(amax, format)
@@ -305,14 +333,18 @@ def second_moment(x: Tensor) -> Tensor:
 def nearest_power(moment: Tensor) -> Tensor:
     """2**round(log2(RMS)) of a mean square, float32, clamped; 0 where it is zero, Inf or NaN."""
     exponent = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST)
-    return torch.where((moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0).float()
+    return torch.where(
+        (moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0
+    ).float()
 
 
 def static_rms(format: Format) -> float:
     """The RMS that a static scale gives an operand: 16 in a format that reaches 2**15, such as
     e5m2, else 1. Gradients become smaller while a model trains, 1000 times and more where it fits
     its data, and numbers of 2**11 RMS are still in range."""
-    return 16.0 if format.max_exponent >= 15 else 1.0
+    if format.max_exponent >= 15:
+        return 16.0
+    return 1.0
 
 
 def _static_scale(x: Tensor, state: Tensor, format: Format, record: bool) -> Tensor:
@@ -323,7 +355,9 @@ def _static_scale(x: Tensor, state: Tensor, format: Format, record: bool) -> Ten
     if x.numel():
         x = x.detach()
         clean = _zero_where_not(x.abs() < torch.inf, x)
-        now = nearest_power(second_moment(clean) / (x.numel() * static_rms(format) ** 2))
+        now = nearest_power(
+            second_moment(clean) / (x.numel() * static_rms(format) ** 2)
+        )
         now = torch.where(scale > 0, scale, now)
         if record:
             stored = torch.where(second_moment(x) < torch.inf, now, scale)
@@ -350,16 +384,25 @@ def _is_set_outside(state: Tensor, stored: Tensor) -> bool:
 
 
 def history_scale(
-    x: Tensor, history: Tensor, format: Format, rule: str | None, margin: int, record: bool
+    x: Tensor,
+    history: Tensor,
+    format: Format,
+    rule: str | None,
+    margin: int,
+    record: bool,
 ) -> Tensor:
     """The scale of ``x``, 0-dim: by a rule from the history of "delayed", or that of "static"."""
     if rule is None:
         return _static_scale(x, history, format, record)
     scale = _delayed_scale(x, history, format, rule, record)
-    return FORM_OF[rule].with_margin(scale, margin) if margin else scale
+    if margin:
+        return FORM_OF[rule].with_margin(scale, margin)
+    return scale
 
 
-def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, ...] | None]:
+def scaled_tiles(
+    x: Tensor, tile: Tile, axis: int
+) -> tuple[Tensor, tuple[int, ...] | None]:
     """``x``, (..., rows, columns), not empty, with tiles as dimensions of their own, and these;
     None for one tile. Sizes are padded with zeros to a multiple; a smaller size is one tile."""
     if tile == (0, 0):
@@ -383,7 +426,12 @@ def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, .
         x = torch.unflatten(x, -1, (across, columns))
     if rows > 1:
         x = torch.unflatten(x, row, (down, rows))
-    return x, (*((-1,) if columns != 1 else ()), *((row,) if rows != 1 else ()))
+    axes: tuple[int, ...] = ()
+    if columns != 1:
+        axes += (-1,)
+    if rows != 1:
+        axes += (row,)
+    return x, axes
 
 
 def grid_of(shape: Sequence[int], tile: Tile) -> list[int]:
@@ -392,9 +440,13 @@ def grid_of(shape: Sequence[int], tile: Tile) -> list[int]:
     return [*shape[:-2], *counts]
 
 
-def widened(scale: Tensor, shape: Sequence[int], tile: Tile, broadcast: bool = False) -> Tensor:
+def widened(
+    scale: Tensor, shape: Sequence[int], tile: Tile, broadcast: bool = False
+) -> Tensor:
     """``scale``, of tiles, for each element of ``shape``. broadcast: not repeated for one tile."""
     for dim, by in zip((-2, -1), tile, strict=True):
         if scale.ndim and by != 1 and not (broadcast and scale.shape[dim] == 1):
-            scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])
+            scale = scale.repeat_interleave(by or shape[dim], dim).narrow(
+                dim, 0, shape[dim]
+            )
     return scale

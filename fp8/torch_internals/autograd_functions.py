@@ -52,7 +52,11 @@ def apply_eagerly(function: type[Function], *args: Any) -> Any:
     to a signature, which takes longer than a small product; the older form ``forward(ctx, *args)``
     does not. torch rejects that form under a torch.func transform, before it computes."""
     for arg in args:  # as in `apply`, without a call: a small product has time for 18
-        if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
+        if (
+            isinstance(arg, Tensor)
+            and type(arg) is not Tensor
+            and type(arg) is not Parameter
+        ):
             # As in any call of torch, its class decides what class the results have.
             kind: Any = type(arg)
             return kind.__torch_function__(function.apply, (kind,), args)
@@ -79,7 +83,9 @@ def same(x: Tensor) -> Tensor:
     """``x``, for an autograd function that changes its gradient alone: a view, or a copy in a
     graph. The compiler (torch 2.13) derives results that share memory from each other, outside of
     the autograd functions between them. Inductor omits needless copies."""
-    return x.clone() if torch.compiler.is_compiling() else x[...]
+    if torch.compiler.is_compiling():
+        return x.clone()
+    return x[...]
 
 
 _LOSES_GRADIENTS = torch.__version__ < "2.12"
@@ -88,7 +94,9 @@ _LOSES_GRADIENTS = torch.__version__ < "2.12"
 def unaliased(output: Tensor) -> Tensor:
     """``output``, which a forward changed in place; a copy while torch 2.11 compiles, whose
     gradient would be zero."""
-    return output.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else output
+    if _LOSES_GRADIENTS and torch.compiler.is_compiling():
+        return output.clone()
+    return output
 
 
 def is_recorded(ctx: Any) -> bool:

@@ -26,7 +26,9 @@ def function_of(frame: FrameType) -> str:
     if not name:
         return ""
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    if isinstance(first, BackwardCFunction):  # ctx, of a class that may have inherited forward
+    if isinstance(
+        first, BackwardCFunction
+    ):  # ctx, of a class that may have inherited forward
         name = type(first).__name__.removesuffix("Backward")
     return f"the autograd function {name}"
 
@@ -38,7 +40,10 @@ def _name_of(code: CodeType) -> str:
     while classes:
         kind = classes.pop()
         forward = getattr(vars(kind).get("forward"), "__func__", None)
-        if forward is not None and getattr(inspect.unwrap(forward), "__code__", None) is code:
+        if (
+            forward is not None
+            and getattr(inspect.unwrap(forward), "__code__", None) is code
+        ):
             return kind.__name__
         classes += kind.__subclasses__()
     return ""

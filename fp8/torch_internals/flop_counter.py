@@ -22,7 +22,11 @@ def count_flops(names: tuple[str, ...]) -> None:
     """Registers the formula of operators that have none. Called by the first product of a kind.
     Counters that are open have a copy of torch's table, and get the formula too."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-    from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+    from torch.utils.flop_counter import (
+        FlopCounterMode,
+        flop_registry,
+        register_flop_formula,
+    )
 
     for namespace, _, operator in (name.partition("::") for name in names):
         packet = getattr(getattr(torch.ops, namespace), operator)

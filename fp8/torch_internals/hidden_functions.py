@@ -35,7 +35,9 @@ def reveal() -> bool:
     return True
 
 
-def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def called(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """``function(*args, **kwargs)`` inside a torch-function mode, where torch.compile cannot trace
     `Tensor.unflatten`."""
     if function is Tensor.unflatten:

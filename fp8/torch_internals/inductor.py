@@ -18,7 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .compiling_flag import marked_as_compiling
 
 
-def run_compiled(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> Sequence[Tensor]:
+def run_compiled(
+    function: Callable[..., Sequence[Tensor]], *args: Tensor
+) -> Sequence[Tensor]:
     """``compiled(function, *args)(*args)``."""
     return compiled(function, *args)(*args)
 
@@ -55,7 +57,9 @@ def in_each_configuration(
         yield run(x)
 
 
-def compiled(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Sequence[Tensor]], *args: Tensor
+) -> Callable[..., Any]:
     """``function``, without gradients, as inductor compiles it for tensors like ``args``; takes no
     lock of the compiler."""
     with torch.no_grad(), marked_as_compiling(True):

@@ -20,7 +20,9 @@ def refuse_split_graphs() -> None:
     """Raises RuntimeError while `torch.distributed.pipelining.pipeline` exports a model: an
     exported program has no backward pass of autograd functions."""
     library = sys.modules.get(_PIPELINING)
-    if library is not None and "pipeline" in running(library.pipeline.__code__.co_filename):
+    if library is not None and "pipeline" in running(
+        library.pipeline.__code__.co_filename
+    ):
         raise RuntimeError(
             "torch.distributed.pipelining.pipeline splits the graph of torch.export, which leaves "
             "out the backward passes of casts and scale factors, so its stages would not train. "

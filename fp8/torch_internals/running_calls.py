@@ -78,7 +78,9 @@ def is_from_graph() -> bool:
     """Whether code that Inductor has generated makes the running call of torch."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    caller = next(f for f in python_frames() if not f.f_code.co_filename.startswith(_OWN))
+    caller = next(
+        f for f in python_frames() if not f.f_code.co_filename.startswith(_OWN)
+    )
     return "extern_kernels" in caller.f_globals
 
 

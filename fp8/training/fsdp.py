@@ -89,7 +89,9 @@ def gather_in_fp8(
         raise ValueError(why)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise ValueError(f"{name} is sharded: call gather_in_fp8 before fully_shard")
+            raise ValueError(
+                f"{name} is sharded: call gather_in_fp8 before fully_shard"
+            )
     casts = _casts(model, shared, where)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     rows = []
@@ -109,7 +111,9 @@ def gather_in_fp8(
     return Report(rows)
 
 
-def _casts(model: nn.Module, shared: Recipe | None, where: Where | None) -> dict[str, Cast | str]:
+def _casts(
+    model: nn.Module, shared: Recipe | None, where: Where | None
+) -> dict[str, Cast | str]:
     """Layer with a weight -> the cast as which it is sent, or why it is sent unrounded."""
     recipes = {} if shared is not None else _converted(model)
     casts: dict[str, Cast | str] = {}
@@ -132,7 +136,10 @@ def _casts(model: nn.Module, shared: Recipe | None, where: Where | None) -> dict
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     senders = Counter((weights[name], cast) for name, cast in casts.items())
     for name, cast in casts.items():
-        if isinstance(cast, Cast) and holders[weights[name]] != senders[weights[name], cast]:
+        if (
+            isinstance(cast, Cast)
+            and holders[weights[name]] != senders[weights[name], cast]
+        ):
             casts[name] = "a module that is not sent so shares its weight"
     return casts
 
@@ -141,7 +148,9 @@ def _converted(model: nn.Module) -> dict[int, Recipe | None]:
     """id -> recipe of each layer that `fp8.convert` has converted; None if a switch changes it."""
     switches = any(policy_of(module).switch for module in model.modules())
     return {
-        id(layer): None if switches and layer.fp8_settings.switches else layer.fp8_recipe
+        id(layer): None
+        if switches and layer.fp8_settings.switches
+        else layer.fp8_recipe
         for layer in converted(model).values()
     }
 
@@ -183,9 +192,13 @@ def _why_not_sent(recipe: Recipe | None, has_scale: bool) -> str:
             f"what FSDP2 cuts; gather_in_fp8 takes {', '.join(map(repr, SCALINGS))}"
         )
     if cast.scaling == "static" and not has_scale:
-        return "a static scale belongs to a converted layer: fp8.convert the model before"
+        return (
+            "a static scale belongs to a converted layer: fp8.convert the model before"
+        )
     if cast.rule is not None and RULES[cast.rule].is_simulated:
-        return f"rule {cast.rule!r} reads values, of which FSDP2 gives each process a part"
+        return (
+            f"rule {cast.rule!r} reads values, of which FSDP2 gives each process a part"
+        )
     if lowered(cast).is_random or cast.hadamard or recipe.grad_input[1] != cast:
         return (
             f"recipe {recipe.name!r} casts weights anew for each product; what is gathered is one "
@@ -197,11 +210,15 @@ def _why_not_sent(recipe: Recipe | None, has_scale: bool) -> str:
 def _wrapped(weight: nn.Parameter, cast: Cast) -> nn.Parameter:
     wrapped = nn.Parameter(_Weight(weight.detach(), cast), weight.requires_grad)
     # Dunders belong to the instance, like the tags' __deepcopy__.
-    vars(wrapped).update({k: v for k, v in vars(weight).items() if not k.startswith("__")})
+    vars(wrapped).update(
+        {k: v for k, v in vars(weight).items() if not k.startswith("__")}
+    )
     return wrapped
 
 
-def _as_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _as_plain(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
     """A state_dict hook that replaces the weight by a plain tensor, or a DTensor of one."""
     weight: Any = state.get(f"{prefix}weight")
     if isinstance(weight, nn.Parameter):  # with keep_vars
@@ -209,7 +226,9 @@ def _as_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: A
     shard = part_of(weight)
     if isinstance(shard, _Weight):
         divided = isinstance(weight, DTensor)
-        state[f"{prefix}weight"] = as_shard(weight, shard.plain) if divided else shard.plain
+        state[f"{prefix}weight"] = (
+            as_shard(weight, shard.plain) if divided else shard.plain
+        )
 
 
 # Operations of FSDP2 and torch on a weight that return a weight: views and copies.
@@ -240,10 +259,14 @@ class _Weight(Tensor):
     cached: list[Any]
 
     @staticmethod
-    def __new__(cls: Any, plain: Tensor, cast: Cast, cached: list[Any] | None = None) -> _Weight:
+    def __new__(
+        cls: Any, plain: Tensor, cast: Cast, cached: list[Any] | None = None
+    ) -> _Weight:
         options = {name: getattr(plain, name) for name in ("dtype", "layout", "device")}
         options |= {"strides": plain.stride(), "storage_offset": plain.storage_offset()}
-        self: _Weight = torch.Tensor._make_wrapper_subclass(cls, plain.size(), **options)
+        self: _Weight = torch.Tensor._make_wrapper_subclass(
+            cls, plain.size(), **options
+        )
         self.plain, self.cast = plain, cast
         self.cached = [] if cached is None else cached
         return self
@@ -308,7 +331,12 @@ class _Weight(Tensor):
         return torch.where(state > 0, state, 1.0)
 
     def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+        self,
+        mesh: DeviceMesh,
+        outer_size: Any,
+        outer_stride: Any,
+        module: Any,
+        mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """The bytes that this process sends, and the scale factor; see torch's FSDP2."""
         x, scale = self.plain, None

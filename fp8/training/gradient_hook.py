@@ -21,7 +21,13 @@ BLOCK = 32
 """Elements of a bucket that share a scale, as in OCP MX; the scales are E8M0."""
 
 GRADIENT_FORMAT = Format(
-    name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, max=31.0, infinity=False, nan=False
+    name="e3m4",
+    exponent_bits=3,
+    mantissa_bits=4,
+    bias=3,
+    max=31.0,
+    infinity=False,
+    nan=False,
 )
 """The format that is sent: 256 finite values, normal from 2**-2. Scales encode Inf and NaN."""
 
@@ -56,7 +62,9 @@ def all_reduce_hook(
 def _mean(gradients: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     size = gradients.numel()
-    parts = F.pad(gradients.float(), (0, -size % (world * BLOCK))).view(world, -1, BLOCK)
+    parts = F.pad(gradients.float(), (0, -size % (world * BLOCK))).view(
+        world, -1, BLOCK
+    )
     exponents = _scales(parts).view(torch.uint8)  # that of NaN is the largest
     dist.all_reduce(exponents, dist.ReduceOp.MAX, group)
     scale = exponents.view(torch.float8_e8m0fnu).float()
@@ -79,7 +87,9 @@ def _scales(blocks: Tensor) -> Tensor:
     """The smallest E8M0 scale without overflow of each block (..., 32); NaN for NaN or Inf."""
     amax = blocks.abs().amax(-1, keepdim=True)
     # Zeros have the smallest scale, so that those of other processes are kept.
-    scale = LOWERED["up" + E8M0].scale_of(amax.clamp(min=2.0**SMALLEST), GRADIENT_FORMAT)
+    scale = LOWERED["up" + E8M0].scale_of(
+        amax.clamp(min=2.0**SMALLEST), GRADIENT_FORMAT
+    )
     scale = torch.where(amax < torch.inf, scale, torch.nan)
     return scale.to(torch.float8_e8m0fnu)
 

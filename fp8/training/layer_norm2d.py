@@ -25,7 +25,10 @@ BLOCK = 16
 
 
 def layer_norm2d(
-    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """`torch.nn.functional.layer_norm` over dimension 1, as in ConvNeXt.
 
@@ -56,7 +59,9 @@ def layer_norm2d(
 
 def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     if input.ndim < 2:
-        raise ValueError(f"layer_norm2d takes (batch, channels, ...), got {input.ndim} dimensions")
+        raise ValueError(
+            f"layer_norm2d takes (batch, channels, ...), got {input.ndim} dimensions"
+        )
     if not input.dtype.is_floating_point:
         raise TypeError(f"layer_norm2d takes a floating-point input, got {input.dtype}")
     for name, value in (("weight", weight), ("bias", bias)):
@@ -66,7 +71,9 @@ def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
             )
 
 
-def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def permuted(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     """`layer_norm2d` by torch's kernel, which takes parameters in the dtype of x, or in float32 for
     16-bit x; also works in TorchScript, where only the output has the memory format of x."""
     other = (weight is not None and weight.dtype != x.dtype) or (
@@ -139,12 +146,16 @@ class _LayerNorm2d(Function):
         return _normalized(x, weight, bias, eps)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+    ) -> None:
         x, weight, bias, _ = inputs
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
         # Tensors only: in compiled code saved_tensors omits None.
-        ctx.save_for_backward(x, mean, rstd, *(t for t in (weight, bias) if t is not None))
+        ctx.save_for_backward(
+            x, mean, rstd, *(t for t in (weight, bias) if t is not None)
+        )
         ctx.present = [t is not None for t in (weight, bias)]
 
     @staticmethod
@@ -176,7 +187,9 @@ def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     mean = x.sum(1, keepdim=True) * share
     centred = x - mean
     correction = centred.sum(1, keepdim=True) * share
-    var = (centred.square().sum(1, keepdim=True) * share - correction.square()).clamp_min(0.0)
+    var = (
+        centred.square().sum(1, keepdim=True) * share - correction.square()
+    ).clamp_min(0.0)
     return mean, correction, torch.rsqrt(var + eps)
 
 
@@ -202,9 +215,13 @@ def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor
 def _normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu
+    in_graph = (
+        torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu
+    )
     by_blocks = in_graph and x.is_contiguous() and x.shape[1] % BLOCK == 0
-    mean, correction, rstd = (_statistics_by_blocks if by_blocks else _statistics)(_wide(x, x), eps)
+    mean, correction, rstd = (_statistics_by_blocks if by_blocks else _statistics)(
+        _wide(x, x), eps
+    )
     y = (_wide(x, x) - mean - correction) * rstd
     if weight is not None:
         y = y * _across(x, weight)
@@ -224,7 +241,9 @@ def _gradients(
     grad, normal = _wide(x, grad), (_wide(x, x) - mean) * rstd
     # Summed per image first, so that inductor on CPUs works on one image in the cache.
     pixels = [*range(2, x.ndim)]
-    dweight, dbias = ((t.sum(pixels) if pixels else t).sum(0) for t in (grad * normal, grad))
+    dweight, dbias = (
+        (t.sum(pixels) if pixels else t).sum(0) for t in (grad * normal, grad)
+    )
     g = grad if weight is None else grad * _across(x, weight)
     share = 1.0 / x.shape[1]
     along = normal * ((g * normal).sum(1, keepdim=True) * share)
@@ -272,7 +291,9 @@ class LayerNorm2d(nn.LayerNorm):
         """Raises ValueError for another number of channels, which no weight would reveal."""
         channels = self.normalized_shape[0]
         if not self.elementwise_affine and input.ndim > 1 and input.size(1) != channels:
-            raise ValueError(f"LayerNorm2d has {channels} channels, its input {input.size(1)}")
+            raise ValueError(
+                f"LayerNorm2d has {channels} channels, its input {input.size(1)}"
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         self.check_channels(input)

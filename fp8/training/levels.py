@@ -54,17 +54,26 @@ class Level:
     @property
     def formats(self) -> dict[str, str | None]:
         """The arguments for the optimizers of `fp8.optim`."""
-        moments = {"first_moment": self.first_moment, "second_moment": self.second_moment}
+        moments = {
+            "first_moment": self.first_moment,
+            "second_moment": self.second_moment,
+        }
         return moments | {"master_weights": self.master}
 
 
 LEVELS: dict[str, Level] = {
     level.name: level
     for level in (
-        Level(name="O1", weight="fp16", first_moment="float32", second_moment="float32"),
+        Level(
+            name="O1", weight="fp16", first_moment="float32", second_moment="float32"
+        ),
         Level(name="O2", weight="fp16", first_moment="e4m3", second_moment="float16"),
         Level(
-            name="O3", weight="e4m3", master="float16", first_moment="e4m3", second_moment="float16"
+            name="O3",
+            weight="e4m3",
+            master="float16",
+            first_moment="e4m3",
+            second_moment="float16",
         ),
     )
 }
@@ -83,7 +92,10 @@ def initialize(
 ) -> tuple[M, Opt]: ...
 @explains_arguments
 def initialize(
-    model: M, optimizer: Optimizer | None = None, opt_level: str = "O2", recipe: Choice = AUTO
+    model: M,
+    optimizer: Optimizer | None = None,
+    opt_level: str = "O2",
+    recipe: Choice = AUTO,
 ) -> tuple[M, Optimizer]:
     """Sets ``model`` and ``optimizer`` to a level in place; equivalent to MS-AMP's function.
 
@@ -129,9 +141,13 @@ def initialize(
     if optimizer is None:
         optimizer = AdamW(model.parameters())
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"initialize needs a torch optimizer, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"initialize needs a torch optimizer, got {type(optimizer).__name__}"
+        )
     trained = _trained(model, optimizer)
-    layers = [m for m in model.modules() if isinstance(m, LAYERS) and not why_quantized(m)]
+    layers = [
+        m for m in model.modules() if isinstance(m, LAYERS) and not why_quantized(m)
+    ]
     weights = [p for layer in layers for p in storable(layer) if p in trained]
     kind, defaults = _settings_of(optimizer, level.formats)
     if recipe is not None:
@@ -150,11 +166,19 @@ _LEVEL = "fp8_level"
 def _rows_of_wide(model: nn.Module) -> list[Row]:
     """A row for each trained parameter of a dtype that no level stores."""
     named = model.named_parameters() if _LEVEL in vars(model) else ()
-    wide = [(name, dtype_name(p.dtype)) for name, p in named if p.requires_grad and p.dtype in WIDE]
-    return [Row(name, "Parameter", LEFT_ALONE, _WIDE.format(dtype)) for name, dtype in wide]
+    wide = [
+        (name, dtype_name(p.dtype))
+        for name, p in named
+        if p.requires_grad and p.dtype in WIDE
+    ]
+    return [
+        Row(name, "Parameter", LEFT_ALONE, _WIDE.format(dtype)) for name, dtype in wide
+    ]
 
 
-_WIDE = "{0}: no level stores it; it is stepped as by torch.optim, with its state in {0}"
+_WIDE = (
+    "{0}: no level stores it; it is stepped as by torch.optim, with its state in {0}"
+)
 
 CHANGES.append(Change(_rows_of_wide, lambda model: None))
 
@@ -218,8 +242,12 @@ def _check_model(model: nn.Module) -> None:
 def _in_use(parameter: Tensor) -> bool:
     """Whether a wrapper or the graph of a forward pass holds the node that accumulates the
     gradient: a mark in the node lasts as long as it."""
-    cast(dict[str, bool], get_gradient_edge(parameter).node.metadata)["fp8.levels"] = True
-    return "fp8.levels" in cast(dict[str, bool], get_gradient_edge(parameter).node.metadata)
+    cast(dict[str, bool], get_gradient_edge(parameter).node.metadata)["fp8.levels"] = (
+        True
+    )
+    return "fp8.levels" in cast(
+        dict[str, bool], get_gradient_edge(parameter).node.metadata
+    )
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
@@ -238,7 +266,14 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
 TORCH = (torch.optim.Adam, torch.optim.AdamW)
 """The supported classes of torch."""
 
-REMOVED = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
+REMOVED = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "amsgrad",
+    "decoupled_weight_decay",
+)
 """Options of torch's classes that are removed from the groups."""
 
 
@@ -253,16 +288,24 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
             "unit_scaling.optim and fp8.optim"
         )
     derived = [vars(c) for c in cls.__mro__ if issubclass(c, TORCH) and c not in TORCH]
-    methods = [name for names in derived for name, x in names.items() if inspect.isroutine(x)]
+    methods = [
+        name for names in derived for name, x in names.items() if inspect.isroutine(x)
+    ]
     if lost := [name for name in methods if name not in ("__init__", "step")]:
-        raise TypeError(f"{cls.__name__} has methods that would be lost: {', '.join(lost)}")
+        raise TypeError(
+            f"{cls.__name__} has methods that would be lost: {', '.join(lost)}"
+        )
     for name in ("amsgrad", "differentiable"):
         if any(group.get(name) for group in optimizer.param_groups):
             raise ValueError(f"{name}=True is not supported by fp8.initialize")
-    decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    decoupled = {
+        bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups
+    }
     if len(decoupled) > 1:
         raise ValueError("the groups of the optimizer differ in decoupled_weight_decay")
-    return AdamW if decoupled == {True} else Adam
+    if decoupled == {True}:
+        return AdamW
+    return Adam
 
 
 def _step_of(cls: type[Optimizer]) -> Any:
@@ -275,9 +318,13 @@ def _class_for(cls: type[Optimizer], kind: type[LowPrecision]) -> type[Optimizer
     """``kind`` with the mixins of ``cls`` (the learning-rate rules of unit_scaling.optim)."""
     if issubclass(cls, kind):
         return cls
-    classes = [c for c in cls.__mro__ if issubclass(c, Optimizer) and c is not Optimizer]
+    classes = [
+        c for c in cls.__mro__ if issubclass(c, Optimizer) and c is not Optimizer
+    ]
     mixed_in = tuple(c for c in classes if not issubclass(c, TORCH))
-    return _mixed(cls.__name__, (*mixed_in, kind)) if mixed_in else kind
+    if mixed_in:
+        return _mixed(cls.__name__, (*mixed_in, kind))
+    return kind
 
 
 @functools.cache
@@ -298,7 +345,9 @@ def _settings_of(
     """The class of `fp8.optim` and its defaults. Raises as `initialize`."""
     kind: Any = _kind_of(optimizer)
     defaults = kind([torch.zeros(1, 1)], lr=0.0).defaults
-    present = {name: value for name, value in optimizer.defaults.items() if name in defaults}
+    present = {
+        name: value for name, value in optimizer.defaults.items() if name in defaults
+    }
     for group in optimizer.param_groups:
         check_group({**defaults, **present, **group, **formats})
     return kind, {**defaults, **present}
@@ -329,7 +378,9 @@ def _take_over(
         group.update({**defaults, **group, **formats})
         for before, parameter in zip(old, group["params"], strict=True):
             if state.get(before):
-                optimizer.state[parameter] = convert_state(parameter, state[before], group)
+                optimizer.state[parameter] = convert_state(
+                    parameter, state[before], group
+                )
 
 
 def _scheduled(optimizer: Any, old: Any) -> Any:

@@ -79,7 +79,11 @@ class _Beneath(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype, output: torch.dtype) -> None:
         super().__init__()
-        self._dtype, self._output, self._above = dtype, output, FRAMES.items[-1].early_modes
+        self._dtype, self._output, self._above = (
+            dtype,
+            output,
+            FRAMES.items[-1].early_modes,
+        )
 
     def __enter__(self) -> _Beneath:
         open_frame(self, early_modes=(self, *self._above))
@@ -114,7 +118,9 @@ def _computed(
         if others.get(name) is not None:
             others[name] = others[name].to(dtype)
     if "bias" not in _ARGUMENTS[function]:
-        if others.get("eps") is None:  # torch: the machine epsilon of the dtype of the input
+        if (
+            others.get("eps") is None
+        ):  # torch: the machine epsilon of the dtype of the input
             others["eps"] = torch.finfo(torch.float32).eps
     elif x.device.type == "cpu":
         shape = others.get("normalized_shape", x.shape[1:2])
@@ -169,9 +175,12 @@ def apply_low_precision_layernorm(
     del optimizers
     check_module("apply_low_precision_layernorm", model)
     if not (where is None or callable(where)):
-        raise TypeError(f"where is a {type(where).__name__}; give (name, norm) -> bool or None")
+        raise TypeError(
+            f"where is a {type(where).__name__}; give (name, norm) -> bool or None"
+        )
     name: Any = getattr(precision, "value", precision)
-    name = name.lower() if isinstance(name, str) else name
+    if isinstance(name, str):
+        name = name.lower()
     if name is not None:
         check_name("precision", name, PRECISIONS)
     dtype = PRECISIONS.get(name)
@@ -207,16 +216,22 @@ def rows_of_norms(model: nn.Module) -> list[Row]:
     other = f"computes otherwise than {', '.join(norm.__name__ for norm in NORMS)}"
     rows = []
     for name, module in _norms(model):
-        low = isinstance(module, _LowPrecision)
-        why = _how(module) if low else "not chosen" if _is_supported(module) else other
-        done = "low precision" if low else LEFT_ALONE
+        done, why = LEFT_ALONE, other
+        if isinstance(module, _LowPrecision):
+            done, why = "low precision", _how(module)
+        elif _is_supported(module):
+            why = "not chosen"
         rows.append(Row(name, bare_class(module).__name__, done, why))
-    return [] if all(row.left_alone for row in rows) else rows
+    if all(row.left_alone for row in rows):
+        return []
+    return rows
 
 
 def _how(module: Any) -> str:
     dtype = module.norm_dtype
-    return "the dtype of autocast" if dtype is None else dtype_name(dtype)
+    if dtype is None:
+        return "the dtype of autocast"
+    return dtype_name(dtype)
 
 
 def _is_supported(module: nn.Module) -> bool:
@@ -227,7 +242,9 @@ def _is_supported(module: nn.Module) -> bool:
 
 def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        called = "norm" in bare_class(module).__name__.lower() and not any(module.children())
+        called = "norm" in bare_class(module).__name__.lower() and not any(
+            module.children()
+        )
         if called or isinstance(module, NORMS):
             yield name, module
 

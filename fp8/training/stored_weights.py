@@ -41,7 +41,9 @@ class _ScaledWeights(Mixin):
             raise ValueError(f"{name} has a level, which no shard of it has: {SHARDED}")
         super().__setattr__(name, value)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: Any, prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if not keep_vars:
             for name, parameter in _scaled_parameters(self).items():
@@ -60,7 +62,9 @@ class _ScaledWeights(Mixin):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """torch replaces each parameter by a new tensor; copies attributes and hooks to it."""
-        attributes = {name: _attributes(p) for name, p in _scaled_parameters(self).items()}
+        attributes = {
+            name: _attributes(p) for name, p in _scaled_parameters(self).items()
+        }
         try:
             result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
@@ -82,7 +86,11 @@ _HELD = (
 
 def _scaled_parameters(module: Any) -> dict[str, Any]:
     named = module.named_parameters(recurse=False, remove_duplicate=False)
-    return {name: parameter for name, parameter in named if isinstance(parameter, ScaledTensor)}
+    return {
+        name: parameter
+        for name, parameter in named
+        if isinstance(parameter, ScaledTensor)
+    }
 
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
@@ -124,10 +132,16 @@ def copied_parameter(old: Any, values: Tensor) -> Any:
 
 
 def scale_weights(
-    model: nn.Module, weights: Iterable[nn.Parameter], format: str, grad_format: str | None
+    model: nn.Module,
+    weights: Iterable[nn.Parameter],
+    format: str,
+    grad_format: str | None,
 ) -> dict[nn.Parameter, Any]:
     """Replaces ``weights`` by ScaledTensors wherever ``model`` has them. Returns old -> new."""
-    new = {p: scaled_parameter(p, Memory(p.detach(), None, format), grad_format) for p in weights}
+    new = {
+        p: scaled_parameter(p, Memory(p.detach(), None, format), grad_format)
+        for p in weights
+    }
     replace(model, new)
     return new
 
@@ -146,8 +160,14 @@ def replace(model: nn.Module, new: Mapping[Any, Any]) -> None:
 
 def plain_weights(model: nn.Module) -> None:
     """Undoes `scale_weights` with ``grad_format=None``, except for the rounding."""
-    scaled = {p for module in model.modules() for p in _scaled_parameters(module).values()}
-    new = {old: copied_parameter(old, old.dequantize()) for old in scaled if not old.grad_format}
+    scaled = {
+        p for module in model.modules() for p in _scaled_parameters(module).values()
+    }
+    new = {
+        old: copied_parameter(old, old.dequantize())
+        for old in scaled
+        if not old.grad_format
+    }
     for parameter in new.values():
         vars(parameter).pop("grad_format")
     replace(model, new)
@@ -156,7 +176,9 @@ def plain_weights(model: nn.Module) -> None:
             remove_mixin(module, _ScaledWeights)
 
 
-def store_frozen(model: M, format: str | None = "e4m3", *, where: Where | None = None) -> M:
+def store_frozen(
+    model: M, format: str | None = "e4m3", *, where: Where | None = None
+) -> M:
     """Stores the frozen weights of ``model`` in ``format``, in place.
 
     Each weight of a linear layer or convolution that does not require a gradient becomes a
@@ -200,8 +222,15 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: Where | None =
         for name, m in model.named_modules()
         if (isinstance(m, LAYERS) or is_transposed(m)) and not why_quantized(m)
     }
-    chosen = [layer for name, layer in layers.items() if where is None or where(name, layer)]
-    frozen = [p for layer in chosen for p in storable(layer) if not (p.requires_grad or p.is_meta)]
+    chosen = [
+        layer for name, layer in layers.items() if where is None or where(name, layer)
+    ]
+    frozen = [
+        p
+        for layer in chosen
+        for p in storable(layer)
+        if not (p.requires_grad or p.is_meta)
+    ]
     if not frozen:
         show(ConvertWarning, _NOTHING.format(type(model).__name__, len(chosen)))
     weights = [p for p in frozen if not isinstance(p, ScaledTensor)]
@@ -231,5 +260,7 @@ def storable(module: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for name, parameter in module.named_parameters(recurse=False)
-        if name.endswith("weight") and parameter.dim() >= 2 and parameter.dtype in DTYPES
+        if name.endswith("weight")
+        and parameter.dim() >= 2
+        and parameter.dtype in DTYPES
     ]

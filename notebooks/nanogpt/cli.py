@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(session: Session, runs: list[dict[str, Any]]) -> None:
-    print(f"\n{VARIANTS[runs[-1]['variant']].label} continues {runs[-1]['sample'][:1]!r}:\n")
+    print(
+        f"\n{VARIANTS[runs[-1]['variant']].label} continues {runs[-1]['sample'][:1]!r}:\n"
+    )
     print(runs[-1]["sample"])
     print(f"\n{table(summary(runs))}\n")
     print(f"results  {session.out / RESULTS}")
@@ -52,14 +54,25 @@ def _show(session: Session, runs: list[dict[str, Any]]) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "--data": {"metavar": "FILE", "help": "text (default: the Python standard library's source)"},
-    "--preset": {"default": "small", "help": f"{' or '.join(PRESETS)} (default: %(default)s)"},
+    "--data": {
+        "metavar": "FILE",
+        "help": "text (default: the Python standard library's source)",
+    },
+    "--preset": {
+        "default": "small",
+        "help": f"{' or '.join(PRESETS)} (default: %(default)s)",
+    },
     "--variants": {
         "default": ",".join(DEMO),
         "help": f"some of {','.join(VARIANTS)} (default: %(default)s)",
     },
-    "--seeds": {"default": "0", "help": "whole numbers and commas (default: %(default)s)"},
-    "--lr": {"help": "peak learning rate: a number for all, or variant=number,... for some"},
+    "--seeds": {
+        "default": "0",
+        "help": "whole numbers and commas (default: %(default)s)",
+    },
+    "--lr": {
+        "help": "peak learning rate: a number for all, or variant=number,... for some"
+    },
     "--out": {
         "type": Path,
         "help": "folder for the results (default: out/PRESET, or the next free number)",
@@ -73,16 +86,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": False,
         "help": "torch.compile the models (default: no)",
     },
-    "--device": {"default": "auto", "help": "auto, cpu, cuda or cuda:N (default: %(default)s)"},
+    "--device": {
+        "default": "auto",
+        "help": "auto, cpu, cuda or cuda:N (default: %(default)s)",
+    },
     "--threads": {
         "type": int,
         "default": torch.get_num_threads(),
         "help": "CPU threads (default: %(default)s)",
     },
-    "--sample": {"type": int, "default": 160, "help": "tokens to sample (default: %(default)s)"},
+    "--sample": {
+        "type": int,
+        "default": 160,
+        "help": "tokens to sample (default: %(default)s)",
+    },
 }
 CHOICES = {"tokens": TOKENS, "optimizer": tuple(OPTIMIZERS)}
-PRESET_GIVES = {"lr", "unit_lr", "betas"}  # settings without an option of their own; --lr sets both
+PRESET_GIVES = {
+    "lr",
+    "unit_lr",
+    "betas",
+}  # settings without an option of their own; --lr sets both
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -136,9 +160,17 @@ def _session(args: argparse.Namespace) -> Session:
 def _settings(args: argparse.Namespace) -> Settings:
     """The preset with the options given in place of its own."""
     if args.preset not in PRESETS:
-        raise ValueError(f"unknown preset {args.preset!r}; choose one of {', '.join(PRESETS)}")
-    names = [field.name for field in dataclasses.fields(Settings) if field.name not in PRESET_GIVES]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        raise ValueError(
+            f"unknown preset {args.preset!r}; choose one of {', '.join(PRESETS)}"
+        )
+    names = [
+        field.name
+        for field in dataclasses.fields(Settings)
+        if field.name not in PRESET_GIVES
+    ]
+    given = {
+        name: getattr(args, name) for name in names if getattr(args, name) is not None
+    }
     return dataclasses.replace(PRESETS[args.preset], **given)
 
 
@@ -147,7 +179,9 @@ def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in VARIANTS:
-            raise ValueError(f"unknown variant {name!r}; choose from {', '.join(VARIANTS)}")
+            raise ValueError(
+                f"unknown variant {name!r}; choose from {', '.join(VARIANTS)}"
+            )
     return list(dict.fromkeys(names))
 
 
@@ -199,9 +233,13 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"unknown device {name!r}; choose auto, cpu, cuda or cuda:N") from None
+        raise ValueError(
+            f"unknown device {name!r}; choose auto, cpu, cuda or cuda:N"
+        ) from None
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"unsupported device {name!r}; choose auto, cpu, cuda or cuda:N")
+        raise ValueError(
+            f"unsupported device {name!r}; choose auto, cpu, cuda or cuda:N"
+        )
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("no CUDA device here; choose --device cpu")

@@ -14,8 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-STDLIB_LIMIT = 2_000_000  # characters of the standard library to use: several passes in a demo
-HELD_OUT = 10  # one part in so many is kept for evaluation: the end of the text, as in nanoGPT
+STDLIB_LIMIT = (
+    2_000_000  # characters of the standard library to use: several passes in a demo
+)
+HELD_OUT = (
+    10  # one part in so many is kept for evaluation: the end of the text, as in nanoGPT
+)
 TOKENS = ("char", "byte")
 
 
@@ -45,10 +49,16 @@ def load_corpus(path: str | None, *, tokens: str = "char", context: int) -> Corp
     short for one example of `context` tokens and its successor.
     """
     if tokens not in TOKENS:
-        raise ValueError(f"unknown tokens {tokens!r}; choose one of {', '.join(TOKENS)}")
+        raise ValueError(
+            f"unknown tokens {tokens!r}; choose one of {', '.join(TOKENS)}"
+        )
     name = "Python standard library" if path is None else Path(path).name
     raw = _standard_library() if path is None else _read(Path(path))
-    text = list(_decode(raw, name)) if tokens == "char" else [bytes([byte]) for byte in raw]
+    text = (
+        list(_decode(raw, name))
+        if tokens == "char"
+        else [bytes([byte]) for byte in raw]
+    )
     symbols = tuple(sorted(set(text)))
     index = {symbol: i for i, symbol in enumerate(symbols)}
     ids = torch.tensor([index[symbol] for symbol in text], dtype=torch.int64)
@@ -67,7 +77,9 @@ def load_corpus(path: str | None, *, tokens: str = "char", context: int) -> Corp
     )
 
 
-def window_starts(tokens: Tensor, shape: tuple[int, ...], *, context: int, seed: int) -> Tensor:
+def window_starts(
+    tokens: Tensor, shape: tuple[int, ...], *, context: int, seed: int
+) -> Tensor:
     """Random starts of examples of `context` tokens and their successors, int64 of `shape`.
 
     Drawn from a generator of its own: the same for every variant, whatever else draws numbers.
@@ -107,7 +119,8 @@ def _standard_library() -> bytes:
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(
-        folder.glob("*.py"), key=lambda path: (zlib.crc32(path.name.encode()), path.name)
+        folder.glob("*.py"),
+        key=lambda path: (zlib.crc32(path.name.encode()), path.name),
     )
     sources, size = [], 0
     for path in paths:

@@ -9,7 +9,9 @@ import fp8
 
 from .train import Training
 
-GRADIENT_FORMAT = "e5m2"  # the format simulate_fp8 gives gradients (OCP, as an H100 does)
+GRADIENT_FORMAT = (
+    "e5m2"  # the format simulate_fp8 gives gradients (OCP, as an H100 does)
+)
 
 
 def flushed_share(training: Training, scaled: bool = False) -> float:
@@ -31,7 +33,9 @@ def flushed_share(training: Training, scaled: bool = False) -> float:
     def watch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         output.register_hook(count)
 
-    layers = [module for module in training.model.modules() if isinstance(module, nn.Linear)]
+    layers = [
+        module for module in training.model.modules() if isinstance(module, nn.Linear)
+    ]
     handles = [layer.register_forward_hook(watch) for layer in layers]
     try:
         training.example_loss().backward()

@@ -32,7 +32,9 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("vocab", "context", "layers", "heads", "width"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
         if self.width % self.heads:
             raise ValueError(
                 f"width must be a multiple of heads, got width {self.width} and {self.heads} heads"
@@ -109,21 +111,27 @@ class GPT(nn.Module):
     def _initialise(self) -> None:
         """N(0, 0.02), smaller by sqrt(2 layers) where a branch joins the residual (GPT-2)."""
         joins = {
-            id(layer) for block in self.blocks for layer in (block.attention.out, block.mlp.down)
+            id(layer)
+            for block in self.blocks
+            for layer in (block.attention.out, block.mlp.down)
         }
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 depth = 2 * self.config.layers if id(module) in joins else 1
                 nn.init.normal_(module.weight, std=INIT_STD / math.sqrt(depth))
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Logits for each position, and the mean cross-entropy to `targets` (or None).
 
         Raises ValueError if there are more positions than the model's context.
         """
         time = idx.shape[1]
         if time > self.config.context:
-            raise ValueError(f"{time} tokens given, the context is {self.config.context}")
+            raise ValueError(
+                f"{time} tokens given, the context is {self.config.context}"
+            )
         x = self.tokens(idx) + self.positions(torch.arange(time, device=idx.device))
         x = self.drop(x)
         for block in self.blocks:

@@ -35,7 +35,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 """Name -> what makes an AdamW of groups, lr and betas."""
 
 
-def make_optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, lr: float, settings: Settings
+) -> torch.optim.Optimizer:
     """AdamW as in nanoGPT: matrices decay; biases and the gains of norms do not.
 
     Of a unit-scaled model the parameters have learning rates of their own: with optimizer "adamw"

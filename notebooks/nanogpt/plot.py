@@ -28,7 +28,9 @@ STYLES: dict[str, dict[str, Any]] = {
     "unit_scaled_fp16": {"color": "#F0E442", "linestyle": (0, (5, 2))},
 }
 GREY = "#666666"
-LINEAR_GAP = 0.02  # gaps smaller than this are drawn to scale, larger ones by their logarithm
+LINEAR_GAP = (
+    0.02  # gaps smaller than this are drawn to scale, larger ones by their logarithm
+)
 LABEL_SPACING = 0.055  # least distance of two labels, as a share of the axis
 
 Curve = tuple[list[float], list[float]]
@@ -73,7 +75,9 @@ def _mean_curve(runs: Sequence[dict[str, Any]], variant: str, values: Any) -> Cu
     mine = [run for run in runs if run["variant"] == variant]
     rows = [values(run, baselines.get(run["seed"])) for run in mine]
     points: Curve = ([], [])
-    for step, *column in zip(*(run["curves"]["step"] for run in mine[:1]), *rows, strict=True):
+    for step, *column in zip(
+        *(run["curves"]["step"] for run in mine[:1]), *rows, strict=True
+    ):
         if all(value is not None for value in column):
             points[0].append(step)
             points[1].append(sum(column) / len(column))
@@ -88,22 +92,31 @@ def _draw(axes: Axes, curves: dict[str, Curve]) -> None:
 def _frame_losses(axes: Axes, curves: dict[str, Curve]) -> None:
     """Logarithmic, from just below the best loss to just above the worst start after step 0."""
     axes.set_yscale("log")
-    axes.set_title("loss on held-out text (log scale)", loc="left", fontsize=10, color=GREY)
+    axes.set_title(
+        "loss on held-out text (log scale)", loc="left", fontsize=10, color=GREY
+    )
     values = [value for _, curve in curves.values() for value in curve]
     if values:
         # A unit-scaled model starts far above log(vocabulary); that first point may be cut off.
-        after_start = [value for _, curve in curves.values() for value in curve[1:]] or values
+        after_start = [
+            value for _, curve in curves.values() for value in curve[1:]
+        ] or values
         axes.set_ylim(0.96 * min(values), 1.05 * max(after_start))
     from matplotlib.ticker import FormatStrFormatter, LogLocator
 
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)))
+    axes.yaxis.set_major_locator(
+        LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0))
+    )
     axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.yaxis.set_minor_locator(LogLocator(subs=()))
 
 
 def _draw_gaps(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
     axes.set_title(
-        f"the same, minus {VARIANTS[BASELINE].label}", loc="left", fontsize=10, color=GREY
+        f"the same, minus {VARIANTS[BASELINE].label}",
+        loc="left",
+        fontsize=10,
+        color=GREY,
     )
     curves = {v: _mean_curve(runs, v, _gap) for v in STYLES if v != BASELINE}
     curves = {variant: curve for variant, curve in curves.items() if curve[0]}

@@ -45,7 +45,9 @@ def machine(device: torch.device, threads: int) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else device.type,
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -53,7 +55,12 @@ def machine(device: torch.device, threads: int) -> dict[str, Any]:
 
 
 def run_result(
-    training: Training, variant: str, *, lr: float, flushed: dict[str, float], sample: str
+    training: Training,
+    variant: str,
+    *,
+    lr: float,
+    flushed: dict[str, float],
+    sample: str,
 ) -> dict[str, Any]:
     """One row of results.json. Numbers that are not finite (a run that diverged) are None."""
     seconds = statistics.median(training.seconds_per_step)
@@ -65,11 +72,15 @@ def run_result(
         "parameters": sum(p.numel() for p in training.model.parameters()),
         "train_loss": finite(curves["train"][-1]),
         "val_loss": finite(curves["val"][-1]),
-        "best_val_loss": min((v for v in curves["val"] if math.isfinite(v)), default=None),
+        "best_val_loss": min(
+            (v for v in curves["val"] if math.isfinite(v)), default=None
+        ),
         "ms_per_step": 1000 * seconds,
         "tokens_per_second": settings.batch_size * settings.context / seconds,
         "flushed_gradients": {when: finite(share) for when, share in flushed.items()},
-        "curves": {name: [finite(value) for value in values] for name, values in curves.items()},
+        "curves": {
+            name: [finite(value) for value in values] for name, values in curves.items()
+        },
         "batch_loss": [finite(value) for value in training.batch_loss.tolist()],
         "sample": sample,
     }
@@ -92,7 +103,9 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     baseline = by_variant.get(BASELINE, {})
     rows = []
     for variant, seeds in by_variant.items():
-        paired = [(run, baseline[seed]) for seed, run in seeds.items() if seed in baseline]
+        paired = [
+            (run, baseline[seed]) for seed, run in seeds.items() if seed in baseline
+        ]
         gaps = [_difference(run["val_loss"], base["val_loss"]) for run, base in paired]
         ratios = [run["ms_per_step"] / base["ms_per_step"] for run, base in paired]
         rows.append(
@@ -127,7 +140,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """The summary as text with aligned columns; '-' where there is no number."""
     cells = [["variant", *(heading for heading, _, _ in COLUMNS)]]
     for row in rows:
-        values = ("-" if row[key] is None else form.format(row[key]) for _, key, form in COLUMNS)
+        values = (
+            "-" if row[key] is None else form.format(row[key])
+            for _, key, form in COLUMNS
+        )
         cells.append([VARIANTS[row["variant"]].label, *values])
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     cells.insert(1, ["-" * width for width in widths])

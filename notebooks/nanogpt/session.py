@@ -30,7 +30,9 @@ class Session:
 
     corpus: Corpus
     settings: Settings
-    lr: dict[str, float]  # the variants, in the order to train them, and the peak of each
+    lr: dict[
+        str, float
+    ]  # the variants, in the order to train them, and the peak of each
     seeds: tuple[int, ...]
     out: Path
     device: torch.device
@@ -70,7 +72,9 @@ def prepare(session: Session, *, resume: bool) -> list[dict[str, Any]]:
         raise ValueError(f"{out} is not a folder")
     if not path.exists():
         if out.exists() and any(out.iterdir()):
-            raise ValueError(f"{out} is not empty and holds no run; choose another --out")
+            raise ValueError(
+                f"{out} is not empty and holds no run; choose another --out"
+            )
         return []
     if not resume:
         raise ValueError(
@@ -101,7 +105,9 @@ def _train_one(session: Session, variant: str, seed: int) -> dict[str, Any]:
         train(training, progress)
     flushed["end"] = _flushed(training, variant)
     sample = _sample(training, session)
-    return run_result(training, variant, lr=session.lr[variant], flushed=flushed, sample=sample)
+    return run_result(
+        training, variant, lr=session.lr[variant], flushed=flushed, sample=sample
+    )
 
 
 def _flushed(training: Training, variant: str) -> float:
@@ -160,14 +166,18 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
         if old.get(key) != new.get(key)
     ]
     if changed:
-        raise ValueError(f"cannot resume {out} with other settings: {'; '.join(changed)}")
+        raise ValueError(
+            f"cannot resume {out} with other settings: {'; '.join(changed)}"
+        )
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, value in tree.items():
         flat.update(
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {prefix + key: value}
         )
     return flat
 

@@ -48,10 +48,14 @@ class Settings:
         self.gpt(vocab=1)  # checks the shape
         if self.optimizer not in OPTIMIZERS:
             choices = ", ".join(OPTIMIZERS)
-            raise ValueError(f"unknown optimizer {self.optimizer!r}; choose one of {choices}")
+            raise ValueError(
+                f"unknown optimizer {self.optimizer!r}; choose one of {choices}"
+            )
         for name in ("batch_size", "iters", "eval_interval", "eval_batches"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
         for name in ("warmup", "lr", "unit_lr", "weight_decay", "clip"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(

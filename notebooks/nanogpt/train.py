@@ -16,8 +16,12 @@ from .optimizers import make_optimizer
 from .progress import Progress
 from .settings import Settings
 
-EVAL_SEED = 1337  # the examples of an evaluation: the same for every variant, seed and step
-LOG_INTERVAL = 10  # steps between two looks at the loss and the clock: each waits for a GPU
+EVAL_SEED = (
+    1337  # the examples of an evaluation: the same for every variant, seed and step
+)
+LOG_INTERVAL = (
+    10  # steps between two looks at the loss and the clock: each waits for a GPU
+)
 
 
 @contextmanager
@@ -74,9 +78,17 @@ class Training:
         `scale_loss`: multiply the loss by what torch's GradScaler finds to be large enough.
         `optimizer`: that of `make_optimizer` at the peak `lr`, unless another is given.
         """
-        self.model, self.settings, self.seed, self.autocast = model, settings, seed, autocast
+        self.model, self.settings, self.seed, self.autocast = (
+            model,
+            settings,
+            seed,
+            autocast,
+        )
         self.device = next(model.parameters()).device
-        self._train, self._val = corpus.train.to(self.device), corpus.val.to(self.device)
+        self._train, self._val = (
+            corpus.train.to(self.device),
+            corpus.val.to(self.device),
+        )
         self._starts = self._draw(self._train, settings.iters, seed)
         self._call = torch.compile(model) if compile else model
         self.optimizer = optimizer or make_optimizer(model, lr, settings)
@@ -97,7 +109,9 @@ class Training:
     def _loss(self, call: Callable[..., Any], tokens: Tensor, starts: Tensor) -> Tensor:
         """Mean loss, 0-dim, of one batch of examples, by the model or its compiled form."""
         idx, targets = windows(tokens, starts, self.settings.context)
-        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+        with torch.autocast(
+            self.device.type, self.autocast, enabled=self.autocast is not None
+        ):
             _, loss = call(idx, targets)
         return loss
 
@@ -111,7 +125,9 @@ class Training:
         Nothing waits for the device on the way: losses are kept there.
         """
         settings, first = self.settings, self.step
-        stops = (_next_multiple(first, n) for n in (LOG_INTERVAL, settings.eval_interval))
+        stops = (
+            _next_multiple(first, n) for n in (LOG_INTERVAL, settings.eval_interval)
+        )
         stop = min(*stops, settings.iters)
         self.model.train()
         started = time.perf_counter()
@@ -163,7 +179,9 @@ class Training:
     @property
     def tokens_per_second(self) -> float:
         """Of the steps since the last look at the clock."""
-        return self.settings.batch_size * self.settings.context / self.seconds_per_step[-1]
+        return (
+            self.settings.batch_size * self.settings.context / self.seconds_per_step[-1]
+        )
 
 
 def train(training: Training, progress: Progress) -> None:

@@ -27,7 +27,9 @@ def _fp8(model: nn.Module) -> nn.Module:
 class TensorScaledGPT(GPT):
     """A GPT whose products run in FP8 with a power-of-two scale for each tensor."""
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """As that of a GPT."""
         with fp8.autocast("tensor"):
             return super().forward(idx, targets)
@@ -85,7 +87,9 @@ VARIANTS: dict[str, Variant] = {
     "fp32": Variant(label="FP32"),
     "bf16": Variant(label="BF16", autocast=torch.bfloat16),
     "fp8": Variant(label="FP8 without scales", build=_fp8, lr_mult=0.5),
-    "fp8_tensor": Variant(label="FP8, scale per tensor", build=_fp8_tensor, scaled=True),
+    "fp8_tensor": Variant(
+        label="FP8, scale per tensor", build=_fp8_tensor, scaled=True
+    ),
     "fp8_static": Variant(label="FP8, static scales", build=_fp8_static, scaled=True),
     "unit_scaled": Variant(
         label="unit-scaled FP32", build=_unit_scaled, unit_scaled=True, scaled=True
@@ -94,7 +98,9 @@ VARIANTS: dict[str, Variant] = {
         label="unit-scaled FP8", build=_unit_scaled_fp8, unit_scaled=True, scaled=True
     ),
     "fp16": Variant(label="FP16, loss not scaled", autocast=torch.float16),
-    "fp16_mixed": Variant(label="FP16, GradScaler", autocast=torch.float16, scale_loss=True),
+    "fp16_mixed": Variant(
+        label="FP16, GradScaler", autocast=torch.float16, scale_loss=True
+    ),
     "unit_scaled_fp16": Variant(
         label="unit-scaled FP16",
         build=_unit_scaled,
@@ -108,7 +114,9 @@ DEMO = ("fp32", "bf16", "fp8", "fp8_tensor", "unit_scaled", "unit_scaled_fp8")
 """What a run compares where nothing else is asked for."""
 
 
-def build_model(variant: str, *, vocab: int, settings: Settings, seed: int) -> nn.Module:
+def build_model(
+    variant: str, *, vocab: int, settings: Settings, seed: int
+) -> nn.Module:
     """The model of `variant`, made from the plain one that `seed` gives all of them."""
     torch.manual_seed(seed)
     return VARIANTS[variant].build(GPT(settings.gpt(vocab)))

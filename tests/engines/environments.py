@@ -55,14 +55,22 @@ ENGINES = {
     ),
     "transformer_engine": Engine(
         (
-            *("torch==2.14.1", "onnx", "onnxscript", "pydantic", "packaging", "importlib-metadata"),
+            *(
+                "torch==2.14.1",
+                "onnx",
+                "onnxscript",
+                "pydantic",
+                "packaging",
+                "importlib-metadata",
+            ),
             *("nvdlfw-inspect", "nvidia-mathdx", "nvidia-cudnn-frontend"),
             *("pybind11", "ninja", "setuptools", "wheel"),
         ),
         alone=("transformer-engine==2.20.2", "transformer-engine-cu13==2.20.2"),
         compiled=("transformer-engine-torch==2.20.2",),
         tests=tuple(
-            f"tests/fp8/adapters/test_{name}.py" for name in ("te_recipe", "transformer_engine")
+            f"tests/fp8/adapters/test_{name}.py"
+            for name in ("te_recipe", "transformer_engine")
         ),
     ),
 }
@@ -88,7 +96,9 @@ def create(name):
     subprocess.run([*pip, *engine.packages], check=True)
     if engine.compiled:
         options = ["--no-build-isolation", "--no-deps"]
-        subprocess.run([*pip, *options, *engine.compiled], check=True, env=_cuda(python))
+        subprocess.run(
+            [*pip, *options, *engine.compiled], check=True, env=_cuda(python)
+        )
     done.write_text(wanted)
     return python
 
@@ -115,7 +125,9 @@ def main(names):
     failed = 0
     for name in names or ENGINES:
         if sys.version_info < ENGINES[name].python:
-            print(f"{name}: skipped, needs Python {'.'.join(map(str, ENGINES[name].python))}")
+            print(
+                f"{name}: skipped, needs Python {'.'.join(map(str, ENGINES[name].python))}"
+            )
             continue
         if ENGINES[name].compiled and shutil.which("nvcc") is None:
             print(f"{name}: skipped, needs CUDA's nvcc")
@@ -123,8 +135,18 @@ def main(names):
         python = create(name)
         tests = [f"tests/engines/test_{name}.py", *ENGINES[name].tests]
         # deepspeed compiles a part of itself at its first run, for minutes
-        settings = os.environ | {"TORCH_EXTENSIONS_DIR": str(FOLDER / name / "extensions")}
-        run = [python, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=900", *tests]
+        settings = os.environ | {
+            "TORCH_EXTENSIONS_DIR": str(FOLDER / name / "extensions")
+        }
+        run = [
+            python,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=900",
+            *tests,
+        ]
         failed += subprocess.run(run, cwd=ROOT, env=settings).returncode != 0
     return failed
 

@@ -12,7 +12,9 @@ import fp8
 from tests.launch import run_ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-deepspeed = pytest.importorskip("deepspeed", reason="its own environment: make test-engines")
+deepspeed = pytest.importorskip(
+    "deepspeed", reason="its own environment: make test-engines"
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of deepspeed
@@ -23,9 +25,13 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def _group(tmp_path_factory):
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(
+        ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo"
+    )
     store = tmp_path_factory.mktemp("store") / "file"
-    torch.distributed.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", f"file://{store}", rank=0, world_size=1
+    )
     deepspeed.init_distributed("gloo")
     yield
     torch.distributed.destroy_process_group()
@@ -51,7 +57,9 @@ def engine_of(model, optimizer, stage):
 
 
 @pytest.mark.proves("the field", "in DeepSpeed's ZeRO", how="library")
-@pytest.mark.parametrize(("recipe", "stage"), [("tensor", 0), ("delayed", 1), ("mxfp8", 2)])
+@pytest.mark.parametrize(
+    ("recipe", "stage"), [("tensor", 0), ("delayed", 1), ("mxfp8", 2)]
+)
 def test_zero(recipe, stage):
     """The losses are those of a plain loop, to the bit."""
     model, optimizer = make()
@@ -79,7 +87,9 @@ def test_zero(recipe, stage):
 def test_levels_are_refused(level, stage):
     model, optimizer = make()
     model, optimizer = fp8.initialize(model, optimizer, level, "tensor")
-    with pytest.raises(RuntimeError, match="DeepSpeed's engine holds and moves each weight"):
+    with pytest.raises(
+        RuntimeError, match="DeepSpeed's engine holds and moves each weight"
+    ):
         engine_of(model, optimizer, stage)
 
 

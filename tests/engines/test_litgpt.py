@@ -18,7 +18,9 @@ from litgpt.data import DataModule  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")  # of litgpt and what it imports
 
 LENGTH, BATCH, STEPS = 16, 4, 6
-ROWS = torch.randint(64, (STEPS * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+ROWS = torch.randint(
+    64, (STEPS * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0)
+)
 CONFIG = {
     "name": "tiny",
     "block_size": LENGTH,
@@ -101,7 +103,9 @@ def test_pretrain(tmp_path, monkeypatch):
     monkeypatch.setattr(
         pretrain,
         "GPT",
-        lambda config: fp8.convert(make(config), "tensor", where=lambda n, m: n != "lm_head"),
+        lambda config: fp8.convert(
+            make(config), "tensor", where=lambda n, m: n != "lm_head"
+        ),
     )
     by_hand = pretrained(tmp_path / "hand", [])
     assert not differs(trained, by_hand)

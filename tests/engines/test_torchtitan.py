@@ -13,7 +13,9 @@ import fp8
 from fp8.adapters.torchtitan import FP8Converter
 
 if importlib.util.find_spec("torchtitan") is None:
-    pytest.skip("torchtitan: its own environment, make test-engines", allow_module_level=True)
+    pytest.skip(
+        "torchtitan: its own environment, make test-engines", allow_module_level=True
+    )
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("torchtitan_worker.py")
@@ -29,7 +31,9 @@ def run(folder, model, *cases):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("llama"), "llama", "plain", "hand", "tensor", "policy")
+    return run(
+        tmp_path_factory.mktemp("llama"), "llama", "plain", "hand", "tensor", "policy"
+    )
 
 
 @pytest.mark.proves("the field", "in torchtitan's Trainer", how="library")
@@ -43,7 +47,9 @@ def test_recipe(llama):
 def test_policy(llama):
     """Its rule leaves lm_head as it is: other losses than under the recipe alone."""
     assert llama["policy"] != llama["tensor"]
-    assert llama["policy"] == pytest.approx(llama["plain"], rel=2**-4)  # e4m3's largest error
+    assert llama["policy"] == pytest.approx(
+        llama["plain"], rel=2**-4
+    )  # e4m3's largest error
 
 
 def test_deepseek(tmp_path):
@@ -54,7 +60,9 @@ def test_deepseek(tmp_path):
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match=r"unknown recipe 'tensr'; .* did you mean 'tensor'"):
+    with pytest.raises(
+        ValueError, match=r"unknown recipe 'tensr'; .* did you mean 'tensor'"
+    ):
         FP8Converter("tensr")
     with pytest.raises(ValueError, match=r"unknown backend 'torchao'"):
         FP8Converter(backend="torchao")

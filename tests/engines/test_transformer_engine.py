@@ -14,7 +14,8 @@ from tests.fp8.adapters.te_library import VERSION, pretend_device
 te = probe("transformer_engine").module
 if te is None:
     pytest.skip(
-        "TransformerEngine: its own environment, make test-engines", allow_module_level=True
+        "TransformerEngine: its own environment, make test-engines",
+        allow_module_level=True,
     )
 
 
@@ -24,7 +25,11 @@ def _device(monkeypatch):
 
 
 def test_version():
-    for name in ("transformer_engine", "transformer_engine_cu13", "transformer_engine_torch"):
+    for name in (
+        "transformer_engine",
+        "transformer_engine_cu13",
+        "transformer_engine_torch",
+    ):
         assert importlib.metadata.version(name) == VERSION
 
 
@@ -41,7 +46,10 @@ LAYERS = {
 def test_kernels_are_all_that_is_out_of_reach(kind):
     """A layer is made and takes part in a step of an optimizer; a pass ends at the device."""
     layer = LAYERS[kind]()
-    for model in (layer, fp8.convert(nn.Linear(32, 32), "tensor", backend="transformer_engine")):
+    for model in (
+        layer,
+        fp8.convert(nn.Linear(32, 32), "tensor", backend="transformer_engine"),
+    ):
         with pytest.raises(RuntimeError, match="CUDA"):
             model(torch.randn(16, 32))
     before = {name: value.clone() for name, value in layer.state_dict().items()}
@@ -50,8 +58,10 @@ def test_kernels_are_all_that_is_out_of_reach(kind):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     after = layer.state_dict()
-    assert {name.rpartition("_")[2] for name, value in before.items() if not value.numel()} == {
-        "state"
-    }
-    assert all(torch.equal(after[n], before[n] - 1) for n, _ in layer.named_parameters())
+    assert {
+        name.rpartition("_")[2] for name, value in before.items() if not value.numel()
+    } == {"state"}
+    assert all(
+        torch.equal(after[n], before[n] - 1) for n, _ in layer.named_parameters()
+    )
     layer.load_state_dict(before)

@@ -68,7 +68,11 @@ def config_of(name, folder, converters):
     config.model_spec = registry("debugmodel", converters=converters)
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.training.steps, config.training.seq_len, config.training.local_batch_size = STEPS, 32, 4
+    config.training.steps, config.training.seq_len, config.training.local_batch_size = (
+        STEPS,
+        32,
+        4,
+    )
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "float32"
     config.debug.seed = 0
@@ -110,7 +114,9 @@ def losses(config):
 
 def main(folder, model, cases):
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(
+        ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo"
+    )
     assets(folder)
     os.chdir(folder)
     recipes = {"tensor": "tensor", "policy": POLICIES[model]}

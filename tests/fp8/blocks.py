@@ -20,7 +20,9 @@ def keeper(recipe: str | Recipe) -> Any:
     layer = nn.Identity()
     add_mixin(layer, Converted)
     recipe = get_recipe(recipe)
-    vars(layer)["fp8_settings"] = LayerSettings(sources=(recipe,), recipe=recipe, by_call=True)
+    vars(layer)["fp8_settings"] = LayerSettings(
+        sources=(recipe,), recipe=recipe, by_call=True
+    )
     add_buffers(layer)
     return layer
 
@@ -39,12 +41,16 @@ def block(
 def saved_by(run: Callable[[], Any]) -> list[Tensor]:
     """The tensors that autograd saves in a call."""
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t) or t, lambda t: t
+    ):
         run()
     return saved
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """The bytes of the storages of tensors, shared ones once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
+    }
     return sum(storages.values())

@@ -14,7 +14,10 @@ def outcome(
     y = call()
     wide = torch.promote_types(y.dtype, torch.float32)
     end = y.to(wide).square().sum() if grad is None else y
-    return [y.detach(), *torch.autograd.grad(end, list(leaves), grad, retain_graph=True)]
+    return [
+        y.detach(),
+        *torch.autograd.grad(end, list(leaves), grad, retain_graph=True),
+    ]
 
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -23,7 +26,9 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor], **near: float) -> None:
+def assert_near(
+    found: Sequence[Tensor], expected: Sequence[Tensor], **near: float
+) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, **near)
 
@@ -31,7 +36,9 @@ def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor], **near: flo
 def bytes_kept(run: Callable[[], Tensor], *, beside: Iterable[Tensor] = ()) -> int:
     """Of the storages that autograd holds after ``run()``, each once, those of ``beside`` not."""
     held: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: held.append(t) or t, lambda t: t
+    ):
         y = run()
     assert y.requires_grad
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}

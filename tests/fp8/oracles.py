@@ -74,10 +74,17 @@ def nearest(x: Tensor, format: Format, overflow: str) -> Tensor:
         cast = values.numpy().astype(ML_DTYPES[format.name]).astype(np.float32)
     want = torch.from_numpy(cast)
     want = torch.where(values.isnan(), torch.nan, want)
-    return within(want, x.dtype, format, format.max if overflow == "saturate" else format.nonfinite)
+    return within(
+        want,
+        x.dtype,
+        format,
+        format.max if overflow == "saturate" else format.nonfinite,
+    )
 
 
-def within(want: Tensor, dtype: torch.dtype, format: Format, beyond: float | None) -> Tensor:
+def within(
+    want: Tensor, dtype: torch.dtype, format: Format, beyond: float | None
+) -> Tensor:
     """`want` with magnitudes that `dtype` cannot hold replaced by `beyond`, and that by the largest
     it can."""
     held = want.to(dtype).to(want.dtype)
@@ -89,13 +96,25 @@ def within(want: Tensor, dtype: torch.dtype, format: Format, beyond: float | Non
 
 
 def with_gfloat(
-    x: Tensor, format: Format, mode: gfloat.RoundMode, overflow: str, bits: Tensor | None = None
+    x: Tensor,
+    format: Format,
+    mode: gfloat.RoundMode,
+    overflow: str,
+    bits: Tensor | None = None,
 ) -> Tensor:
     """`x` rounded by gfloat in float64. `bits` are 31-bit; gfloat rounds up where bits + fraction
     overflows."""
-    stochastic = {} if bits is None else {"srbits": bits.numpy().astype(np.int64), "srnumbits": 31}
+    stochastic = (
+        {}
+        if bits is None
+        else {"srbits": bits.numpy().astype(np.int64), "srnumbits": 31}
+    )
     rounded = gfloat.round_ndarray(
-        GFLOAT[format.name], x.double().numpy(), mode, overflow == "saturate", **stochastic
+        GFLOAT[format.name],
+        x.double().numpy(),
+        mode,
+        overflow == "saturate",
+        **stochastic,
     )
     return torch.from_numpy(rounded)
 

@@ -41,7 +41,9 @@ def test_a_second_derivative_is_computed_or_refused_by_name(recipe):
     layer, x = fp8.convert(nn.Linear(32, 16), recipe), randn(8, 32)
     y = layer(x).square().sum()
     if RECIPES[recipe].accumulate is not None:
-        with pytest.raises(RuntimeError, match="create_graph=True: products with accumulate="):
+        with pytest.raises(
+            RuntimeError, match="create_graph=True: products with accumulate="
+        ):
             torch.autograd.grad(y, x, create_graph=True)
         return
     (first,) = torch.autograd.grad(y, x, create_graph=True)
@@ -51,14 +53,19 @@ def test_a_second_derivative_is_computed_or_refused_by_name(recipe):
 
 
 def test_nested_tensors_in_products():
-    x = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+    x = torch.nested.nested_tensor(
+        [torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged
+    )
     for product in (
         lambda: x @ torch.ones(8, 4),
         lambda: F.linear(x, torch.ones(4, 8)),
         lambda: fp8.convert(nn.Linear(8, 4))(x),
         lambda: F.scaled_dot_product_attention(*[x.unsqueeze(2).mT] * 3),
     ):
-        with fp8.autocast("unit"), pytest.raises(NotImplementedError, match="nested tensor"):
+        with (
+            fp8.autocast("unit"),
+            pytest.raises(NotImplementedError, match="nested tensor"),
+        ):
             product()
 
 
@@ -101,9 +108,13 @@ def test_weights_of_one_byte_are_left_alone(dtype):
 @parametrize("use", [fp8.convert, fp8.apply_low_precision_layernorm])
 def test_what_was_changed_cannot_be_scripted(use):
     model = use(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
-    with pytest.raises(TypeError, match=r"cannot be scripted: take torch.export, or fp8.revert"):
+    with pytest.raises(
+        TypeError, match=r"cannot be scripted: take torch.export, or fp8.revert"
+    ):
         torch.jit.script(nn.Sequential(model))
-    with pytest.raises(TypeError, match=r"cannot be traced: take torch.export, or fp8.revert"):
+    with pytest.raises(
+        TypeError, match=r"cannot be traced: take torch.export, or fp8.revert"
+    ):
         torch.jit.trace(model, torch.randn(2, 8))
     assert model(torch.randn(2, 8)).shape == (2, 8)
     torch.jit.script(fp8.revert(model))
@@ -112,7 +123,9 @@ def test_what_was_changed_cannot_be_scripted(use):
 def test_a_model_of_unit_scale_is_scripted_and_traced_once_its_values_are_set():
     x = torch.randn(16, 8)
     model = unit_scale(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
-    with pytest.raises(AttributeError, match="sets the values of the model in its first call"):
+    with pytest.raises(
+        AttributeError, match="sets the values of the model in its first call"
+    ):
         torch.jit.script(model)
     with pytest.raises(RuntimeError, match=r"call it once.* before torch\.jit\.trace"):
         torch.jit.trace(model, x)
@@ -140,11 +153,15 @@ READERS = {
 def test_what_reads_values_waits_for_the_first_call_of_unit_scale(what):
     pytest.importorskip("safetensors")
     for part in (lambda model: model, nn.Sequential):
-        model = part(fp8.convert(unit_scale(nn.Sequential(nn.Linear(16, 16))), "tensor"))
+        model = part(
+            fp8.convert(unit_scale(nn.Sequential(nn.Linear(16, 16))), "tensor")
+        )
         message = rf"{'export' if what == 'weights' else what}.* reads .*0\.weight, which the first"
         with pytest.raises(ValueError, match=message):
             READERS[what](model)
-        assert all(type(p) is nn.Parameter and p.mup_pending for p in model.parameters())
+        assert all(
+            type(p) is nn.Parameter and p.mup_pending for p in model.parameters()
+        )
 
 
 # --- scales, tiles, formats and views that were accepted and gave a wrong result
@@ -174,7 +191,9 @@ def test_a_tile_larger_than_its_operand_takes_no_more_memory(tile, axis):
         x = randn(*shape)
         tiles, _ = scaled_tiles(x, tile, axis)
         assert tiles.numel() <= 2 * x.numel()
-        assert torch.equal(cast_forward(x, cast, axis), reference.cast(x, cast, axis).float())
+        assert torch.equal(
+            cast_forward(x, cast, axis), reference.cast(x, cast, axis).float()
+        )
 
 
 @each_recipe
@@ -198,7 +217,9 @@ def test_a_model_without_values_gets_no_level():
     """``to_empty`` would take its level away, and the optimizer hold what was there before."""
     with torch.device("meta"):
         model = nn.Linear(8, 8)
-    with pytest.raises(ValueError, match="weight is on the meta device: give the model memory"):
+    with pytest.raises(
+        ValueError, match="weight is on the meta device: give the model memory"
+    ):
         fp8.initialize(model, torch.optim.AdamW(model.parameters()))
     assert type(model) is nn.Linear
 

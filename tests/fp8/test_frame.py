@@ -26,7 +26,10 @@ def model():
 def step(model, x=X):
     x = x.clone().requires_grad_()
     y = model(x)
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+    return [
+        y.detach(),
+        *torch.autograd.grad(y.square().sum(), [x, *model.parameters()]),
+    ]
 
 
 def assert_same(got, expected):
@@ -78,7 +81,9 @@ def test_generators_close_blocks_innermost_first():
     list(held("tensor"))  # nested
     assert torch.equal(next(first), expected)
     next(second)
-    with pytest.raises(RuntimeError, match="closed innermost first: close those of a generator"):
+    with pytest.raises(
+        RuntimeError, match="closed innermost first: close those of a generator"
+    ):
         first.close()
     second.close()
     assert nothing_is_cast()
@@ -125,7 +130,9 @@ def test_a_block_of_another_task_is_refused(enabled):
 
         task = asyncio.create_task(hold(), name="holder")
         await opened.wait()
-        with pytest.raises(RuntimeError, match=r"open in holder, another task.*before await"):
+        with pytest.raises(
+            RuntimeError, match=r"open in holder, another task.*before await"
+        ):
             F.linear(X, W)
         assert torch.equal(within(fp8.autocast("tensor"), F.linear, X, W), expected)
         close.set()
@@ -148,7 +155,9 @@ def counted(function, **options):
 
 def test_blocks_that_are_compiled():
     """One graph for all threads, with blocks open in others or not."""
-    fn, graphs = counted(lambda: within(fp8.autocast("unit"), F.linear, X, W), fullgraph=True)
+    fn, graphs = counted(
+        lambda: within(fp8.autocast("unit"), F.linear, X, W), fullgraph=True
+    )
     got = [fn(), *together(*[fn] * 3)]
     torch.testing.assert_close(got, [within(fp8.autocast("unit"), F.linear, X, W)] * 4)
     assert graphs == [1]

@@ -24,7 +24,9 @@ raise SystemExit(program.main(["doctor"]))
 def test_a_reader_that_has_gone():
     """As ``fp8 doctor | head`` may leave it: no traceback, and the code of the command."""
     run = [sys.executable, "-c", GONE]
-    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     process.stdout.close()
     assert (process.stderr.read(), process.wait()) == ("", 1)
     process.stderr.close()

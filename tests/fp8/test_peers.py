@@ -23,7 +23,10 @@ with warnings.catch_warnings():
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
-    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    from torchao.prototype.mx_formats.nvfp4_tensor import (
+        NVFP4Tensor,
+        per_tensor_amax_to_scale,
+    )
 
 
 MODES = {"up": "RCEIL", "floor": "FLOOR", "ceil": "CEIL", "even": "EVEN"}
@@ -46,7 +49,11 @@ def blocks():
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(276, 96, generator=generator) * 2 - 1
     x[::5] = x[::5].bfloat16().float()
-    x[:, 7], x[:, ::9], x[:, 64:] = 1.0, 0.0, x[:, 64:] * (torch.arange(276) % 3 > 0)[:, None]
+    x[:, 7], x[:, ::9], x[:, 64:] = (
+        1.0,
+        0.0,
+        x[:, 64:] * (torch.arange(276) % 3 > 0)[:, None],
+    )
     return (x.double() * 2.0 ** torch.arange(-149, 127)[:, None]).float()
 
 
@@ -85,7 +92,9 @@ def test_nvfp4_scales_are_torchao_s_and_values_up_to_ties():
     values = theirs.dequantize(torch.float32)
     differ = (ours - values).abs() > 2.0**-22 * values.abs()
     quotient = (tiles / scale[..., None]).flatten(-2)[differ].abs().double()
-    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64)
+    midpoints = torch.tensor(
+        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64
+    )
     distance = (quotient[:, None] / midpoints - 1).abs().amin(-1)
     assert differ.float().mean() < 1e-4
     assert (distance <= 1.5 * 2.0**-23).all()

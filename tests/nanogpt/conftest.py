@@ -31,7 +31,9 @@ def argv(text_file):
 
     def build(*flags, **changes):
         options = {"data": text_file, "variants": "fp32", **TINY}
-        options.update({name.replace("_", "-"): value for name, value in changes.items()})
+        options.update(
+            {name.replace("_", "-"): value for name, value in changes.items()}
+        )
         return [*(f"--{name}={value}" for name, value in options.items()), *flags]
 
     return build
@@ -44,7 +46,8 @@ def losses():
     def read(out):
         runs = json.loads((out / "results.json").read_text())["runs"]
         return {
-            (r["variant"], r["seed"]): (r["batch_loss"], r["curves"], r["sample"]) for r in runs
+            (r["variant"], r["seed"]): (r["batch_loss"], r["curves"], r["sample"])
+            for r in runs
         }
 
     return read

@@ -9,7 +9,9 @@ from notebooks.nanogpt.settings import PRESETS
 
 
 def test_a_run_writes_results_a_plot_and_a_table(tmp_path, argv, capsys):
-    command = argv(out=tmp_path / "run", variants="fp32,bf16", seeds="0,1", lr="bf16=0.003")
+    command = argv(
+        out=tmp_path / "run", variants="fp32,bf16", seeds="0,1", lr="bf16=0.003"
+    )
     assert cli.main(command) == 0
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -31,15 +33,30 @@ def test_a_run_writes_results_a_plot_and_a_table(tmp_path, argv, capsys):
     ("changes", "message"),
     [
         ({"data": "missing.txt"}, "cannot read missing.txt: No such file or directory"),
-        ({"context": 4000}, "words.txt is too short: 4,000 tokens, a context of 4000 needs 40,010"),
-        ({"variants": "fp32,fp9"}, "unknown variant 'fp9'; choose from fp32, bf16, fp8"),
+        (
+            {"context": 4000},
+            "words.txt is too short: 4,000 tokens, a context of 4000 needs 40,010",
+        ),
+        (
+            {"variants": "fp32,fp9"},
+            "unknown variant 'fp9'; choose from fp32, bf16, fp8",
+        ),
         ({"heads": 3}, "width must be a multiple of heads, got width 16 and 3 heads"),
         ({"iters": 0}, "iters must be at least 1, got 0"),
-        ({"weight-decay": "nan"}, "weight_decay must be finite and not negative, got nan"),
-        ({"seeds": "0,one"}, "--seeds must be whole numbers separated by commas, got '0,one'"),
+        (
+            {"weight-decay": "nan"},
+            "weight_decay must be finite and not negative, got nan",
+        ),
+        (
+            {"seeds": "0,one"},
+            "--seeds must be whole numbers separated by commas, got '0,one'",
+        ),
         ({"seeds": 2**63}, "--seeds must be from 0 to 2**63 - 1"),
         ({"lr": "fp8=0.1"}, "--lr names 'fp8', which is not among --variants fp32"),
-        ({"lr": "0.1,0.2"}, "--lr must be a number or variant=number,..., got '0.1,0.2'"),
+        (
+            {"lr": "0.1,0.2"},
+            "--lr must be a number or variant=number,..., got '0.1,0.2'",
+        ),
         ({"device": "gpu"}, "unknown device 'gpu'"),
         ({"sample": -1}, "--sample must not be negative, got -1"),
         ({"optimizer": "sgd"}, "invalid choice: 'sgd'"),
@@ -55,7 +72,10 @@ def test_text_that_is_not_utf8(tmp_path, argv, refused):
     path = tmp_path / "latin.txt"
     path.write_bytes("caf\u00e9 ".encode("latin-1") * 100)
     message = refused(argv(data=path, out=tmp_path / "run"))
-    assert "latin.txt is not UTF-8 text (at byte 3); --tokens byte trains on its bytes" in message
+    assert (
+        "latin.txt is not UTF-8 text (at byte 3); --tokens byte trains on its bytes"
+        in message
+    )
 
 
 def test_out_that_is_a_file(tmp_path, argv, refused):

@@ -36,7 +36,9 @@ def test_what_is_no_run_to_continue_is_left_as_it_is(tmp_path, argv, refused, ca
     message = refused(argv("--resume", out=out), unchanged=out)
     assert "settings.eval_batches was 1, is 2" in message
     message = refused(argv(out=out, **same), unchanged=out)
-    assert "holds a run already; pass --resume to continue it, or another --out" in message
+    assert (
+        "holds a run already; pass --resume to continue it, or another --out" in message
+    )
     for flags in ([], ["--resume"]):  # tmp_path holds the folder of the run
         message = refused(argv(*flags, out=tmp_path), unchanged=tmp_path)
         assert "is not empty and holds no run" in message

@@ -23,7 +23,9 @@ SETTINGS = Settings(
 def training(text_file):
     def build(variant="fp32", settings=SETTINGS):
         corpus = load_corpus(str(text_file), context=16)
-        model = build_model(variant, vocab=len(corpus.symbols), settings=settings, seed=0)
+        model = build_model(
+            variant, vocab=len(corpus.symbols), settings=settings, seed=0
+        )
         return Training(model, lr=1e-2, corpus=corpus, settings=settings, seed=0)
 
     return build
@@ -50,7 +52,9 @@ def test_unit_scaled_models_have_the_optimizer_that_the_readme_recommends(traini
     assert decays == {0.0, round(SETTINGS.weight_decay * SETTINGS.lr, 9)}
     settings = dataclasses.replace(SETTINGS, optimizer="fp8")
     other = make_optimizer(run.model, SETTINGS.unit_lr, settings)
-    scales = {scale for group in optimizer.param_groups for scale in group["mup_lr_scales"]}
+    scales = {
+        scale for group in optimizer.param_groups for scale in group["mup_lr_scales"]
+    }
     assert {g["mup_lr_scale"] for g in other.param_groups} == scales
     assert type(training().optimizer) is torch.optim.AdamW
 
@@ -79,18 +83,26 @@ def test_the_share_of_gradients_that_a_format_flushes(gradients, share):
     assert model[0].weight.grad is None
 
 
-@pytest.mark.proves("unit-scaling", "FP8 loses accuracy, unit scaling regains it", how="own")
+@pytest.mark.proves(
+    "unit-scaling", "FP8 loses accuracy, unit scaling regains it", how="own"
+)
 def test_scales_and_unit_scaling_keep_what_fp8_without_scales_loses(training):
     """With scales the gradients are near those of the plain model."""
-    settings = dataclasses.replace(SETTINGS, layers=2, width=32, batch_size=64, dropout=0.0)
+    settings = dataclasses.replace(
+        SETTINGS, layers=2, width=32, batch_size=64, dropout=0.0
+    )
     names = ("fp32", "fp8", "fp8_tensor", "fp8_static", "unit_scaled_fp8")
     runs = {name: training(name, settings) for name in names}
     for run in runs.values():
         run.example_loss().backward()
-    exact, *cast = (run.model.blocks[0].mlp.up.weight.grad for run in list(runs.values())[:4])
+    exact, *cast = (
+        run.model.blocks[0].mlp.up.weight.grad for run in list(runs.values())[:4]
+    )
     without, *scaled = (((grad - exact).norm() / exact.norm()).item() for grad in cast)
     assert without > 0.1
     assert all(0 < error < 0.1 for error in scaled)
-    shares = {name: flushed_share(run, VARIANTS[name].scaled) for name, run in runs.items()}
+    shares = {
+        name: flushed_share(run, VARIANTS[name].scaled) for name, run in runs.items()
+    }
     assert shares["fp8"] > 0.05
     assert max(shares[name] for name in names[2:]) < 0.01

@@ -62,7 +62,9 @@ def better_of_two(x):
     found = []
     for factor in (1.0, 1.5):
         scale = fp8.quantize(scales * factor, "e4m3")
-        found.append(fp8.quantize(blocks / scale, "e2m1", rounding="stochastic") * scale)
+        found.append(
+            fp8.quantize(blocks / scale, "e2m1", rounding="stochastic") * scale
+        )
     six, four = ((y - blocks).square().sum(-1, keepdim=True) for y in found)
     return torch.where(six <= four, *found).flatten(-2) * unit
 
@@ -75,7 +77,9 @@ def four_over_six_emulated():
 
     def product(cast):
         signs = torch.randint(0, 2, (128,)) * 2.0 - 1
-        a, b = (((t.unflatten(1, (-1, 128)) * signs) @ matrix).flatten(1) for t in (x, w))
+        a, b = (
+            ((t.unflatten(1, (-1, 128)) * signs) @ matrix).flatten(1) for t in (x, w)
+        )
         return cast(a) @ cast(b).mT
 
     draws = torch.stack([product(better_of_two) for _ in range(COUNTS[-1])])
@@ -97,7 +101,9 @@ def quartet2():
     def gradients(recipe):
         with run_under(recipe):
             y = layer(x)
-        return torch.autograd.grad((head(y) - target).square().mean(), (x, layer.weight))
+        return torch.autograd.grad(
+            (head(y) - target).square().mean(), (x, layer.weight)
+        )
 
     exact = gradients(None)
     draws = zip(*(gradients(two_way(cast)) for _ in range(COUNTS[-1])), strict=True)
@@ -115,7 +121,10 @@ def concentration():
     drawn anew for each product, and the scales of stochastic casts are guarded. Standard errors:
     of 16,384 squared errors, which a few directions of the gradient dominate: 2 %."""
     torch.manual_seed(1)
-    parts = [(nn.Linear(128, 128, bias=False), nn.GELU(), nn.LayerNorm(128)) for _ in range(2)]
+    parts = [
+        (nn.Linear(128, 128, bias=False), nn.GELU(), nn.LayerNorm(128))
+        for _ in range(2)
+    ]
     model = nn.Sequential(*(module for part in parts for module in part))
     x, weight = torch.randn(128, 128), parts[0][0].weight
 
@@ -169,7 +178,9 @@ def kept(recipe):
     return measured([size / (2 * x.numel())], [0.0], [0.001])
 
 
-FOUR_OVER_SIX = dataclasses.replace(GUARDED, rule="e4m3_4_6", hadamard=128, signs="random")
+FOUR_OVER_SIX = dataclasses.replace(
+    GUARDED, rule="e4m3_4_6", hadamard=128, signs="random"
+)
 
 MEASURES = {
     "averages": lambda: averages(GUARDED, (*COUNTS, 256)),

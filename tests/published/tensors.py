@@ -45,7 +45,11 @@ def quantized(x, cast):
     size = cast.hadamard
     wide = fp8.Cast(format="fp16", hadamard=size, signs=cast.signs) if size else None
     recipe = fp8.Recipe(
-        name="identity", input=cast, weight=wide, grad_input_weight=None, grad_weight_input=None
+        name="identity",
+        input=cast,
+        weight=wide,
+        grad_input_weight=None,
+        grad_weight_input=None,
     )
     root = math.sqrt(size or 1)
     with fp8.autocast(recipe):
@@ -72,8 +76,12 @@ def statistics(cast, *, spread, rows):
 
 def means(casts, which, *, spread=0.0, rows=16384):
     """Means over rows of one of the `statistics`."""
-    found = torch.stack([statistics(cast, spread=spread, rows=rows)[which] for cast in casts])
-    return measured(found.mean(1).tolist(), (found.std(1) / found.shape[1] ** 0.5).tolist())
+    found = torch.stack(
+        [statistics(cast, spread=spread, rows=rows)[which] for cast in casts]
+    )
+    return measured(
+        found.mean(1).tolist(), (found.std(1) / found.shape[1] ** 0.5).tolist()
+    )
 
 
 def by_blocks(rule):
@@ -99,9 +107,13 @@ def eden_emulated():
     x, scales, _ = in_units(x, 17 / 16 * 0.93)
     y = x / fp8.quantize(scales, "e4m3")
     q = fp8.quantize(y, "e2m1")
-    correction = y.square().sum((1, 2), keepdim=True) / (y * q).sum((1, 2), keepdim=True)
+    correction = y.square().sum((1, 2), keepdim=True) / (y * q).sum(
+        (1, 2), keepdim=True
+    )
     torch.manual_seed(0)
-    step = fp8.quantize(fp8.quantize(scales, "e4m3") * correction, "e4m3", rounding="stochastic")
+    step = fp8.quantize(
+        fp8.quantize(scales, "e4m3") * correction, "e4m3", rounding="stochastic"
+    )
     x, y = x.double(), (q * step).double()
     found = 1 - (x * y).sum((1, 2)) / x.square().sum((1, 2))
     return measured([float(found.mean())], [float(found.std()) / rows**0.5])
@@ -119,7 +131,12 @@ def flushed():
     """Shares of binomial samples of 2**17 probabilities."""
     scores, v, attention = normal(128, 1024), normal(1024, 8, seed=1), Attention()
     shares = []
-    for recipe, top in (("unit", 7.0), ("unit", 8.0), ("tensor", 12.0), ("tensor", 13.0)):
+    for recipe, top in (
+        ("unit", 7.0),
+        ("unit", 8.0),
+        ("tensor", 12.0),
+        ("tensor", 13.0),
+    ):
         scores[:, 0] = top  # the sink
         stats = fp8.stats(attention, every=1, sample=scores.numel())
         with fp8.autocast(recipe), stats:
@@ -127,14 +144,18 @@ def flushed():
         (row,) = (row for row in stats.rows() if row.operand == "input")
         shares.append(row.zero * 1024 / 1023)
     errors = [math.sqrt(p * (1 - p) / scores.numel()) for p in shares]
-    rounding = 0.005 * 0.4 / 5  # half of the last digit of 6.93, where the density is up to 0.4
+    rounding = (
+        0.005 * 0.4 / 5
+    )  # half of the last digit of 6.93, where the density is up to 0.4
     return measured(shares, errors, [rounding] * 4)
 
 
 def sums():
     """Largest errors, which have no standard error."""
     cast = fp8.Cast(format="e4m3", scaling="tensor")
-    hopper = fp8.Recipe(name="sums", input=cast, weight=cast, grad=cast, accumulate="hopper")
+    hopper = fp8.Recipe(
+        name="sums", input=cast, weight=cast, grad=cast, accumulate="hopper"
+    )
     generator = torch.Generator().manual_seed(0)
     found = []
     for draw, to_each in ((torch.randn, False), (torch.rand, True)):
@@ -156,7 +177,9 @@ def converted_twice():
     assert cast is not None
     y = quantized(x, cast).bfloat16().float()
     e4m3, rule = fp8.FORMATS["e4m3"], str(cast.rule)
-    before, after = (scale_of(t.unflatten(1, (-1, 32)), (-1,), e4m3, rule) for t in (x, y))
+    before, after = (
+        scale_of(t.unflatten(1, (-1, 32)), (-1,), e4m3, rule) for t in (x, y)
+    )
     return before, after, y, quantized(y, cast)
 
 
@@ -199,7 +222,9 @@ def stored(x, format, *, expanded=False):
     reach = math.log2(fp8.FORMATS[format].max ** 2 / 2)
     power = (reach / (high / low).log2() * 8).floor() / 8
     middle = (high * low).sqrt()
-    cast_power = quantized(((size / middle) ** power).flatten(1), cast).unflatten(1, (-1, 128))
+    cast_power = quantized(((size / middle) ** power).flatten(1), cast).unflatten(
+        1, (-1, 128)
+    )
     return (cast_power ** (1 / power) * middle).flatten(1) * x.sign()
 
 
@@ -207,7 +232,10 @@ def update_errors(firsts, seconds):
     """(256, first moments, second moments): mean squared errors of m / sqrt(v) in each row."""
     m, v = moments()
     exact = m / v.sqrt()
-    pairs = [[(a / b.sqrt() - exact).double().square().mean(1) for b in seconds] for a in firsts]
+    pairs = [
+        [(a / b.sqrt() - exact).double().square().mean(1) for b in seconds]
+        for a in firsts
+    ]
     return torch.stack([torch.stack(row, 1) for row in pairs], 1)
 
 
@@ -228,7 +256,9 @@ def errors_of_pairs():
     found = []
     for x in moments():
         kinds = itertools.product(("e4m3", "e5m2"), (False, True))
-        found.append([stored(x, format, expanded=expanded) for format, expanded in kinds])
+        found.append(
+            [stored(x, format, expanded=expanded) for format, expanded in kinds]
+        )
     return update_errors(*found)
 
 
@@ -265,7 +295,9 @@ MEASURES = {
     "flushed": flushed,
     "stochastic": lambda: means([GUARDED], 0, spread=8),
     "stochastic_recipe": lambda: means([fp8.RECIPES["nvfp4"].grad], 0, spread=8),
-    "stochastic_misalignment": lambda: means([GUARDED, fp8.RECIPES["nvfp4"].grad], 1, spread=8),
+    "stochastic_misalignment": lambda: means(
+        [GUARDED, fp8.RECIPES["nvfp4"].grad], 1, spread=8
+    ),
     "eden": lambda: means([EDEN], 0, spread=8),
     "eden_misalignment": lambda: means([EDEN], 1, spread=8, rows=65536),
     "eden_emulated": eden_emulated,

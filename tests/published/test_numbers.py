@@ -19,7 +19,9 @@ def measure(key):
 
 def half_digits(numbers):
     """Half of the last printed digit of each."""
-    return [0.5 * 10.0 ** int(Decimal(number).as_tuple().exponent) for number in numbers]
+    return [
+        0.5 * 10.0 ** int(Decimal(number).as_tuple().exponent) for number in numbers
+    ]
 
 
 def is_near(values, numbers, errors):
@@ -36,7 +38,8 @@ def is_in_order(found, published):
     """Whether all pairs that differ by 10 % in the publication have its order, by five standard
     errors."""
     return all(
-        found.values[b] - found.values[a] > 5 * (found.errors[a] ** 2 + found.errors[b] ** 2) ** 0.5
+        found.values[b] - found.values[a]
+        > 5 * (found.errors[a] ** 2 + found.errors[b] ** 2) ** 0.5
         for a, b in itertools.permutations(range(len(published)), 2)
         if published[b] > 1.1 * published[a]
     )

@@ -9,7 +9,14 @@ from torch import nn
 
 import fp8
 from benchmarks import papers
-from benchmarks.papers import NVIDIA, QUARTET2, Claim, backward_only, claim_row, forward_only
+from benchmarks.papers import (
+    NVIDIA,
+    QUARTET2,
+    Claim,
+    backward_only,
+    claim_row,
+    forward_only,
+)
 from fp8.lab.preflight.findings import Run
 from fp8.lab.preflight.training import Problem
 
@@ -20,7 +27,10 @@ def test_each_product_is_cast_in_one_of_the_halves(recipe):
     assert forward.forward == recipe.forward
     assert {*forward.grad_input, *forward.grad_weight} == {None}
     assert backward.forward == (None, None)
-    assert (backward.grad_input, backward.grad_weight) == (recipe.grad_input, recipe.grad_weight)
+    assert (backward.grad_input, backward.grad_weight) == (
+        recipe.grad_input,
+        recipe.grad_weight,
+    )
 
 
 def test_a_late_switch_changes_the_last_third(monkeypatch):
@@ -35,7 +45,11 @@ def test_a_late_switch_changes_the_last_third(monkeypatch):
 
 
 def runs(**losses):
-    return [Run(n, seed, [x] * 3, x) for n, held in losses.items() for seed, x in enumerate(held)]
+    return [
+        Run(n, seed, [x] * 3, x)
+        for n, held in losses.items()
+        for seed, x in enumerate(held)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -49,10 +63,14 @@ def runs(**losses):
 )
 def test_orders_and_ratios(larger, smaller, published, order, ratio):
     row = claim_row(
-        Claim("paper", "a", "b", published), dict(enumerate(larger)), dict(enumerate(smaller))
+        Claim("paper", "a", "b", published),
+        dict(enumerate(larger)),
+        dict(enumerate(smaller)),
     )
     assert (row["order"], row.get("ratio")) == (order, ratio)
-    assert row["difference"] == pytest.approx(sum(larger) / 3 - sum(smaller) / 3, abs=1e-4)
+    assert row["difference"] == pytest.approx(
+        sum(larger) / 3 - sum(smaller) / 3, abs=1e-4
+    )
 
 
 def test_rows_are_of_runs_with_two_seeds():

@@ -49,7 +49,10 @@ class GPT(nn.Module):
 
     def __init__(self, vocab=65, width=32, heads=2, layers=2, context=64):
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
+        self.tokens, self.positions = (
+            nn.Embedding(vocab, width),
+            nn.Embedding(context, width),
+        )
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
@@ -59,7 +62,9 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, ids, targets=None):
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        x = self.tokens(ids) + self.positions(
+            torch.arange(ids.shape[1], device=ids.device)
+        )
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
@@ -118,8 +123,18 @@ class Image(Tensor):
 
 def hooks_of(model):
     """All hooks of its modules."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [hook for m in model.modules() for kind in kinds for hook in getattr(m, kind).values()]
+    kinds = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+    )
+    return [
+        hook
+        for m in model.modules()
+        for kind in kinds
+        for hook in getattr(m, kind).values()
+    ]
 
 
 def graphs(model, args, calls=1, **options):
@@ -127,7 +142,9 @@ def graphs(model, args, calls=1, **options):
     found = []
 
     def keep(graph, inputs):
-        found.extend(f"{n.op} {n.target} {n.args}" for n in graph.graph.nodes if n.op != "output")
+        found.extend(
+            f"{n.op} {n.target} {n.args}" for n in graph.graph.nodes if n.op != "output"
+        )
         return graph.forward
 
     torch.compiler.reset()
@@ -198,7 +215,9 @@ def resnet(m, x):
 
 
 def unet(m, x):
-    time = torch.linspace(0, 3, len(x), dtype=x.dtype)[:, None] * torch.ones(8, dtype=x.dtype)
+    time = torch.linspace(0, 3, len(x), dtype=x.dtype)[:, None] * torch.ones(
+        8, dtype=x.dtype
+    )
     high = F.silu(m.enter(x))
     low = F.silu(m.down(high) + m.time(time.sin())[:, :, None, None])
     low = F.silu(m.middle(low)) + low
@@ -232,7 +251,9 @@ def encoder(m, ids):
     hidden, padding = ids % 3 == 0, ids == 1
     x = m.tokens(ids.masked_fill(hidden, 0)) + m.positions.weight[:LENGTH]
     logits = m.head(m.body(x, src_key_padding_mask=padding))
-    return F.cross_entropy(logits.flatten(0, 1), ids.masked_fill(~hidden, -100).flatten())
+    return F.cross_entropy(
+        logits.flatten(0, 1), ids.masked_fill(~hidden, -100).flatten()
+    )
 
 
 def einsum_attention(m, x):
@@ -310,7 +331,10 @@ def _lstm():
 
 
 def _experts():
-    each = (nn.Sequential(nn.Linear(WIDTH, 32), nn.SiLU(), nn.Linear(32, WIDTH)) for _ in range(3))
+    each = (
+        nn.Sequential(nn.Linear(WIDTH, 32), nn.SiLU(), nn.Linear(32, WIDTH))
+        for _ in range(3)
+    )
     modules = {**_linears(**_ENDS, gate=(WIDTH, 3)), "experts": nn.ModuleList(each)}
     return _net(experts, modules)
 
@@ -322,7 +346,10 @@ def _quantized():
 
 def _encoder():
     body = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
-    modules = {"tokens": nn.Embedding(12, WIDTH), "positions": nn.Embedding(LENGTH, WIDTH)}
+    modules = {
+        "tokens": nn.Embedding(12, WIDTH),
+        "positions": nn.Embedding(LENGTH, WIDTH),
+    }
     return _net(encoder, {**modules, "body": body, "head": nn.Linear(WIDTH, 12)})
 
 

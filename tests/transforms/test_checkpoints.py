@@ -78,10 +78,18 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 def gpt2(seed=0):
     torch.manual_seed(seed)
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 64}
+    sizes = {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 32,
+        "vocab_size": 64,
+    }
     drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, **ends))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, **drop, **ends)
+    )
 
 
 @torch.no_grad()

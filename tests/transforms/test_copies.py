@@ -16,7 +16,9 @@ from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 
 def test_a_function_of_a_copy_runs_the_parts_of_the_copy():
     """As minGPT writes its MLP: a lambda that holds an `nn.ModuleDict`."""
-    mlp = nn.ModuleDict({"up": nn.Linear(8, 16), "act": nn.GELU(), "down": nn.Linear(16, 8)})
+    mlp = nn.ModuleDict(
+        {"up": nn.Linear(8, 16), "act": nn.GELU(), "down": nn.Linear(16, 8)}
+    )
     model = Net(lambda m, x: m.head(x + m.run(x)), mlp=mlp, head=nn.Linear(8, 4))
     model.run = lambda x: mlp.down(mlp.act(mlp.up(x)))
     x = torch.randn(8, 8)
@@ -34,7 +36,9 @@ def keeping(m, x):
     """Keeps what it computes for who looks at it, in several places."""
     m.maps = [m.body(x).softmax(-1)]
     m.seen = {"logits": m.head(m.maps[0])}
-    m.last_loss = nn.functional.cross_entropy(m.seen["logits"], torch.arange(len(x)) % 4)
+    m.last_loss = nn.functional.cross_entropy(
+        m.seen["logits"], torch.arange(len(x)) % 4
+    )
     return m.last_loss
 
 
@@ -77,11 +81,15 @@ class Tapped(nn.Module):
 def test_a_model_may_read_what_its_own_hook_keeps():
     plain, x = Tapped(), torch.randn(64, 8)
     seen = []
-    plain.net.register_forward_hook(lambda *args: seen.append(args))  # a hook of someone else's
+    plain.net.register_forward_hook(
+        lambda *args: seen.append(args)
+    )  # a hook of someone else's
     ours = unit_scale(plain)
     ours(x).square().mean().backward()
     assert not plain.hidden
-    assert any(row.path == "projector" and row.done == "scaled" for row in uu.report(ours))
+    assert any(
+        row.path == "projector" and row.done == "scaled" for row in uu.report(ours)
+    )
     seen.clear()
     ours(x)
     assert len(seen) == 1
@@ -123,7 +131,9 @@ def test_a_part_that_its_owner_copies_by_pickling():
         torch.manual_seed(0)
         ours, x = unit_scale(kind(*ordinary())), torch.randn(64, 8)
         ours(x).square().mean().backward()
-        results.append([ours(x), simulate_fp8(ours)(x), *(p.grad for p in ours.parameters())])
+        results.append(
+            [ours(x), simulate_fp8(ours)(x), *(p.grad for p in ours.parameters())]
+        )
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 

@@ -22,7 +22,11 @@ SIZE = 8
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.act = nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE), nn.GELU()
+        self.norm, self.up, self.act = (
+            nn.LayerNorm(SIZE),
+            nn.Linear(SIZE, SIZE),
+            nn.GELU(),
+        )
         self.down = nn.Linear(SIZE, SIZE)
 
     def forward(self, x):
@@ -48,7 +52,9 @@ def new_linear():
 def plain():
     """Of weights of many sizes, so that a number of another one shows."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(SIZE, SIZE), Block(), Block(), nn.Linear(SIZE, SIZE))
+    model = nn.Sequential(
+        nn.Linear(SIZE, SIZE), Block(), Block(), nn.Linear(SIZE, SIZE)
+    )
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             if p.dim() > 1:
@@ -59,7 +65,9 @@ def plain():
 X = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(1))
 
 EDITS = {
-    "put in a layer": lambda m: setattr(m[1], "norm", nn.Sequential(nn.LayerNorm(SIZE), nn.Tanh())),
+    "put in a layer": lambda m: setattr(
+        m[1], "norm", nn.Sequential(nn.LayerNorm(SIZE), nn.Tanh())
+    ),
     "add a layer": lambda m: m.append(new_linear()),
     "wrap the model": wrapped,
     "mask the smallest": lambda m: prune.l1_unstructured(m[1].up, "weight", amount=0.3),
@@ -92,7 +100,9 @@ def test_edits_before_the_first_call(name):
     model, reference = edited(unit_scale(plain()), name), edited(plain(), name)
     model(X)
     reference = unit_scale(reference, batch=X)
-    for (path, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+    for (path, p), q in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
         assert_close(p, q, rtol=1e-6, atol=1e-7, msg=path)
         ours, theirs = tags_of(p), tags_of(q)
         assert ours._replace(mup_scale=1) == theirs._replace(mup_scale=1), path
@@ -118,7 +128,10 @@ def test_a_pruned_weight_keeps_its_values():
     y = net(x)
     assert torch.equal(y, plain(x))
     assert net[2].weight_orig.mup_type == "weight"
-    assert {row.path for row in uu.report(net) if row.done == "keeps its values"} == {"0", "2"}
+    assert {row.path for row in uu.report(net) if row.done == "keeps its values"} == {
+        "0",
+        "2",
+    }
     y.square().mean().backward()
     uu.optim.SGD(net.parameters(), lr=0.1).step()
     assert not torch.equal(net(x), y)
@@ -131,7 +144,9 @@ def test_a_pruned_weight_keeps_its_values():
 def adapted(model, **settings):
     peft = pytest.importorskip("peft")
     torch.manual_seed(2)
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["up", "down"], **settings)
+    config = peft.LoraConfig(
+        r=2, lora_alpha=4, target_modules=["up", "down"], **settings
+    )
     return peft.get_peft_model(model, config)
 
 

@@ -17,9 +17,13 @@ INITIALIZED = initialized.label
 
 def test_it_is_registered():
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
-    groups = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["entry-points"]
+    groups = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"][
+        "entry-points"
+    ]
     rows = groups["fp8.transforms"].items()
-    loaded = {name: EntryPoint(name, row, "fp8.transforms").load() for name, row in rows}
+    loaded = {
+        name: EntryPoint(name, row, "fp8.transforms").load() for name, row in rows
+    }
     assert loaded == TRANSFORMS
     assert initialized.recipe == "static"
     assert INITIALIZED.startswith("unit_scale(model)")
@@ -46,6 +50,8 @@ def test_an_optimizer_that_its_rate_is_not_for_is_noted(monkeypatch):
         max_seeds=1, progress=False,
     ).findings  # fmt: skip
     assert any(
-        note.startswith(f"{INITIALIZED} was not trained: ValueError: unit_scale(model) trains with")
+        note.startswith(
+            f"{INITIALIZED} was not trained: ValueError: unit_scale(model) trains with"
+        )
         for note in found.notes
     )

@@ -35,7 +35,9 @@ def test_it_trains(name):
     for _ in range(5):
         optimizer.zero_grad()
         ours(**batch).loss.backward()
-        assert all(p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None)
+        assert all(
+            p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None
+        )
         optimizer.step()
     assert ours(**batch).loss < first
 

@@ -100,7 +100,8 @@ def test_in_place(name, way):
 
 
 @pytest.mark.parametrize(
-    "other", [U.gelu, torch.relu, torch.tanh, lambda x: -x, lambda x, inplace=False: 3 * x]
+    "other",
+    [U.gelu, torch.relu, torch.tanh, lambda x: -x, lambda x, inplace=False: 3 * x],
 )
 @pytest.mark.parametrize("inplace", [False, True])
 def test_what_takes_no_argument_inplace_gets_none(other, inplace):
@@ -124,17 +125,27 @@ def test_modules_of_torch_and_of_uu():
     assert_close(model(x), reference(x))
     assert_close(fullgraph(model, x), reference(x))
     inner = lambda x, *args, **kwargs: 2 * F.gelu(x)  # noqa: E731
-    model = unit_scale(nn.Sequential(nn.Identity(), uu.GELU()), {F.gelu: inner}, batch=X)
+    model = unit_scale(
+        nn.Sequential(nn.Identity(), uu.GELU()), {F.gelu: inner}, batch=X
+    )
     assert_close(model(X), 2 * uu.GELU()(X))
 
 
 def test_numbers_are_those_of_what_runs():
     """A replacement is a part of the passes: its result is the operand of the next product."""
-    net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4))
+    net = nn.Sequential(
+        nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4)
+    )
     large = lambda x: 100 * F.relu(x)  # noqa: E731
-    for model in (unit_scale(net, {F.relu: large}, batch=X), unit_scale(net, {F.relu: large})):
+    for model in (
+        unit_scale(net, {F.relu: large}, batch=X),
+        unit_scale(net, {F.relu: large}),
+    ):
         model(X)
-        assert model[2].weight.mup_scale < unit_scale(net, batch=X)[2].weight.mup_scale / 32
+        assert (
+            model[2].weight.mup_scale
+            < unit_scale(net, batch=X)[2].weight.mup_scale / 32
+        )
         assert not hooks_of(model)
 
 
@@ -174,7 +185,9 @@ ORDERS = {
 @pytest.mark.parametrize("name", ORDERS)
 def test_beside_the_other_transforms(name, batch):
     """As the model that was written with the other function, in its first call and later."""
-    ours = ORDERS[name](plain(), lambda m: unit_scale(m, {F.relu: relu_squared}, batch=batch))
+    ours = ORDERS[name](
+        plain(), lambda m: unit_scale(m, {F.relu: relu_squared}, batch=batch)
+    )
     theirs = ORDERS[name](by_hand(), lambda m: unit_scale(m, batch=batch))
     for _ in range(3):
         found = []
@@ -201,8 +214,16 @@ def test_copies_and_pickles():
 
 REFUSED = [
     ({constant: constant}, ValueError, "calls of <function constant"),
-    ({F.tanh: constant}, ValueError, "replace the method of torch.Tensor that it calls"),
-    ({F.sigmoid: constant}, ValueError, "replace the method of torch.Tensor that it calls"),
+    (
+        {F.tanh: constant},
+        ValueError,
+        "replace the method of torch.Tensor that it calls",
+    ),
+    (
+        {F.sigmoid: constant},
+        ValueError,
+        "replace the method of torch.Tensor that it calls",
+    ),
     ({F.relu: "gelu"}, TypeError, "must be callable, got"),
     ([F.relu], TypeError, "a dict of torch function -> function, got"),
 ]

@@ -18,7 +18,9 @@ def momentum(update):
 
     def forward(m, x):
         with torch.no_grad():
-            for new, old in zip(m.online.parameters(), m.target.parameters(), strict=True):
+            for new, old in zip(
+                m.online.parameters(), m.target.parameters(), strict=True
+            ):
                 update(old, new)
             key = m.target(x)
         head = m.heads[int(random.random() * 2)]  # as in scheduled sampling
@@ -58,7 +60,9 @@ def test_what_a_forward_pass_writes_is_written_once(update):
     storage = [p.data_ptr() for p in scaled.parameters()]
     losses(scaled, x)
     start, end = model.target.weight, scaled.online.weight
-    torch.testing.assert_close(scaled.target.weight, torch.lerp(start, end, 1 - 2.0**-4))
+    torch.testing.assert_close(
+        scaled.target.weight, torch.lerp(start, end, 1 - 2.0**-4)
+    )
     if update is not assign:
         assert storage == [p.data_ptr() for p in scaled.parameters()]
 
@@ -76,7 +80,10 @@ def counting(m, x):
 
 def test_a_call_in_which_the_model_is_recorded_changes_what_it_does_once():
     heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    model, x = Net(counting, norm=nn.BatchNorm1d(4), heads=heads), torch.randn(8, 4).double()
+    model, x = (
+        Net(counting, norm=nn.BatchNorm1d(4), heads=heads),
+        torch.randn(8, 4).double(),
+    )
     model.steps = 0
     model.register_buffer("mean", torch.zeros(4))
     model = model.double()

@@ -25,7 +25,13 @@ from tests.transforms.models import (
     tiny,
 )
 from unit_scaling.formats import FPFormat
-from unit_scaling.transforms import compile, simulate_format, simulate_fp8, track_scales, unit_scale
+from unit_scaling.transforms import (
+    compile,
+    simulate_format,
+    simulate_fp8,
+    track_scales,
+    unit_scale,
+)
 
 COARSE = FPFormat(3, 1, "nearest")
 RANDOM = FPFormat(4, 3, "stochastic")
@@ -33,7 +39,9 @@ RANDOM = FPFormat(4, 3, "stochastic")
 FORMATS = {
     "fp8": simulate_fp8,
     "coarse": lambda model: simulate_format(model, COARSE, COARSE),
-    "stochastic": lambda model: simulate_format(model, RANDOM, FPFormat(5, 2, "stochastic")),
+    "stochastic": lambda model: simulate_format(
+        model, RANDOM, FPFormat(5, 2, "stochastic")
+    ),
 }
 
 
@@ -113,8 +121,12 @@ def test_simulate_format_takes_names():
     """The named formats of fp8, rounded to nearest: the same as simulate_fp8."""
     by_name = step(simulate_format(tiny(), "e4m3", "e5m2"))
     same(by_name, step(simulate_fp8(tiny())))
-    same(by_name, step(simulate_format(tiny(), fp8.FORMATS["e4m3"], fp8.FORMATS["e5m2"])))
-    assert not torch.allclose(by_name[0], step(simulate_format(tiny(), "e2m1", "e5m2"))[0])
+    same(
+        by_name, step(simulate_format(tiny(), fp8.FORMATS["e4m3"], fp8.FORMATS["e5m2"]))
+    )
+    assert not torch.allclose(
+        by_name[0], step(simulate_format(tiny(), "e2m1", "e5m2"))[0]
+    )
 
 
 @pytest.mark.parametrize("how", ["simulated", "compiled", "both"])
@@ -128,7 +140,9 @@ def test_identity(how):
     assert isinstance(model, GPT)
     assert type(model).__name__ == "GPT"
     assert model.head.weight is model.tokens.weight
-    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert [n for n, _ in model.named_modules()] == [
+        n for n, _ in plain.named_modules()
+    ]
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
     if how != "compiled":
         assert repr(model).splitlines()[1].strip() == "simulated casts to e4m3 and e5m2"
@@ -147,14 +161,22 @@ class Awaits(nn.Linear):
 @pytest.mark.parametrize("kind", [Yields, Awaits])
 @pytest.mark.parametrize("transform", [simulate_fp8, track_scales])
 def test_a_forward_that_goes_on_is_refused(transform, kind):
-    with pytest.raises(TypeError, match=f"forward of {kind.__name__} goes on after its call"):
+    with pytest.raises(
+        TypeError, match=f"forward of {kind.__name__} goes on after its call"
+    ):
         transform(kind(4, 4))
 
 
 def test_recurrent_layers_say_that_their_products_are_not_cast():
     x = torch.randn(5, 3, 8)
-    for model in (nn.LSTM(8, 8), unit_scale(nn.LSTM(8, 8)), unit_scale(nn.LSTM(8, 8), batch=x)):
-        with pytest.warns(fp8.warnings.RecipeWarning, match="lstm stays in high precision"):
+    for model in (
+        nn.LSTM(8, 8),
+        unit_scale(nn.LSTM(8, 8)),
+        unit_scale(nn.LSTM(8, 8), batch=x),
+    ):
+        with pytest.warns(
+            fp8.warnings.RecipeWarning, match="lstm stays in high precision"
+        ):
             simulate_fp8(model)(x)
 
 
@@ -211,7 +233,11 @@ def test_track_scales_sees_one_call():
 @pytest.mark.parametrize("scale", [with_batch, ran, pending])
 def test_compile(scale):
     expected = step(with_batch(tiny()))
-    for model in (compile(scale(tiny())), scale(compile(tiny())), compile(compile(scale(tiny())))):
+    for model in (
+        compile(scale(tiny())),
+        scale(compile(tiny())),
+        compile(compile(scale(tiny()))),
+    ):
         for _ in range(2):
             same(step(model), expected, 1e-4, 1e-5)
 
@@ -229,7 +255,9 @@ def region(m, x):
 
 
 def conditional(m, x):
-    return torch.cond(x.sum() > -1e9, lambda x: part(m, x), lambda x: part(m, x) * 2, (x,))
+    return torch.cond(
+        x.sum() > -1e9, lambda x: part(m, x), lambda x: part(m, x) * 2, (x,)
+    )
 
 
 def breaks(m, x):
@@ -253,10 +281,14 @@ def outcome(call):
 
 def made(name, forward):
     torch.manual_seed(0)
-    return TRANSFORMS[name](Net(forward, first=nn.Linear(16, 16), second=nn.Linear(16, 16)))
+    return TRANSFORMS[name](
+        Net(forward, first=nn.Linear(16, 16), second=nn.Linear(16, 16))
+    )
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # dynamo's
 @pytest.mark.parametrize("forward", [conditional, region, breaks])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_control_flow(name, forward):
@@ -273,7 +305,9 @@ def test_control_flow(name, forward):
     if whole or name == "pending":
         assert_close(outcome(compiled), expected)
         return
-    with pytest.warns(fp8.PitfallWarning, match="the forward pass of this Net in one piece"):
+    with pytest.warns(
+        fp8.PitfallWarning, match="the forward pass of this Net in one piece"
+    ):
         found = outcome(compiled)
     assert_close(found, expected)
     assert_close(outcome(compiled), expected)  # without one
@@ -284,8 +318,12 @@ def test_a_model_of_many_levels_compiles(levels):
     """A compiler follows each call by dozens of its own, torch 2.12's by more than the others, and
     Python allows 1000."""
     model = nn.Linear(4, 4)
-    for _ in range(min(levels, 2) if (2, 12) <= torch.__version__ < (2, 13) else levels):
+    for _ in range(
+        min(levels, 2) if (2, 12) <= torch.__version__ < (2, 13) else levels
+    ):
         model = nn.Sequential(model)
     ours, x = simulate_fp8(unit_scale(model)), torch.randn(2, 4)
     expected = ours(x)
-    assert torch.equal(torch.compile(ours, backend="eager", fullgraph=True)(x), expected)
+    assert torch.equal(
+        torch.compile(ours, backend="eager", fullgraph=True)(x), expected
+    )

@@ -18,7 +18,9 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "unit_scale": unit_scale,
     "both": lambda model: simulate_fp8(unit_scale(model)),
 }
-each_transform = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+each_transform = pytest.mark.parametrize(
+    "transform", TRANSFORMS.values(), ids=TRANSFORMS
+)
 
 
 def block() -> nn.Module:
@@ -57,7 +59,10 @@ def test_first_calls_at_once(transform: Any) -> None:
 
 def threads() -> nn.Module:
     """A model that runs its layers in threads of its own."""
-    forward = lambda m, x: sum(together(*[lambda each=each: each(x) for each in m.layers]))  # noqa: E731
+
+    def forward(m, x):
+        return sum(together(*[lambda each=each: each(x) for each in m.layers]))
+
     return Net(forward, layers=nn.ModuleList(nn.Linear(16, 16) for _ in range(2)))
 
 
@@ -85,7 +90,9 @@ class Stop(nn.Module):
 
 @pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
 @each_transform
-def test_errors_leave_nothing(transform: Any, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_leave_nothing(
+    transform: Any, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither in the thread that they are raised in, nor in those that wait for it."""
     make = lambda: transform(nn.Sequential(block(), Stop(), nn.Linear(4, 4)))  # noqa: E731
     expected, model = make()(batch()), make()
@@ -97,4 +104,6 @@ def test_errors_leave_nothing(transform: Any, first: bool, monkeypatch: pytest.M
     monkeypatch.undo()
     assert_close(model(batch()), expected)
     assert_close(together(lambda: model(batch())), [expected])
-    assert torch.equal(torch.ones(2, 2) @ torch.full((2, 2), 1.06), torch.full((2, 2), 2.12))
+    assert torch.equal(
+        torch.ones(2, 2) @ torch.full((2, 2), 1.06), torch.full((2, 2), 2.12)
+    )

@@ -42,11 +42,15 @@ def check(data: Metrics.Data, x: Tensor) -> None:
         "rms": x.square().mean().sqrt(),
     }
     for name, value in expected.items():
-        assert getattr(data, name) == pytest.approx(value.item(), rel=1e-3, abs=1e-6), name
+        assert getattr(data, name) == pytest.approx(value.item(), rel=1e-3, abs=1e-6), (
+            name
+        )
     assert data.numel == x.numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
 @pytest.mark.parametrize("shape", [(1,), (), (64, 33)])
 def test_metrics(dtype: torch.dtype, shape: tuple[int, ...]):
     torch.manual_seed(0)
@@ -54,7 +58,9 @@ def test_metrics(dtype: torch.dtype, shape: tuple[int, ...]):
     check(Metrics.from_tensor(x), x)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks are implicitly disabled:UserWarning"
+)
 def test_metrics_of_odd_tensors():
     assert Metrics.from_tensor(torch.zeros(0, 3)).numel == 0
     data = Metrics.from_tensor(torch.zeros(0, 3))
@@ -70,8 +76,12 @@ def test_metrics_have_names():
     assert Metrics.names()[:6] == first
     assert len(Metrics.full_names()) == len(Metrics.names())
     assert Metrics.get_full_name("std") == "standard deviation"
-    assert all(hasattr(Metrics.from_tensor(torch.ones(2)), name) for name in Metrics.names())
-    with pytest.raises(ValueError, match="unknown metric 'mean'; choose one of 'mean_abs'"):
+    assert all(
+        hasattr(Metrics.from_tensor(torch.ones(2)), name) for name in Metrics.names()
+    )
+    with pytest.raises(
+        ValueError, match="unknown metric 'mean'; choose one of 'mean_abs'"
+    ):
         Metrics.get_full_name("mean")
     metrics = Metrics(torch.ones(2))
     assert metrics.bwd is None
@@ -83,7 +93,8 @@ def test_metrics_have_names():
 def meta(graph: Graph) -> dict[Any, dict[str, Any]]:
     """Function, or name where it is a method or a placeholder -> what is known of it."""
     return {
-        n.meta["clean_name"] if isinstance(n.target, str) else n.target: n.meta for n in graph.nodes
+        n.meta["clean_name"] if isinstance(n.target, str) else n.target: n.meta
+        for n in graph.nodes
     }
 
 
@@ -92,7 +103,9 @@ def meta(graph: Graph) -> dict[Any, dict[str, Any]]:
 
 def test_the_graph_and_its_numbers():
     torch.manual_seed(0)
-    model = track_scales(Net(lambda m, x: ((x := F.relu(x)) + torch.ones_like(x)).sum()))
+    model = track_scales(
+        Net(lambda m, x: ((x := F.relu(x)) + torch.ones_like(x)).sum())
+    )
     x = torch.randn(16, 1024)
     assert not list(model.scales_graph().nodes)
     loss = model(x)
@@ -127,14 +140,19 @@ def test_every_node_is_described():
     assert paths[F.gelu] == "blocks.1"
 
 
-@pytest.mark.parametrize("spelled", ["x + y", "x @ y", "x.add", "iadd", "setitem", "property"])
+@pytest.mark.parametrize(
+    "spelled", ["x + y", "x @ y", "x.add", "iadd", "setitem", "property"]
+)
 def test_spellings(spelled: str):
     functions = {
         "x + y": (lambda x, y: x + y, operator.add),
         "x @ y": (lambda x, y: x @ y, operator.matmul),
         "x.add": (lambda x, y: x.add(y, alpha=2), "add"),
         "iadd": (lambda x, y: operator.iadd(x * 1, y), operator.iadd),
-        "setitem": (lambda x, y: operator.setitem(z := x * 1, 0, y[0]) or z, operator.setitem),
+        "setitem": (
+            lambda x, y: operator.setitem(z := x * 1, 0, y[0]) or z,
+            operator.setitem,
+        ),
         "property": (lambda x, y: x.mT, getattr),
     }
     function, target = functions[spelled]
@@ -157,7 +175,10 @@ def test_values_are_those_that_are_computed():
     """Of a transformed model, in whichever order; measuring changes nothing."""
     for transform in (lambda m: m, unit_scale, lambda m: simulate_fp8(unit_scale(m))):
         plain = transform(tiny())
-        for tracked in (track_scales(transform(tiny())), transform(track_scales(tiny()))):
+        for tracked in (
+            track_scales(transform(tiny())),
+            transform(track_scales(tiny())),
+        ):
             same(step(tracked), step(plain))
             logits, loss = plain(*batch())
             found = meta(tracked.scales_graph())
@@ -186,7 +207,10 @@ def test_graph_breaks_and_passes(compiled: bool):
         return m.layer(x)
 
     torch.manual_seed(0)
-    model, x = Net(forward, layer=nn.Linear(8, 8)).bfloat16(), torch.randn(4, 8).bfloat16()
+    model, x = (
+        Net(forward, layer=nn.Linear(8, 8)).bfloat16(),
+        torch.randn(4, 8).bfloat16(),
+    )
     tracked = track_scales(torch.compile(model, backend="eager") if compiled else model)
     out = tracked(x)
     first = tracked.scales_graph()
@@ -204,7 +228,9 @@ def test_compiled_models():
     torch._dynamo.reset()
     model = unit_scale(tiny())
     expected = step(model)
-    with pytest.raises(Exception, match="track_scales measures the model in eager mode"):
+    with pytest.raises(
+        Exception, match="track_scales measures the model in eager mode"
+    ):
         torch.compile(track_scales(model), backend="eager", fullgraph=True)(*batch())
     torch._dynamo.reset()
     for tracked in (
@@ -229,7 +255,9 @@ def test_nothing_is_left_behind():
     assert not model.weight._backward_hooks
     loss.backward()  # no hook of the first call on a parameter may fire
     for graph in (first, model.scales_graph()):
-        weights = {n.name: n.meta["metrics"] for n in graph.nodes if n.meta["requires_grad"]}
+        weights = {
+            n.name: n.meta["metrics"] for n in graph.nodes if n.meta["requires_grad"]
+        }
         assert weights.keys() == {"self_parameters_weight"}
         assert all(metrics.bwd is None for metrics in weights.values())
 
@@ -238,7 +266,11 @@ def test_copies_measure_by_themselves():
     model = track_scales(tiny())
     model(*batch())
     graph = model.scales_graph()
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), unit_scale(model)):
+    for copied in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        unit_scale(model),
+    ):
         assert not list(copied.scales_graph().nodes)
         copied(*batch())
         assert list(copied.scales_graph().nodes)
@@ -255,7 +287,9 @@ def test_checkpoints_are_measured_once():
 
 def test_inputs_in_every_place():
     class Many(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor], *more: Tensor, **named: Tensor) -> dict:
+        def forward(
+            self, pair: tuple[Tensor, Tensor], *more: Tensor, **named: Tensor
+        ) -> dict:
             x = pair[0] + pair[1] + more[0] + named["bias"]
             x += 1
             pair[0].mul_(1)
@@ -269,7 +303,11 @@ def test_inputs_in_every_place():
     assert names == ["pair_0", "pair_1", "more_0", "named_bias"]
     out["y"].sum().backward()
     torch.testing.assert_close(tensors[3].grad, torch.ones(4))
-    bwd = [n.meta["metrics"].bwd for n in model.scales_graph().nodes if n.op == "placeholder"]
+    bwd = [
+        n.meta["metrics"].bwd
+        for n in model.scales_graph().nodes
+        if n.op == "placeholder"
+    ]
     assert [data.mean_abs for data in bwd] == [1.0] * 4
     assert model.scales_graph().output_node().args[0]["text"] == "no tensor"
 
@@ -305,7 +343,9 @@ def targets(graph: Graph) -> set[Any]:
 
 def test_prune_non_float_tensors():
     torch.manual_seed(0)
-    model = track_scales(Net(words, emb=nn.Embedding(1024, 64), linear=nn.Linear(64, 64)))
+    model = track_scales(
+        Net(words, emb=nn.Embedding(1024, 64), linear=nn.Linear(64, 64))
+    )
     model(torch.randint(0, 1024, (8, 32)))
     graph = model.scales_graph()
     integers = {"x", torch.argmax, torch.unsqueeze}
@@ -339,7 +379,9 @@ def test_prune_same_scale_tensors():
     loose = prune_same_scale_tensors(forward, rtol=0.05)
     assert operator.getitem not in targets(loose)
     stacks = [n for n in loose.nodes if n.target is torch.stack]
-    assert all(source.target is operator.sub for n in stacks for source in n.all_input_nodes)
+    assert all(
+        source.target is operator.sub for n in stacks for source in n.all_input_nodes
+    )
 
 
 def test_prune_selected_nodes():
@@ -347,14 +389,25 @@ def test_prune_selected_nodes():
     model(torch.randn(4, 4))
     graph = prune_selected_nodes(model.scales_graph(), [torch.abs, F.relu])
     assert targets(graph) == {"x", operator.add, "sum_1", "output"}
-    assert next(n for n in graph.nodes if n.name == "sum_1").args[0].target is operator.add
-    assert targets(prune_selected_nodes(graph, ["sum"])) == {"x", operator.add, "output"}
+    assert (
+        next(n for n in graph.nodes if n.name == "sum_1").args[0].target is operator.add
+    )
+    assert targets(prune_selected_nodes(graph, ["sum"])) == {
+        "x",
+        operator.add,
+        "output",
+    }
 
 
 def test_graphs_of_another_origin_are_refused():
     for prune in (prune_non_float_tensors, prune_same_scale_tensors):
         with pytest.raises(ValueError, match="not one of track_scales"):
             prune(symbolic_trace(nn.Linear(2, 2)).graph)
-    for prune in (prune_non_float_tensors, lambda graph: prune_selected_nodes(graph, [])):
-        with pytest.raises(TypeError, match=r"graph is a torch\.fx\.Graph, .* got Linear"):
+    for prune in (
+        prune_non_float_tensors,
+        lambda graph: prune_selected_nodes(graph, []),
+    ):
+        with pytest.raises(
+            TypeError, match=r"graph is a torch\.fx\.Graph, .* got Linear"
+        ):
             prune(nn.Linear(2, 2))  # type: ignore[arg-type]

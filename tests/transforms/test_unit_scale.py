@@ -64,8 +64,12 @@ def test_branches_of_completep_are_equal_parts_of_the_stream(layers):
         part = rule(index, branches) * stream
         assert part == pytest.approx(min(2**-0.5, 4 / branches))
         stream = math.hypot(stream, part)
-    stack = uu.TransformerStack(layers, rule, hidden_size=8, heads=2, is_causal=True, dropout_p=0)
-    assert [layer.mlp_tau for layer in stack] == [rule(2 * i + 1, branches) for i in range(layers)]
+    stack = uu.TransformerStack(
+        layers, rule, hidden_size=8, heads=2, is_causal=True, dropout_p=0
+    )
+    assert [layer.mlp_tau for layer in stack] == [
+        rule(2 * i + 1, branches) for i in range(layers)
+    ]
     assert {p.mup_scaling_depth for p in stack.parameters()} == {None}
 
 
@@ -77,7 +81,10 @@ def layers():
 RESIDUAL = {
     "pre-norm": (lambda m, x: x + m.a(F.layer_norm(x, (16,))), "a"),
     "two": (lambda m, x: (y := x + m.a(x)) + m.b(y), "ab"),
-    "through a view": (lambda m, x: (x.view(2, 4, 16) + m.a(x).view(2, 4, 16)).view(8, 16), "a"),
+    "through a view": (
+        lambda m, x: (x.view(2, 4, 16) + m.a(x).view(2, 4, 16)).view(8, 16),
+        "a",
+    ),
     "attention": (lambda m, x: x + m.a(attention(x, x, x)), "a"),
     "nested": (lambda m, x: x + m.a(x + m.b(x)), "ab"),
     "parallel": (lambda m, x: x + m.a(x) + m.b(x), "ab"),
@@ -93,8 +100,13 @@ def test_residual_branches_are_found(name):
     """Their last weights have less than their rule, RMS 1, or are not alone in it."""
     forward, inside = RESIDUAL[name]
     torch.manual_seed(0)
-    model = unit_scale(Net(lambda m, x: m.head(forward(m, x)), **layers()), batch=batch_of(8, 16))
-    read = {row.path for row in uu.report(model) if row.done == "scaled"} - {"head", "rnn"}
+    model = unit_scale(
+        Net(lambda m, x: m.head(forward(m, x)), **layers()), batch=batch_of(8, 16)
+    )
+    read = {row.path for row in uu.report(model) if row.done == "scaled"} - {
+        "head",
+        "rnn",
+    }
     found = {path for path in read if model.get_submodule(path).weight.mup_scale < 0.23}
     assert found == set(inside)
 
@@ -135,11 +147,19 @@ def test_sums_in_a_loop_keep_their_coefficients(forward):
 
 READS_OF_GAINS = {
     "multiplied": ((32,), lambda m, x: m.gain * m.layer(x), True),
-    "of a residual branch": ((32,), lambda m, x: m.layer(x + m.gain * m.layer(x)), True),
+    "of a residual branch": (
+        (32,),
+        lambda m, x: m.layer(x + m.gain * m.layer(x)),
+        True,
+    ),
     "of three dimensions": ((1, 1, 32), lambda m, x: m.gain * m.layer(x), True),
     "of a norm": ((32,), lambda m, x: F.rms_norm(m.layer(x), (32,), m.gain), True),
     "one plus it": ((32,), lambda m, x: m.layer(x) * (1 + m.gain), False),
-    "of a formula": ((32,), lambda m, x: m.layer(x) * (m.gain * m.gain).sum().exp(), False),
+    "of a formula": (
+        (32,),
+        lambda m, x: m.layer(x) * (m.gain * m.gain).sum().exp(),
+        False,
+    ),
 }
 
 
@@ -165,13 +185,19 @@ def _beside(m, x):
 
 READS = {
     "positions": (lambda m, x: m.head(m.layer(x) + m.added[:, :6]), "bias"),
-    "positions of large values": (lambda m, x: m.head(64 * m.layer(x) + m.added), "bias"),
+    "positions of large values": (
+        lambda m, x: m.head(64 * m.layer(x) + m.added),
+        "bias",
+    ),
     "class token": (_beside, "bias"),
     "bias of attention": (
         lambda m, x: m.head(attention(*[m.layer(x)] * 3, m.added[..., :6])),
         "bias",
     ),
-    "positions and logits": (lambda m, x: (m.layer(x) + m.added) @ m.added.mT, "weight"),
+    "positions and logits": (
+        lambda m, x: (m.layer(x) + m.added) @ m.added.mT,
+        "weight",
+    ),
 }
 
 
@@ -181,7 +207,9 @@ def test_what_is_added_to_values_learns_as_a_bias(name, start):
     """By its own size, its rate is too low to reach that of the values: a DiT ended at .76 for .35,
     as its positions did not learn."""
     forward, kind = READS[name]
-    net = Net(forward, layer=nn.Linear(16, 16, bias=False), head=nn.Linear(16, 4, bias=False))
+    net = Net(
+        forward, layer=nn.Linear(16, 16, bias=False), head=nn.Linear(16, 4, bias=False)
+    )
     net.added = nn.Parameter(start * torch.randn(1, 6, 16))
     model = unit_scale(net)
     optimizer = uu.optim.AdamW(model.parameters(), lr=0.5)
@@ -206,13 +234,17 @@ def test_biases_of_few_inputs_are_scaled_as_the_result(inputs):
 
 
 def test_tags_and_optimizer():
-    model = unit_scale(nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4)))
+    model = unit_scale(
+        nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    )
     model(batch_of(64, 16))
     tags = {name: p.mup_type for name, p in model.named_parameters()}
     assert list(tags.values()) == ["weight", "bias", "norm", "bias", "output", "bias"]
     optimizer = uu.optim.AdamW(model.parameters(), lr=1.0)
     rates = dict(zip(tags, optimizer.param_groups[0]["mup_lr_scales"], strict=True))
-    assert rates["0.weight"] == pytest.approx(1 / math.sqrt(16) * model[0].weight.mup_scale)
+    assert rates["0.weight"] == pytest.approx(
+        1 / math.sqrt(16) * model[0].weight.mup_scale
+    )
     output = uu.optim.LR_MULT["adam"]["output"]
     assert rates["2.weight"] == pytest.approx(output * model[2].weight.mup_scale)
 
@@ -257,7 +289,10 @@ def test_weights_of_experts_are_stacks():
 
 
 LAST = {
-    "lstm": (lambda: nn.LSTM(32, 32, batch_first=True), lambda m, x: m.head(m.body(x)[0])),
+    "lstm": (
+        lambda: nn.LSTM(32, 32, batch_first=True),
+        lambda m, x: m.head(m.body(x)[0]),
+    ),
     "cnn": (lambda: nn.Conv1d(32, 32, 3, padding=1), lambda m, x: m.head(m.body(x).mT)),
     "embedding": (lambda: nn.Embedding(16, 32), lambda m, x: m.head(m.body(x))),
     "residual": (lambda: nn.Linear(32, 32), lambda m, x: x + m.head(F.relu(m.body(x)))),
@@ -287,7 +322,11 @@ def test_what_an_autograd_function_computes_keeps_its_values():
     net.first, net.last = nn.Linear(8, 16), nn.Linear(16, 4)
     model = unit_scale(net, batch=batch_of(4, 8))
     assert torch.equal(model.last.weight, net.last.weight)
-    kept = {(row.path, row.what) for row in uu.report(model) if row.done == "keeps its values"}
+    kept = {
+        (row.path, row.what)
+        for row in uu.report(model)
+        if row.done == "keeps its values"
+    }
     assert kept == {("last", "weight"), ("last", "bias")}
 
 
@@ -297,7 +336,9 @@ def test_odd_parameters_are_left_with_a_row():
     nn.init.ones_(model[0].weight)
     model = unit_scale(model, batch=batch_of(4, 8))
     assert torch.equal(model[0].weight, torch.ones(8, 8))
-    assert {(r.path, r.why) for r in uu.report(model).left_alone} == {("0", "is 1 everywhere")}
+    assert {(r.path, r.why) for r in uu.report(model).left_alone} == {
+        ("0", "is 1 everywhere")
+    }
     net = Net(lambda m, x: m.layer(x) + m.bias, layer=nn.Linear(4, 0))
     net.bias = nn.Parameter(torch.tensor(0.5))
     assert unit_scale(net)(torch.ones(2, 4)).shape == (2, 0)
@@ -305,12 +346,16 @@ def test_odd_parameters_are_left_with_a_row():
 
 def test_layers_of_uu_are_left_as_they_are():
     """Their weights, kinds and depths."""
-    stack = uu.DepthSequential(uu.Linear(16, 16), nn.Sequential(uu.LayerNorm(16), uu.GELU()))
+    stack = uu.DepthSequential(
+        uu.Linear(16, 16), nn.Sequential(uu.LayerNorm(16), uu.GELU())
+    )
     plain = nn.Sequential(nn.Linear(16, 16), stack, uu.LinearReadout(16, 4)).double()
     model = unit_scale(plain, batch=batch_of(64, 16).double())
     assert {row.path for row in uu.report(model)} <= {"", "0"}
     assert not uu.report(model).left_alone
-    for before, after in zip(plain[1:].parameters(), model[1:].parameters(), strict=True):
+    for before, after in zip(
+        plain[1:].parameters(), model[1:].parameters(), strict=True
+    ):
         assert torch.equal(before, after)
         assert before.mup_type == after.mup_type
         assert before.mup_scaling_depth == after.mup_scaling_depth
@@ -325,7 +370,9 @@ def test_report_counts_every_weight():
     scaled = {f"{row.path}.{row.what}" for row in report if row.done == "scaled"}
     assert {name for name, p in model.named_parameters() if p.dim() > 1} <= scaled
     assert "blocks.1.down" in str(report)
-    importlib.import_module("torch.distributed.pipelining.stage")  # makes functions look at frames
+    importlib.import_module(
+        "torch.distributed.pipelining.stage"
+    )  # makes functions look at frames
     assert torch.equal(model(*batch())[0], model(*batch())[0])
 
 
@@ -333,8 +380,16 @@ def test_report_counts_every_weight():
     ("call", "error", "match"),
     [
         (lambda: unit_scale("model"), TypeError, "needs an nn.Module, got str"),
-        (lambda: uu.report(nn.Linear(2, 2)), ValueError, "report needs a model of unit_scale"),
-        (lambda: unit_scale(gpt(), batch=(torch.ones(2, 4),)), RuntimeError, "to have one of the"),
+        (
+            lambda: uu.report(nn.Linear(2, 2)),
+            ValueError,
+            "report needs a model of unit_scale",
+        ),
+        (
+            lambda: unit_scale(gpt(), batch=(torch.ones(2, 4),)),
+            RuntimeError,
+            "to have one of the",
+        ),
     ],
 )
 def test_bad_input(call, error, match):

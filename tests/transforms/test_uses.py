@@ -15,11 +15,20 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.transforms.models import ROWS, Net, OfLayer, attention_of_a_graph, own, sparse
+from tests.transforms.models import (
+    ROWS,
+    Net,
+    OfLayer,
+    attention_of_a_graph,
+    own,
+    sparse,
+)
 from unit_scaling.transforms import unit_scale
 
 # torch's own, once a process
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse (invariant checks|CSR):UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse (invariant checks|CSR):UserWarning"
+)
 
 IN, HIDDEN, OUT = 8, 16, 4
 
@@ -98,7 +107,9 @@ def adapted(m, x):
         error = lambda w: mse(m.down(functional_call(m.up, w, (x,)).tanh()))  # noqa: E731
         weights = dict(m.up.named_parameters())
         slopes = grad(error)(weights)
-        return functional_call(m.up, {n: w - slopes[n] for n, w in weights.items()}, (x,)).tanh()
+        return functional_call(
+            m.up, {n: w - slopes[n] for n, w in weights.items()}, (x,)
+        ).tanh()
 
     return vmap(task)(x)
 
@@ -114,11 +125,17 @@ extension = own(
 INSIDE = {
     "weight, normalised": lambda m, x: m.dot(hidden(m, x), F.normalize(m.weight)),
     "weight, normalised in place": lambda m, x: m.dot(hidden(m, x), divide(m.weight)),
-    "weight, low rank": lambda m, x: m.dot(hidden(m, x), m.weight[:, :2] @ m.weight[:2]),
-    "weight and transpose": lambda m, x: m.again(m.dot(hidden(m, x), m.weight), m.weight.T).sin(),
+    "weight, low rank": lambda m, x: m.dot(
+        hidden(m, x), m.weight[:, :2] @ m.weight[:2]
+    ),
+    "weight and transpose": lambda m, x: m.again(
+        m.dot(hidden(m, x), m.weight), m.weight.T
+    ).sin(),
     "sign of a weight": lambda m, x: F.linear(hidden(m, x), sign(10 * m.weight)),
     "straight through": lambda m, x: rounded(3 * m.up(x)).tanh(),
-    "function of a layer": lambda m, x: OfLayer.apply(x @ m.weight[:IN], m.weight, m.flat),
+    "function of a layer": lambda m, x: OfLayer.apply(
+        x @ m.weight[:IN], m.weight, m.flat
+    ),
     "checkpoint": lambda m, x: checkpoint(m.up, x, use_reentrant=False).tanh(),
     "checkpoint of a function": lambda m, x: checkpoint(
         lambda x: m.up(x) @ m.weight, x, use_reentrant=False
@@ -127,7 +144,9 @@ INSIDE = {
     "kernel of an extension": lambda m, x: extension(hidden(m, x), m.weight).tanh(),
     "writes into views": written_views,
     "adapted by vmap of grad": adapted,
-    "sparse": lambda m, x: sparse(torch.ones(16, dtype=x.dtype)).to_sparse_csr() @ hidden(m, x),
+    "sparse": lambda m, x: (
+        sparse(torch.ones(16, dtype=x.dtype)).to_sparse_csr() @ hidden(m, x)
+    ),
     "sparse, scores": lambda m, x: attention_of_a_graph(hidden(m, x)),
 }
 for _name, _of in INSIDE.items():
@@ -163,7 +182,10 @@ IDS = torch.arange(24).view(4, 6) * 7 % 10
 
 def looked(max_norm):
     model = made_of(lambda m, ids: m.down(hidden(m, m.table(ids))))()
-    model.table, model.up = nn.Embedding(10, HIDDEN, max_norm=max_norm), nn.Linear(HIDDEN, HIDDEN)
+    model.table, model.up = (
+        nn.Embedding(10, HIDDEN, max_norm=max_norm),
+        nn.Linear(HIDDEN, HIDDEN),
+    )
     model.down = nn.Linear(HIDDEN, 10)
     if max_norm is None:
         model.down.weight = model.table.weight
@@ -192,7 +214,10 @@ USES["hidden in a generator"] = Use(
 
 
 CONTAINERS = {
-    "nested": (lambda y, h: {"a": [y, {"h": (h,)}]}, lambda r: (r["a"][0], r["a"][1]["h"][0])),
+    "nested": (
+        lambda y, h: {"a": [y, {"h": (h,)}]},
+        lambda r: (r["a"][0], r["a"][1]["h"][0]),
+    ),
     "distribution": (
         lambda y, h: torch.distributions.Normal(y, y.exp()),
         lambda r: (r.log_prob(torch.ones(OUT, dtype=torch.float64)),),
@@ -228,14 +253,18 @@ def small(g):
 
 HOOKS = {
     "forward, that writes": lambda m, seen: after(m.up, lambda y: y.mul_(0.5)),
-    "forward, before": lambda m, seen: m.down.register_forward_pre_hook(lambda _m, a: a[0].cos()),
+    "forward, before": lambda m, seen: m.down.register_forward_pre_hook(
+        lambda _m, a: a[0].cos()
+    ),
     "forward, of all": lambda m, seen: nn.modules.module.register_module_forward_hook(
         lambda m, _a, y: 0.5 * y if isinstance(m, nn.Linear) else None
     ),
     "backward, that scales": lambda m, seen: m.down.register_full_backward_hook(
         lambda _m, i, o: (0.1 * i[0],)
     ),
-    "tensor, that clips": lambda m, seen: after(m.up, lambda y: y.register_hook(small) and None),
+    "tensor, that clips": lambda m, seen: after(
+        m.up, lambda y: y.register_hook(small) and None
+    ),
     "parameter, after": lambda m, seen: m.up.weight.register_post_accumulate_grad_hook(
         lambda p: seen.append(p.grad.clone())
     ),
@@ -293,7 +322,11 @@ def through_time(m, x):
     loss.backward()
 
 
-@use(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(IN, IN), nn.Tanh()) for _ in range(3))))
+@use(
+    lambda: nn.Sequential(
+        *(nn.Sequential(nn.Linear(IN, IN), nn.Tanh()) for _ in range(3))
+    )
+)
 def checkpoints_around(m, x):
     for reentrant in (False, True):
         mse(checkpoint(m, x, use_reentrant=reentrant)).backward()
@@ -305,9 +338,13 @@ def outcome(use, model):
     """What a use returns, and all gradients that it leaves."""
     torch.manual_seed(1)
     x = torch.randn(ROWS, IN, dtype=torch.float64, requires_grad=True)
-    found = {f"result {i}": t.detach().clone() for i, t in enumerate(flat(use.run(model, x)))}
+    found = {
+        f"result {i}": t.detach().clone() for i, t in enumerate(flat(use.run(model, x)))
+    }
     grads = {name: p.grad for name, p in [*model.named_parameters(), ("x", x)]}
-    return found | {name: g.detach().clone() for name, g in grads.items() if g is not None}
+    return found | {
+        name: g.detach().clone() for name, g in grads.items() if g is not None
+    }
 
 
 @pytest.mark.parametrize("name", USES)

@@ -30,7 +30,9 @@ def replacing(old, new, seen=None):
             if seen is not None:
                 seen.append(node.target)
             if node.target is old:
-                replace_node_with_function(graph.graph, node, new, args=node.args[:1], kwargs={})
+                replace_node_with_function(
+                    graph.graph, node, new, args=node.args[:1], kwargs={}
+                )
         graph.recompile()
         return graph
 
@@ -57,7 +59,10 @@ def test_apply_transform():
     assert_close(copy.deepcopy(once)(x), expected(model, x, F.relu))
     twice(x).sum().backward()
     assert twice[0].weight.grad is not None
-    for both in (compile(once), apply_transform(compile(model), replacing(F.relu, F.silu))):
+    for both in (
+        compile(once),
+        apply_transform(compile(model), replacing(F.relu, F.silu)),
+    ):
         assert_close(both(x), expected(model, x, F.silu))  # compiled last
 
 

@@ -19,7 +19,13 @@ import unit_scaling as uu
 import unit_scaling.functional as U
 from benchmarks.strangers.casts import Casts
 from tests.transforms.models import KINDS, Checkpointed, Net, batch, gpt, loss_of, rms
-from unit_scaling.transforms import Verification, compile, simulate_fp8, track_scales, unit_scale
+from unit_scaling.transforms import (
+    Verification,
+    compile,
+    simulate_fp8,
+    track_scales,
+    unit_scale,
+)
 
 attention = F.scaled_dot_product_attention
 
@@ -46,7 +52,9 @@ def calls(function: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> nn.Mo
     return model
 
 
-PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
+PRODUCTS: dict[
+    str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]
+] = {
     "linear": (F.linear, (6, 4), (3, 4)),
     "linear by name": (lambda x, w: F.linear(weight=w, input=x), (6, 4), (3, 4)),
     "linear with a bias": (lambda x, w: F.linear(x, w, torch.ones(3)), (6, 4), (3, 4)),
@@ -56,7 +64,11 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], t
     "einsum": (lambda x, w: torch.einsum("ij,kj->ik", x, w), (6, 4), (3, 4)),
     "bmm": (lambda x, w: torch.bmm(x, w), (2, 3, 4), (2, 4, 5)),
     "conv1d": (lambda x, w: F.conv1d(x, w, padding=1), (2, 3, 8), (4, 3, 3)),
-    "conv2d": (lambda x, w: F.conv2d(x, w, torch.ones(4), 2), (2, 3, 8, 8), (4, 3, 3, 3)),
+    "conv2d": (
+        lambda x, w: F.conv2d(x, w, torch.ones(4), 2),
+        (2, 3, 8, 8),
+        (4, 3, 3, 3),
+    ),
     "conv_transpose1d": (F.conv_transpose1d, (2, 3, 8), (3, 4, 3)),
     "unit-scaled": (U.linear, (6, 4), (3, 4)),
     "unit-scaled convolution": (U.conv1d, (2, 3, 8), (4, 3, 3)),
@@ -71,7 +83,11 @@ def test_every_spelling_of_a_product(name: str):
     model = calls(function, weight)
     target = torch.randn_like(model(x))
     result = uu.verify(model, x, loss=lambda y: (y * target).sum())
-    expected = {"input": rms(x), "weight": rms(weight), "gradient of output": rms(target)}
+    expected = {
+        "input": rms(x),
+        "weight": rms(weight),
+        "gradient of output": rms(target),
+    }
     close(found(result), expected)
     assert {row.kind for row in result} == {"activation", "weight", "gradient"}
 
@@ -87,7 +103,11 @@ def attending(spelled: str) -> nn.Module:
         if spelled == "fused":
             return attention(q, k, v)
         scores = (q @ k.transpose(-2, -1)) / 32**0.5
-        p = scores.softmax(-1) if spelled == "by hand" else F.softmax(scores.float(), dim=-1)
+        p = (
+            scores.softmax(-1)
+            if spelled == "by hand"
+            else F.softmax(scores.float(), dim=-1)
+        )
         return torch.matmul(F.dropout(p, 0.0), v)
 
     return Net(forward, **{name: nn.Linear(32, 32, bias=False) for name in "qkv"})
@@ -102,11 +122,15 @@ def test_attention(spelled: str):
     result = uu.verify(attending(spelled), torch.randn(1, 1, 2, 8, 32))
     rows = [(row.number, row.tensor) for row in result if row.path == ""]
     if spelled == "fused":
-        assert rows == [(0, name) for name in ("query", "key", "value", "gradient of output")]
+        assert rows == [
+            (0, name) for name in ("query", "key", "value", "gradient of output")
+        ]
     else:
         last = [(0, "input"), (0, "other"), (0, "gradient of output")]
         assert rows == [*last, (1, "other"), (1, "gradient of output")]
-    gradients = {row.path: row.kind for row in result if row.path and "gradient" in row.tensor}
+    gradients = {
+        row.path: row.kind for row in result if row.path and "gradient" in row.tensor
+    }
     small = "query-key gradient"
     assert gradients == {"q": small, "k": small, "v": "gradient"}
 
@@ -127,7 +151,11 @@ def test_a_softmax_that_is_no_attention():
     small = {place for place, kind in kinds.items() if kind == "query-key gradient"}
     assert small == {("keys", "linear", "gradient of output")}
     judged = {place[:2] for place, kind in kinds.items() if kind == "gradient"}
-    assert judged == {("gate", "linear"), ("", "scaled_dot_product_attention"), ("", "matmul")}
+    assert judged == {
+        ("gate", "linear"),
+        ("", "scaled_dot_product_attention"),
+        ("", "matmul"),
+    }
 
 
 def test_what_is_measured_is_what_the_transformed_model_computes():
@@ -198,7 +226,9 @@ def test_batches_and_losses():
         def forward(self, x: Tensor, how: str = "tensor"):
             y = super().forward(x)
             loss = y.square().mean()
-            return {"tensor": y, "loss": {"out": y, "loss": loss}, "pair": (y, loss)}[how]
+            return {"tensor": y, "loss": {"out": y, "loss": loss}, "pair": (y, loss)}[
+                how
+            ]
 
     torch.manual_seed(0)
     model, x = Head(4, 4), torch.randn(4, 4)
@@ -209,11 +239,15 @@ def test_batches_and_losses():
     assert drawn == uu.verify(model, x, seed=0) != uu.verify(model, x, seed=1)
     wide = uu.verify(nn.Linear(4, 256), torch.randn(256, 4))
     grad = found(wide)["gradient of output"]
-    assert grad == pytest.approx(1, abs=5 * (0.5 / 2**16) ** 0.5)  # variance of an rms: 1/(2n)
+    assert grad == pytest.approx(
+        1, abs=5 * (0.5 / 2**16) ** 0.5
+    )  # variance of an rms: 1/(2n)
 
 
 def test_the_result_prints():
-    result = uu.verify(nn.Linear(4, 4), torch.randn(4, 4), loss=lambda y: y.sum() * math.inf)
+    result = uu.verify(
+        nn.Linear(4, 4), torch.randn(4, 4), loss=lambda y: y.sum() * math.inf
+    )
     text = str(result)
     assert "(model)  linear" in text
     assert "outside" in text
@@ -228,7 +262,9 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"one element, got a tensor of shape"):
         uu.verify(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda output: output)
     result = uu.verify(nn.Linear(4, 4), torch.randn(4, 4))
-    with pytest.raises(ValueError, match="choose one of 'activation', 'weight', 'gradient'"):
+    with pytest.raises(
+        ValueError, match="choose one of 'activation', 'weight', 'gradient'"
+    ):
         result.share("bias")
     assert math.isnan(result.share("query-key gradient"))
 
@@ -246,12 +282,20 @@ WELL = ["every tensor is in the range of its kind"]
 
 def test_a_diagnosis_begins_with_the_cause():
     """Weights before activations, which are small for that, and before gradients."""
-    found = uu.verify(overwritten(), torch.randn(64, 64))  # it warns of nothing by itself
+    found = uu.verify(
+        overwritten(), torch.randn(64, 64)
+    )  # it warns of nothing by itself
     weights, activations, gradients = found.diagnosis
-    assert weights.startswith("4 of 4 weights have RMS 0.02 instead of 1, the first in 0 (linear)")
+    assert weights.startswith(
+        "4 of 4 weights have RMS 0.02 instead of 1, the first in 0 (linear)"
+    )
     assert "reset_parameters" in weights
-    assert activations.startswith("activations shrink from the input of 1 (linear) on, RMS 0.0")
-    assert gradients.startswith("gradients shrink from the gradient of output of 2 (linear) on")
+    assert activations.startswith(
+        "activations shrink from the input of 1 (linear) on, RMS 0.0"
+    )
+    assert gradients.startswith(
+        "gradients shrink from the gradient of output of 2 (linear) on"
+    )
     assert str(found).endswith("\n".join(found.diagnosis))
 
 
@@ -289,7 +333,9 @@ def test_a_diagnosis_of_the_loss_and_of_modules_that_are_well():
     (found,) = uu.verify(model, x, loss=lambda y: F.cross_entropy(y, labels)).diagnosis
     assert found.startswith("the loss's gradient at the model's output has RMS 0.000")
     assert "U.cross_entropy" in found
-    assert uu.verify(model, x, loss=lambda y: U.cross_entropy(y, labels)).diagnosis == WELL
+    assert (
+        uu.verify(model, x, loss=lambda y: U.cross_entropy(y, labels)).diagnosis == WELL
+    )
     assert uu.verify(model, x).diagnosis == WELL
 
 
@@ -299,7 +345,9 @@ def test_a_transformed_model_is_well_under_any_loss():
     model = unit_scale(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
     fresh = uu.verify(model, x)
     F.cross_entropy(model(x), labels).backward()
-    assert uu.verify(model, x, loss=lambda y: F.cross_entropy(y, labels)).diagnosis == WELL
+    assert (
+        uu.verify(model, x, loss=lambda y: F.cross_entropy(y, labels)).diagnosis == WELL
+    )
     assert uu.verify(model, x) == fresh
 
 
@@ -333,7 +381,9 @@ X64 = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize("has_layer", [True, False])
 @pytest.mark.parametrize("octaves", [0, 6, 20, 60])
-def test_an_operand_is_judged_by_its_spread_at_its_scale(octaves: int, has_layer: bool) -> None:
+def test_an_operand_is_judged_by_its_spread_at_its_scale(
+    octaves: int, has_layer: bool
+) -> None:
     torch.manual_seed(0)
     result = uu.verify(unit_scale(Spread(octaves, has_layer), batch=X64), X64)
     path = "last" if has_layer else ""
@@ -408,7 +458,9 @@ def test_it_judges_as_the_casts_do(name: str) -> None:
     result = uu.verify(model, x, loss=lambda y: loss_of(lambda _: y, x))
     assert casts.share == 1
     assert not result.outside
-    layers = [path for path, layer in model.named_modules() if hasattr(layer, "fp8_settings")]
+    layers = [
+        path for path, layer in model.named_modules() if hasattr(layer, "fp8_settings")
+    ]
     for path in layers[:1]:  # values that are far from the scale of their cast
         scales = model.get_submodule(path)._buffers
         scales[next(name for name in scales if name.endswith("input"))].mul_(2.0**20)
@@ -441,7 +493,11 @@ def test_calls_inside_of_vmap_are_measured_as_outside() -> None:
     """Over all that it maps, forward and backward; a note says so."""
     straight, mapped = (uu.verify(mapping(how), X) for how in ("straight", "mapped"))
     for one, other in zip(straight, mapped, strict=True):
-        assert (one.path, one.call, one.tensor) == (other.path, other.call, other.tensor)
+        assert (one.path, one.call, one.tensor) == (
+            other.path,
+            other.call,
+            other.tensor,
+        )
         assert one.rms == pytest.approx(other.rms, rel=1e-5)
     assert not straight.notes
     assert "linear in first runs under a transform of torch.func" in mapped.notes[0]
@@ -469,13 +525,20 @@ def test_recurrent_layers_are_measured_from_outside(layer: nn.Module):
     tensors = ["input", "weight", "weight", "gradient of output"]
     assert [row.tensor for row in result] == tensors
     (note,) = result.notes
-    assert note.endswith("in the model itself: its steps are one call, not measured inside")
+    assert note.endswith(
+        "in the model itself: its steps are one call, not measured inside"
+    )
 
 
 NOTED: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
-    "cdist": (lambda m, x: torch.cdist(m.a(x), m.a.weight), "is not measured: the distance"),
+    "cdist": (
+        lambda m, x: torch.cdist(m.a(x), m.a.weight),
+        "is not measured: the distance",
+    ),
     "conv_tbc": (
-        lambda m, x: torch.conv_tbc(m.a(x)[:, None], torch.ones(1, 8, 8), torch.zeros(8)),
+        lambda m, x: torch.conv_tbc(
+            m.a(x)[:, None], torch.ones(1, 8, 8), torch.zeros(8)
+        ),
         "is not measured: call conv1d",
     ),
     "einsum": (
@@ -488,7 +551,9 @@ NOTED: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", NOTED)
 def test_what_cannot_be_seen_through_is_noted(name: str) -> None:
     forward, why = NOTED[name]
-    (note,) = uu.verify(Net(forward, a=nn.Linear(8, 8, bias=False)), torch.randn(4, 8)).notes
+    (note,) = uu.verify(
+        Net(forward, a=nn.Linear(8, 8, bias=False)), torch.randn(4, 8)
+    ).notes
     assert note.startswith(name)
     assert f"in the model itself{'' if why[0] == ':' else ' '}{why}" in note
 
@@ -496,7 +561,10 @@ def test_what_cannot_be_seen_through_is_noted(name: str) -> None:
 def test_an_einsum_of_three_operands_is_two_products():
     model = Net(lambda _, x: torch.einsum("ij,jk,kl->il", x, x, x))
     result = uu.verify(model, torch.randn(4, 4, requires_grad=True))
-    assert Counter(row.number for row in result if row.kind == "activation") == {0: 2, 1: 2}
+    assert Counter(row.number for row in result if row.kind == "activation") == {
+        0: 2,
+        1: 2,
+    }
     assert not result.notes
 
 

@@ -43,7 +43,9 @@ class Model(nn.Module):
 
 def train(model, batches, steps=2, loss=U.cross_entropy):
     """The parameters after some steps of SGD, each over all batches, gathered."""
-    opt = uu.optim.SGD(model.parameters(), 0.01, 0.9, readout_constraint="to_output_scale")
+    opt = uu.optim.SGD(
+        model.parameters(), 0.01, 0.9, readout_constraint="to_output_scale"
+    )
     for _ in range(steps):
         opt.zero_grad()
         for tokens in batches:
@@ -51,7 +53,9 @@ def train(model, batches, steps=2, loss=U.cross_entropy):
             loss(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         opt.step()
     return {
-        name.removeprefix("module."): p.full_tensor() if isinstance(p, DTensor) else p.detach()
+        name.removeprefix("module."): p.full_tensor()
+        if isinstance(p, DTensor)
+        else p.detach()
         for name, p in model.named_parameters()
     }
 
@@ -81,7 +85,9 @@ def check(
     loss=U.cross_entropy,
 ):
     """Tags, learning rates, and weights after training equal those of one process."""
-    tokens = torch.randint(VOCAB, (BATCH, 5), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        VOCAB, (BATCH, 5), generator=torch.Generator().manual_seed(0)
+    )
     plain = copy.deepcopy(model)
     expected_tags, expected_rates = tags(plain), rates(plain)
     expected = train(plain, [tokens], loss=loss)
@@ -104,7 +110,10 @@ def check_zero():
     model = nn.Sequential(uu.Linear(8, 16), uu.LayerNorm(16), uu.LinearReadout(16, 4))
     other = copy.deepcopy(model)
     shared = ZeroRedundancyOptimizer(model.parameters(), uu.optim.AdamW, lr=0.5)
-    for net, opt in ((model, shared), (other, uu.optim.AdamW(other.parameters(), lr=0.5))):
+    for net, opt in (
+        (model, shared),
+        (other, uu.optim.AdamW(other.parameters(), lr=0.5)),
+    ):
         for step in range(4):
             for p in net.parameters():
                 p.grad = torch.linspace(-1, 1 + step, p.numel()).reshape(p.shape)
@@ -120,20 +129,28 @@ def check_flattened(scaled):
     def wrapped(model, **options):
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
-    tokens = torch.randint(VOCAB, (BATCH, 5), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        VOCAB, (BATCH, 5), generator=torch.Generator().manual_seed(0)
+    )
     expected = train(copy.deepcopy(scaled), [tokens], loss=F.cross_entropy)
     model = copy.deepcopy(scaled)
-    opt = uu.optim.SGD(model.parameters(), 0.01, 0.9, readout_constraint="to_output_scale")
+    opt = uu.optim.SGD(
+        model.parameters(), 0.01, 0.9, readout_constraint="to_output_scale"
+    )
     whole = wrapped(model, use_orig_params=True)
     mine = tokens.chunk(WORLD)[dist.get_rank()]
     for _ in range(2):
         opt.zero_grad()
-        F.cross_entropy(whole(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten()).backward()
+        F.cross_entropy(
+            whole(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten()
+        ).backward()
         opt.step()
     with FullyShardedDataParallel.summon_full_params(whole):
         result = {n: p.detach().clone() for n, p in model.named_parameters()}
     assert_close(result, expected)
-    with pytest.raises(ValueError, match="make the optimizer before wrapping the model"):
+    with pytest.raises(
+        ValueError, match="make the optimizer before wrapping the model"
+    ):
         uu.optim.SGD(whole.parameters(), 0.01)
 
 
@@ -143,7 +160,9 @@ def main(rank, store):
     for calls in (1, CALLS):
         check(copy.deepcopy(model), DistributedDataParallel, calls)
         check(copy.deepcopy(model), lambda m: sharded(m, list(m.blocks)), calls)
-    net = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB))
+    net = nn.Sequential(
+        nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
+    )
     net.append(nn.Linear(VOCAB, VOCAB))
     scaled = unit_scale(net.double())
     with pytest.raises(RuntimeError, match="before fully_shard"):

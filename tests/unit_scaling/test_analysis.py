@@ -11,7 +11,12 @@ from torch import nn
 from fp8.formats.format import FORMATS
 from tests.transforms.models import Net, batch, tiny
 from unit_scaling.analysis import example_batch, graph_to_dataframe, plot, visualiser
-from unit_scaling.transforms import Metrics, prune_non_float_tensors, track_scales, unit_scale
+from unit_scaling.transforms import (
+    Metrics,
+    prune_non_float_tensors,
+    track_scales,
+    unit_scale,
+)
 
 TEXT = "".join(chr(97 + i * i % 26) for i in range(400))
 
@@ -67,12 +72,18 @@ def test_example_batch(tokenizer, tmp_path):
 
 
 def test_batches_that_cannot_be():
-    with pytest.raises(ValueError, match="no file 'wikitext', and nothing is downloaded"):
+    with pytest.raises(
+        ValueError, match="no file 'wikitext', and nothing is downloaded"
+    ):
         example_batch(encode, 2, 8)
-    with pytest.raises(ValueError, match="a text of 4 tokens is too short for sequences of 4"):
+    with pytest.raises(
+        ValueError, match="a text of 4 tokens is too short for sequences of 4"
+    ):
         example_batch(encode, 2, 4, text="abcd")
     assert example_batch(encode, 2, 3, text="abcd")[0].tolist() == [[0, 1, 2]] * 2
-    with pytest.raises(ValueError, match="seq_len must be a whole number from 1, got 0"):
+    with pytest.raises(
+        ValueError, match="seq_len must be a whole number from 1, got 0"
+    ):
         example_batch(encode, 2, 0, text="abcd")
     with pytest.raises(TypeError, match="list"):
         example_batch(None, 2, 8, text=["a"])  # type: ignore[arg-type]
@@ -90,7 +101,10 @@ def test_graph_to_dataframe(graph):
         assert forward["layer"] == backward["layer"] == node.meta["clean_name"]
         assert (forward["direction"], backward["direction"]) == ("fwd", "bwd")
         kind = "w" if node.op == "placeholder" else "x"
-        assert (forward["tensor type"], backward["tensor type"]) == (kind, f"grad_{kind}")
+        assert (forward["tensor type"], backward["tensor type"]) == (
+            kind,
+            f"grad_{kind}",
+        )
         assert forward["standard deviation"] == node.meta["metrics"].fwd.std
         assert backward["root mean square"] == node.meta["metrics"].bwd.rms
 
@@ -107,16 +121,22 @@ def test_a_gradient_that_is_not_known_is_missing():
 def points(axes):
     """(x, y) of every point that is drawn -> its marker."""
     lines = [
-        line for line in axes.lines if line.get_marker() in ("o", "v") and len(line.get_xdata())
+        line
+        for line in axes.lines
+        if line.get_marker() in ("o", "v") and len(line.get_xdata())
     ]
-    return {(line.get_xdata()[0], line.get_ydata()[0]): line.get_marker() for line in lines}
+    return {
+        (line.get_xdata()[0], line.get_ydata()[0]): line.get_marker() for line in lines
+    }
 
 
 @pytest.mark.parametrize("metric", ["rms", "absolute maximum"])
 def test_plot_shows_every_tensor(graph, metric):
     axes = plot(graph, title="A title", metric=metric, prune_same_scale=False)
     nodes = [n for n in prune_non_float_tensors(graph).nodes if "metrics" in n.meta]
-    short = dict(zip(Metrics.full_names(), Metrics.names(), strict=True)).get(metric, metric)
+    short = dict(zip(Metrics.full_names(), Metrics.names(), strict=True)).get(
+        metric, metric
+    )
     expected = {}
     for row, node in enumerate(nodes):
         marker = "v" if node.meta["requires_grad"] else "o"
@@ -128,7 +148,11 @@ def test_plot_shows_every_tensor(graph, metric):
     assert len(axes.get_yticklabels()) == len(nodes)
     assert axes.get_yticklabels()[0].get_text() == "tokens_weight"
     assert axes.figure.get_suptitle() == "A title"
-    limits = {line.get_xdata()[0] for line in axes.lines if line.get_linestyle() in (":", "--")}
+    limits = {
+        line.get_xdata()[0]
+        for line in axes.lines
+        if line.get_linestyle() in (":", "--")
+    }
     formats = FORMATS["e4m3"], FORMATS["e5m2"]
     assert limits == {x for format in formats for x in (format.min_normal, format.max)}
     axes.figure.canvas.draw()
@@ -136,7 +160,9 @@ def test_plot_shows_every_tensor(graph, metric):
 
 def test_plot_options(graph):
     assert len(points(plot(graph))) < len(points(plot(graph, prune_same_scale=False)))
-    assert len(plot(graph).texts) > len(plot(graph, show_arrows=False).texts) == 4  # of limits
+    assert (
+        len(plot(graph).texts) > len(plot(graph, show_arrows=False).texts) == 4
+    )  # of limits
     assert len(plot(graph).lines) > len(plot(graph, show_error_bars=False).lines)
     assert plot(graph, xmin=2**-5, xmax=2.0).get_xlim() == (2**-5, 2.0)
 
@@ -152,11 +178,17 @@ def drawn(function, **options):
 
 def test_tensors_that_have_no_place_on_the_axis():
     """Zeros, none at all, Inf and NaN."""
-    hidden, shown = (drawn(lambda x: x * 0.0, show_zero_tensors=show) for show in (False, True))
-    assert len(points(shown)) == len(points(hidden)) + 2  # the output, and the input's gradient
+    hidden, shown = (
+        drawn(lambda x: x * 0.0, show_zero_tensors=show) for show in (False, True)
+    )
+    assert (
+        len(points(shown)) == len(points(hidden)) + 2
+    )  # the output, and the input's gradient
     axes = drawn(lambda x: torch.cat([x[:0], x]), prune_same_scale=False)
     assert [label.get_text() for label in axes.get_yticklabels()] == ["x", "cat"]
-    axes = drawn(lambda x: torch.stack([x / 0, x / 0 - x / 0, x]), show_zero_tensors=True)
+    axes = drawn(
+        lambda x: torch.stack([x / 0, x / 0 - x / 0, x]), show_zero_tensors=True
+    )
     assert all(math.isfinite(end) for end in axes.get_xlim())
 
 

@@ -24,21 +24,33 @@ def test_limits(bits, rounding):
     f = FPFormat(*bits, rounding)
     srbits, *limits = LIMITS[bits]
     assert f.srbits == (srbits if rounding == "stochastic" else 0)
-    assert [f.max_absolute_value, f.min_absolute_normal, f.min_absolute_subnormal, f.bits] == limits
+    assert [
+        f.max_absolute_value,
+        f.min_absolute_normal,
+        f.min_absolute_subnormal,
+        f.bits,
+    ] == limits
     assert str(f) == f"E{bits[0]}M{bits[1]}-{'RN' if rounding == 'nearest' else 'SR'}"
 
 
 def test_defaults():
     f = FPFormat(4, 3)
     assert (f.rounding, f.srbits) == ("stochastic", 20)
-    assert repr(f) == "FPFormat(exponent_bits=4, mantissa_bits=3, rounding='stochastic', srbits=20)"
+    assert (
+        repr(f)
+        == "FPFormat(exponent_bits=4, mantissa_bits=3, rounding='stochastic', srbits=20)"
+    )
     assert f == FPFormat(4, 3) != FPFormat(4, 3, "nearest")
     assert tuple_to_format(format_to_tuple(FPFormat(5, 2))) == FPFormat(5, 2)
     assert format_to_tuple(FPFormat(5, 2, "nearest")) == (5, 2)
 
 
 REFUSED = {
-    (4, 3, "banker"): "unknown rounding 'banker'; choose one of 'nearest', 'stochastic'",
+    (
+        4,
+        3,
+        "banker",
+    ): "unknown rounding 'banker'; choose one of 'nearest', 'stochastic'",
     (9, 3): "exponent_bits must be 1 to 8, got 9",
     (0, 3): "exponent_bits must be 1 to 8, got 0",
     (4, 24): "mantissa_bits must be 0 to 23, got 24",
@@ -55,7 +67,9 @@ def test_refusals(args):
 
 
 @pytest.mark.parametrize(
-    ("bits", "dtype"), [((4, 3), torch.float8_e4m3fnuz), ((5, 2), torch.float8_e5m2fnuz)], ids=str
+    ("bits", "dtype"),
+    [((4, 3), torch.float8_e4m3fnuz), ((5, 2), torch.float8_e5m2fnuz)],
+    ids=str,
 )
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_values_of_the_format_are_kept(bits, dtype, rounding):
@@ -68,7 +82,9 @@ def test_values_of_the_format_are_kept(bits, dtype, rounding):
 
 def test_nearest():
     f = FPFormat(4, 3, "nearest")
-    x = torch.tensor([1.1, 500.0, -1e9, 2**-10, 2**-11, 0.0, -0.0, math.inf, 1.1875, 1.4375])
+    x = torch.tensor(
+        [1.1, 500.0, -1e9, 2**-10, 2**-11, 0.0, -0.0, math.inf, 1.1875, 1.4375]
+    )
     expected = [1.125, 240, -240, 2**-10, 0, 0, -0.0, 240, 1.25, 1.5]  # ties to even
     assert f.quantise(x).tolist() == expected
     assert math.copysign(1, f.quantise(x)[6].item()) == -1

@@ -12,7 +12,9 @@ import unit_scaling.functional as U
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.scale import scale_bwd
 
-RECORDED = json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8"))
+RECORDED = json.loads(
+    Path(__file__).with_name("golden.json").read_text(encoding="utf-8")
+)
 GOLDEN, GOLDEN_MODULES = RECORDED["functions"], RECORDED["modules"]
 
 
@@ -30,7 +32,11 @@ TARGET = torch.tensor([1, 3, 0, 7, 2, 2])
 
 
 def qkv(queries, keys):
-    return wave(2, 3, queries, 4), wave(2, 3, keys, 4, seed=2), wave(2, 3, keys, 4, seed=3)
+    return (
+        wave(2, 3, queries, 4),
+        wave(2, 3, keys, 4, seed=2),
+        wave(2, 3, keys, 4, seed=3),
+    )
 
 
 def fewer_uses(x):
@@ -45,7 +51,12 @@ def constrained(name):
     c = {"constraint": name}
     return {
         f"linear/{name}": (lambda *a: U.linear(*a, **c), X, WEIGHT, BIAS),
-        f"linear_readout/{name}": (lambda *a: U.linear_readout(*a, **c), X, WEIGHT, BIAS),
+        f"linear_readout/{name}": (
+            lambda *a: U.linear_readout(*a, **c),
+            X,
+            WEIGHT,
+            BIAS,
+        ),
         f"gelu/{name}": (lambda x: U.gelu(x, mult=1.5, **c), X),
         f"silu/{name}": (lambda x: U.silu(x, mult=1.5, **c), X),
         f"softmax/{name}": (lambda x: U.softmax(x, -1, mult=1.5, **c), X),
@@ -70,13 +81,20 @@ CASES = {
     "gelu_tanh": (lambda x: U.gelu(x, approximate="tanh"), X),
     "silu_glu": (lambda x, y: U.silu_glu(x, y, mult=2.0), X, Y),
     "add_broadcast": (lambda x, y: U.add(x, y, constraint=None), X, wave(8, seed=9)),
-    "add_broadcast2": (lambda x, y: U.add(x, y, constraint=None), wave(6, 1), wave(8, seed=9)),
+    "add_broadcast2": (
+        lambda x, y: U.add(x, y, constraint=None),
+        wave(6, 1),
+        wave(8, seed=9),
+    ),
     "add_scalar": (lambda x: U.add(x, 3.0), X),
     "scalar_add": (lambda x: U.add(3.0, x, constraint=None), X),
     "layer_norm": (lambda x, *a: U.layer_norm(x, (8,), *a), X, NORM_WEIGHT, NORM_BIAS),
     "rms_norm": (lambda x, w: U.rms_norm(x, (8,), w), X, NORM_WEIGHT),
     "rms_norm_none": (lambda x: U.rms_norm(x, (8,)), X),
-    "embedding": (lambda w: U.embedding(torch.tensor([[1, 2, 0], [1, 3, 1]]), w), wave(5, 4)),
+    "embedding": (
+        lambda w: U.embedding(torch.tensor([[1, 2, 0], [1, 3, 1]]), w),
+        wave(5, 4),
+    ),
     "residual_split": (lambda x: torch.cat(U.residual_split(x, tau=0.3)), X),
     "residual_add": (lambda x, y: U.residual_add(x, y, tau=0.3), X, Y),
     "residual_apply": (lambda x: U.residual_apply(torch.sin, x, tau=0.3), X),
@@ -97,7 +115,13 @@ CASES = {
     "cross_entropy_1d": (lambda x: U.cross_entropy(x, torch.tensor(2)), wave(8)),
     "conv1d_groups": (
         lambda x, *a: U.conv1d(
-            fewer_uses(x), *a, stride=1, padding=1, dilation=2, groups=2, constraint=None
+            fewer_uses(x),
+            *a,
+            stride=1,
+            padding=1,
+            dilation=2,
+            groups=2,
+            constraint=None,
         ),
         SIGNAL,
         wave(6, 2, 3, seed=2),
@@ -128,7 +152,10 @@ for causal in (False, True):
         )
 for reduction in ("mean", "sum"):
     r = {"reduction": reduction}
-    CASES[f"cross_entropy/{reduction}"] = (lambda x, r=r: U.cross_entropy(x, TARGET, **r), X)
+    CASES[f"cross_entropy/{reduction}"] = (
+        lambda x, r=r: U.cross_entropy(x, TARGET, **r),
+        X,
+    )
     CASES[f"mse_loss/{reduction}"] = (lambda x, y, r=r: U.mse_loss(x, y, **r), X, Y)
 
 
@@ -169,7 +196,10 @@ def test_module(name):
     module, x = filled(MODULES[name]()), wave(2, 5, 8).requires_grad_()
     output = module(x)
     output.backward(wave(*output.shape, seed=7))
-    approx = {"abs": 2e-6, "rel": 2e-6}  # recorded in float32 in part: a few of its roundings
+    approx = {
+        "abs": 2e-6,
+        "rel": 2e-6,
+    }  # recorded in float32 in part: a few of its roundings
     assert first_two(output, x.grad) == pytest.approx(values, **approx)
     first = [p.grad.flatten()[0].item() for p in module.parameters()]
     assert first == pytest.approx(gradients, **approx)
@@ -200,7 +230,9 @@ def test_residual_scaling_rule():
     with pytest.raises(ValueError, match="even number of branches, got 3"):
         rule()(0, 3)
     for index in (-1, 8):
-        with pytest.raises(ValueError, match=f"one of 8 branches, from 0 on, got {index}"):
+        with pytest.raises(
+            ValueError, match=f"one of 8 branches, from 0 on, got {index}"
+        ):
             rule()(index, 8)
 
 

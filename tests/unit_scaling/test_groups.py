@@ -23,7 +23,9 @@ STEPS = 6
 
 def by_rate(cls, given, lr=0.1, **settings):
     """torch's optimizer with a group for each rate: what a step has to be."""
-    options = {name: settings.pop(name) for name in ("weight_decay",) if name in settings}
+    options = {
+        name: settings.pop(name) for name in ("weight_decay",) if name in settings
+    }
     rule = "sgd" if cls is SGD else "adam"
     groups = scaled_parameters(given, rule, lr=lr, **options)
     return getattr(torch.optim, cls.__name__)(groups, **settings)
@@ -78,7 +80,9 @@ SCHEDULES = {
     "OneCycleLR": lambda opt, peak: lr_scheduler.OneCycleLR(
         opt, peak, total_steps=10, cycle_momentum=False
     ),
-    "warm-up from 0": lambda opt, peak: lr_scheduler.LambdaLR(opt, lambda step: step / 4),
+    "warm-up from 0": lambda opt, peak: lr_scheduler.LambdaLR(
+        opt, lambda step: step / 4
+    ),
     "ExponentialLR": lambda opt, peak: lr_scheduler.ExponentialLR(opt, 0.9),
 }
 
@@ -276,7 +280,9 @@ def test_compiled_once_under_a_schedule(cls):
     assert_close(ours, theirs)
     ours[4].mup_scaling_depth *= 4  # read in compiled code too
     step()
-    (group,) = [group for group in reference.param_groups if theirs[4] is group["params"][0]]
+    (group,) = [
+        group for group in reference.param_groups if theirs[4] is group["params"][0]
+    ]
     group["lr"] = group["lr"] / 2
     reference.step()
     assert_close(ours, theirs)
@@ -290,7 +296,9 @@ def test_a_rate_that_is_a_tensor_keeps_its_memory():
     before, rates = lrs(opt), [part["lr"] for part in opt._splits[0].parts]
     lr.mul_(2)
     assert lrs(opt) == [2 * rate for rate in before]
-    assert all(a is part["lr"] for a, part in zip(rates, opt._splits[0].parts, strict=True))
+    assert all(
+        a is part["lr"] for a, part in zip(rates, opt._splits[0].parts, strict=True)
+    )
 
 
 # Tags that change
@@ -321,7 +329,8 @@ def test_an_optimizer_reads_the_tags_of_its_step(cls, how):
 @pytest.mark.filterwarnings("ignore:.*its eps of 1e-06")
 @pytest.mark.parametrize("cls", [Adam, AdamW])
 @pytest.mark.parametrize(
-    ("divisor", "given", "used"), [(0.5, 1e-8, 1e-16), (None, 1e-8, 1e-8), (0.5, 1e-6, 1e-6)]
+    ("divisor", "given", "used"),
+    [(0.5, 1e-8, 1e-16), (None, 1e-8, 1e-8), (0.5, 1e-6, 1e-6)],
 )
 def test_eps(cls, divisor, given, used):
     """1e-16 in the place of torch's default for weights of unit_scale."""
@@ -368,12 +377,16 @@ def test_what_an_engine_has_flattened_has_no_rate(allowed):
     train(opt)
     flat = nn.Parameter(torch.cat([p.detach().flatten() for p in given]))
     opt.param_groups[0]["params"] = [flat]
-    with pytest.raises(ValueError, match=r"parameter number 0 of shape \(160,\) has no mup_type"):
+    with pytest.raises(
+        ValueError, match=r"parameter number 0 of shape \(160,\) has no mup_type"
+    ):
         train(opt)
 
 
 def test_groups_of_scaled_parameters_are_not_scaled_again():
-    with pytest.raises(ValueError, match="scaled_parameters are for optimizers of other packages"):
+    with pytest.raises(
+        ValueError, match="scaled_parameters are for optimizers of other packages"
+    ):
         AdamW(scaled_parameters(parameters(), "adam", lr=0.1))
 
 
@@ -381,7 +394,9 @@ def test_groups_of_scaled_parameters_are_not_scaled_again():
 
 
 def test_the_factors_are_shown():
-    opt = AdamW([{"params": parameters()[:3]}, {"params": parameters()[3:4], "lr": 0.1}], lr=0.5)
+    opt = AdamW(
+        [{"params": parameters()[:3]}, {"params": parameters()[3:4], "lr": 0.1}], lr=0.5
+    )
     scales = [group["mup_lr_scales"] for group in opt.param_groups]
     assert scales == [[1 / 4, 1 / 64, 1 / 32], [2.0]]
     text = repr(opt)

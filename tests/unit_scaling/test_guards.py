@@ -31,28 +31,53 @@ X, Y, IMAGE = leaf(8, 8), leaf(8, 8), leaf(2, 8, 4)
 
 #: (Op, its tensors) -> settings that are given one after the other to one compiled function.
 CHANGING = {
-    ("elu", X): [{}, {"mult": 2.0}, {"mult": 1.0}, {"mult": 0.5, "alpha": 2.0}, {"alpha": 1.0}],
-    ("gelu", X): [{}, {"mult": 2.0}, {"mult": 3.0}, {"constraint": None}, {"approximate": "tanh"}],
+    ("elu", X): [
+        {},
+        {"mult": 2.0},
+        {"mult": 1.0},
+        {"mult": 0.5, "alpha": 2.0},
+        {"alpha": 1.0},
+    ],
+    ("gelu", X): [
+        {},
+        {"mult": 2.0},
+        {"mult": 3.0},
+        {"constraint": None},
+        {"approximate": "tanh"},
+    ],
     ("softmax", X): [{"dim": 0}, {"dim": 1, "mult": 2.0}, {"dim": 1, "mult": 3.0}],
     ("add", X, Y): [{}, {"alpha": 2.0}, {"alpha": -1.0, "constraint": None}],
-    ("max_pool1d", IMAGE): [{"kernel_size": 2}, {"kernel_size": (3,)}, {"kernel_size": [2]}],
-    ("avg_pool1d", IMAGE): [{"kernel_size": n, "stride": m} for n in (2, 3) for m in (None, 1)],
+    ("max_pool1d", IMAGE): [
+        {"kernel_size": 2},
+        {"kernel_size": (3,)},
+        {"kernel_size": [2]},
+    ],
+    ("avg_pool1d", IMAGE): [
+        {"kernel_size": n, "stride": m} for n in (2, 3) for m in (None, 1)
+    ],
     ("huber_loss", X, Y): [{}, {"delta": 2.0}, {"delta": 0.5}, {"reduction": "sum"}],
 }
 
 
 def results(fn, name, *args, **settings):
-    args = [arg.detach().requires_grad_() if isinstance(arg, Tensor) else arg for arg in args]
+    args = [
+        arg.detach().requires_grad_() if isinstance(arg, Tensor) else arg
+        for arg in args
+    ]
     output = fn(U, name, *args, **settings)
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     return [output, *torch.autograd.grad(output, tensors, torch.ones_like(output))]
 
 
 def check_same(compiled, *given, **settings):
-    assert_close(results(compiled, *given, **settings), results(call, *given, **settings))
+    assert_close(
+        results(compiled, *given, **settings), results(call, *given, **settings)
+    )
 
 
-@pytest.mark.parametrize(("given", "changes"), CHANGING.items(), ids=[g[0] for g in CHANGING])
+@pytest.mark.parametrize(
+    ("given", "changes"), CHANGING.items(), ids=[g[0] for g in CHANGING]
+)
 def test_changed_settings_are_seen(given, changes):
     compiled = compiled_call()
     for settings in [*changes, *reversed(changes)]:
@@ -60,7 +85,11 @@ def test_changed_settings_are_seen(given, changes):
 
 
 #: Ops whose factors are formulas of sizes, so that one graph serves all of them.
-BY_SYMBOL = [("avg_pool1d", IMAGE, 2), ("adaptive_avg_pool1d", IMAGE, 2), ("huber_loss", X, Y)]
+BY_SYMBOL = [
+    ("avg_pool1d", IMAGE, 2),
+    ("adaptive_avg_pool1d", IMAGE, 2),
+    ("huber_loss", X, Y),
+]
 
 
 @pytest.mark.parametrize("given", BY_SYMBOL, ids=[given[0] for given in BY_SYMBOL])
@@ -68,7 +97,10 @@ def test_one_graph_for_all_sizes(given):
     name, *args = given
     compiled = compiled_call(dynamic=True)
     for size in (12, 20, 36):
-        sized = [torch.randn(*a.shape[:-1], size) if isinstance(a, Tensor) else a for a in args]
+        sized = [
+            torch.randn(*a.shape[:-1], size) if isinstance(a, Tensor) else a
+            for a in args
+        ]
         check_same(compiled, name, *sized)
     assert len(_debug_get_cache_entry_list(call.__code__)) == 1
 

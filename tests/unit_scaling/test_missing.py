@@ -22,7 +22,11 @@ TABLE = {name: what for what, row in MISSING.items() for name in names(row)}
 
 #: Helpers of torch.nn.functional that its documentation does not have.
 HELPERS = {"assert_int_or_pair", "boolean_dispatch", "handle_torch_function"}
-HELPERS |= {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
+HELPERS |= {
+    "has_torch_function",
+    "has_torch_function_unary",
+    "has_torch_function_variadic",
+}
 #: The last version of torch whose names the table has.
 KNOWN = torch.__version__ < "2.14"
 
@@ -34,7 +38,9 @@ def is_module(name):
 
 PUBLIC_MODULES = [name for name in dir(nn) if is_module(name)]
 PUBLIC_FUNCTIONS = [
-    name for name in dir(F) if not name.startswith("_") and inspect.isroutine(getattr(F, name))
+    name
+    for name in dir(F)
+    if not name.startswith("_") and inspect.isroutine(getattr(F, name))
 ]
 
 
@@ -69,7 +75,9 @@ def test_what_is_advised_is_there():
     for name in [*PUBLIC_MODULES, *PUBLIC_FUNCTIONS, *TABLE]:
         what = advice(name)
         assert "{" not in what
-        for space, path in re.findall(r"\b(uu|U|nn|F|torch|fp8)\.([a-zA-Z_][\w.]*)", what):
+        for space, path in re.findall(
+            r"\b(uu|U|nn|F|torch|fp8)\.([a-zA-Z_][\w.]*)", what
+        ):
             operator.attrgetter(path)(SPACES[space])
 
 
@@ -96,7 +104,10 @@ def test_a_row_has_names_of_torch_that_are_absent():
     ],
 )
 def test_examples(space, name, what):
-    assert message(space, name) == f"module {space.__name__!r} has no attribute {name!r}: {what}"
+    assert (
+        message(space, name)
+        == f"module {space.__name__!r} has no attribute {name!r}: {what}"
+    )
 
 
 @pytest.mark.parametrize("space", [uu, U, modules], ids=lambda space: space.__name__)
@@ -127,7 +138,11 @@ def test_what_looks_at_modules_finds_what_it_found():
 
 def test_forms_that_are_advised_have_rms_1():
     """To 5 %: of 2 * 10^5 numbers or more."""
-    left, weight, right = torch.randn(4000, 64), torch.randn(64, 64, 64), torch.randn(4000, 64)
+    left, weight, right = (
+        torch.randn(4000, 64),
+        torch.randn(64, 64, 64),
+        torch.randn(4000, 64),
+    )
     bags = uu.Embedding(1000, 64)(torch.randint(1000, (4000, 9)))
     for y in (
         U.einsum("bi,oij,bj->bo", left, weight, (right,)),

@@ -29,8 +29,17 @@ each_optimizer = pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda c: c.__na
 
 def parameters():
     vectors = [((16,), "bias", 4), ((16,), "norm", None)]
-    matrices = [((8, 32), "output", None), ((8, 4, 3), "weight", 9), ((8, 16), "weight", None)]
-    rows = [((8, 16), "weight", None), *vectors, *matrices, ((8, 4, 3, 5), "weight", None)]
+    matrices = [
+        ((8, 32), "output", None),
+        ((8, 4, 3), "weight", 9),
+        ((8, 16), "weight", None),
+    ]
+    rows = [
+        ((8, 16), "weight", None),
+        *vectors,
+        *matrices,
+        ((8, 4, 3, 5), "weight", None),
+    ]
     return [Parameter(torch.ones(shape), kind, depth) for shape, kind, depth in rows]
 
 
@@ -44,10 +53,21 @@ def decays(opt):
     """What a step takes off each parameter, as a share, if its gradient is zero or a step's."""
     opt.state_dict()
     parts = [part for split in opt._splits for part in split.parts]
-    return [float(each["lr"]) * each["weight_decay"] for each in parts for _ in each["params"]]
+    return [
+        float(each["lr"]) * each["weight_decay"]
+        for each in parts
+        for _ in each["params"]
+    ]
 
 
-FAN_INS = {(): 1, (6,): 6, (2, 6): 6, (2, 3, 5): 15, (2, 3, 5, 7): 105, (2, 3, 1, 4, 2): 24}
+FAN_INS = {
+    (): 1,
+    (6,): 6,
+    (2, 6): 6,
+    (2, 3, 5): 15,
+    (2, 3, 5, 7): 105,
+    (2, 3, 1, 4, 2): 24,
+}
 
 
 @pytest.mark.parametrize("shape", FAN_INS, ids=str)
@@ -58,7 +78,9 @@ def test_fan_in(shape):
     many = Parameter(stack, "weight", mup_stacked=True)
     for each in (p, many):
         assert lr_scale_func_adam(each) == pytest.approx(FAN_INS[shape] ** -0.5)
-        assert lr_scale_func_sgd("to_output_scale")(each) == pytest.approx(FAN_INS[shape] ** 0.5)
+        assert lr_scale_func_sgd("to_output_scale")(each) == pytest.approx(
+            FAN_INS[shape] ** 0.5
+        )
     for parameter, stacked in ((nn.Parameter(torch.ones(shape)), False), (many, True)):
         tag(parameter, "weight", mup_divisor=0.5, mup_stacked=stacked)
         assert default_rate("sgd", parameter) == pytest.approx(
@@ -71,7 +93,10 @@ def test_rules():
     adam = pytest.approx([0.25, 0.5, 1, 1, 0.096225, 0.25, 60**-0.5], abs=5e-7)
     assert [lr_scale_func_adam(p) for p in parameters()] == adam
     assert [lr_scale_func_sgd(None)(p) for p in parameters()] == adam
-    sgd, scale = [4.0, 8.0, 16, 1, 1.154701, 4.0, 60**0.5], lr_scale_func_sgd("to_output_scale")
+    sgd, scale = (
+        [4.0, 8.0, 16, 1, 1.154701, 4.0, 60**0.5],
+        lr_scale_func_sgd("to_output_scale"),
+    )
     assert [scale(p) for p in parameters()] == pytest.approx(sgd, abs=5e-7)
     with pytest.raises(ValueError, match="choose one of None, 'to_output_scale'"):
         lr_scale_func_sgd("gmean")
@@ -94,7 +119,9 @@ def test_lr_mult(cls):
     mult = {"norm": 1 / 4, "bias": 0.5, "output": 1, "kernel": 2, "few": 1}
     for parameter in parameters():
         (alone,) = lrs(cls([parameter], lr=1.0, lr_mult=UMUP))
-        opt = pickle.loads(pickle.dumps(cls([parameter], 1.0, weight_decay=1e-3, lr_mult=mult)))
+        opt = pickle.loads(
+            pickle.dumps(cls([parameter], 1.0, weight_decay=1e-3, lr_mult=mult))
+        )
         opt.add_param_group({"params": [copy.deepcopy(parameter)]})
         expected = alone * mult.get(kind_of(parameter), 1.0)
         assert [group["lr"] for group in opt.param_groups] == [1.0, 1.0]
@@ -110,18 +137,26 @@ def test_default_factors():
     assert lrs(AdamW(parameters(), lr=1.0)) == pytest.approx(expected)
     assert lrs(AdamW(parameters(), lr=1.0, lr_mult=UMUP)) == pytest.approx(umup)
     expected[2] = 1.0
-    assert lrs(AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0})) == pytest.approx(expected)
+    assert lrs(AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0})) == pytest.approx(
+        expected
+    )
     assert set(LR_MULT["adam"]) == set(UMUP)
 
 
 @pytest.mark.parametrize("fan_in", [1, 9, 16, 100])
 def test_the_rate_of_a_weight_of_few_inputs_is_limited(fan_in):
     """To that of 16; also of kernels, but not of readouts."""
-    shapes = [((64, fan_in), "weight"), ((64, 1, fan_in), "weight"), ((64, fan_in), "output")]
+    shapes = [
+        ((64, fan_in), "weight"),
+        ((64, 1, fan_in), "weight"),
+        ((64, fan_in), "output"),
+    ]
     given = [Parameter(torch.ones(shape), kind, None) for shape, kind in shapes]
     for mult, limit in ((None, 1 / 4), ({"few": 1 / 8}, 1 / 8)):
         factor = min(fan_in**-0.5, limit)
-        assert lrs(AdamW(given, lr=1.0, lr_mult=mult)) == pytest.approx([factor, 2 * factor, 2])
+        assert lrs(AdamW(given, lr=1.0, lr_mult=mult)) == pytest.approx(
+            [factor, 2 * factor, 2]
+        )
 
 
 def test_lr_mult_that_cannot_be():
@@ -140,7 +175,9 @@ def test_forms_of_params(cls):
     assert [len(group["params"]) for group in opt.param_groups] == [len(module)]
     named = cls(module.named_parameters(), lr=1.0)
     assert lrs(named) == lrs(opt)
-    assert named.param_groups[0]["param_names"] == [name for name, _ in module.named_parameters()]
+    assert named.param_groups[0]["param_names"] == [
+        name for name, _ in module.named_parameters()
+    ]
     groups = [{"params": parameters()[0], "lr": 2.0}, {"params": parameters()[1:3]}]
     several = cls(groups, lr=1.0, lr_mult=UMUP)
     assert peaks(several) == [2.0, 1.0]
@@ -175,9 +212,13 @@ def test_weight_decay(cls):
     assert sorted(decays(opt)) == pytest.approx(sorted(0.2 * rate for rate in lrs(opt)))
     opt = cls(parameters(), lr=0, weight_decay=1e-3)
     opt.param_groups[0]["lr"] = 0.5  # no rate that it could be divided by: torch's
-    assert sorted(decays(opt)) == pytest.approx(sorted(1e-3 * rate for rate in lrs(opt)))
+    assert sorted(decays(opt)) == pytest.approx(
+        sorted(1e-3 * rate for rate in lrs(opt))
+    )
     decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
-    with pytest.warns(OptimizerWarning, match=f"weight_decay={decay} takes 1% off .* times the lr"):
+    with pytest.warns(
+        OptimizerWarning, match=f"weight_decay={decay} takes 1% off .* times the lr"
+    ):
         cls(parameters(), lr=0.5, weight_decay=decay)
     cls(parameters(), lr=0.5, weight_decay=0.009)
 
@@ -185,7 +226,9 @@ def test_weight_decay(cls):
 @each_optimizer
 def test_untagged_parameters(cls):
     params = [("head.weight", nn.Parameter(torch.ones(2, 3)))]
-    with pytest.raises(ValueError, match=r"head\.weight of shape \(2, 3\) has no mup_type"):
+    with pytest.raises(
+        ValueError, match=r"head\.weight of shape \(2, 3\) has no mup_type"
+    ):
         cls(params, 0.1)
     assert lrs(cls(params, 0.1, allow_non_unit_scaling_params=True)) == [0.1]
 
@@ -209,14 +252,22 @@ def test_scaled_parameters():
 
 def test_rule_by_name_or_of_ones_own():
     named = scaled_parameters(parameters(), "sgd_to_output_scale", lr=0.1)
-    function = scaled_parameters(parameters(), lr_scale_func_sgd("to_output_scale"), lr=0.1)
+    function = scaled_parameters(
+        parameters(), lr_scale_func_sgd("to_output_scale"), lr=0.1
+    )
     assert peaks(named) == peaks(function)
     # Shampoo's update has singular values of 1, as Muon's before its own correction.
     rule = lambda p: (p.shape[0] / (p.mup_scaling_depth or 1)) ** 0.5  # noqa: E731
-    assert peaks(scaled_parameters(parameters()[1:2], rule, lr=0.1)) == pytest.approx([0.1 * 2])
-    with pytest.raises(ValueError, match="unknown learning-rate rule 'adamw'; choose one of 'adam"):
+    assert peaks(scaled_parameters(parameters()[1:2], rule, lr=0.1)) == pytest.approx(
+        [0.1 * 2]
+    )
+    with pytest.raises(
+        ValueError, match="unknown learning-rate rule 'adamw'; choose one of 'adam"
+    ):
         scaled_parameters(parameters(), "adamw", lr=0.1)
-    with pytest.raises(ValueError, match=r"'muon' is for .* 'weight': got 'bias', .* \(16,\)"):
+    with pytest.raises(
+        ValueError, match=r"'muon' is for .* 'weight': got 'bias', .* \(16,\)"
+    ):
         scaled_parameters(parameters(), "muon", lr=0.1)
 
 
@@ -234,7 +285,11 @@ def test_muon(shape):
     layer(torch.randn(64, fan_in)).backward(torch.randn(64, fan_out))
     opt.step()
     step = (layer.weight.detach() - before) / fan_in**0.5
-    assert 0.65 < torch.linalg.matrix_norm(step, 2) / (0.5 * (fan_out / fan_in) ** 0.5) < 1.25
+    assert (
+        0.65
+        < torch.linalg.matrix_norm(step, 2) / (0.5 * (fan_out / fan_in) ** 0.5)
+        < 1.25
+    )
 
 
 @each_optimizer
@@ -242,5 +297,7 @@ def test_the_state_of_another_optimizer_is_refused(cls):
     """Of torch, and of unit-scaling 0.3.5, which has a group for each parameter."""
     plain = getattr(torch.optim, cls.__name__)
     for params in (parameters(), [{"params": [p]} for p in parameters()]):
-        with pytest.raises(ValueError, match=r"is not of an optimizer of unit_scaling\.optim"):
+        with pytest.raises(
+            ValueError, match=r"is not of an optimizer of unit_scaling\.optim"
+        ):
             cls(parameters()).load_state_dict(plain(params).state_dict())

@@ -50,7 +50,9 @@ def test_the_default_rate_is_for_weights_that_keep_their_values_beside_others(cl
     assert model.positions.mup_scale == 2**-6
     still = [model.positions, *model.norm.parameters()]
     rest = [*model.blocks.parameters(), *model.head.parameters()]
-    opt = cls([{"params": rest, "weight_decay": 1e-4}, {"params": still, "weight_decay": 0.0}])
+    opt = cls(
+        [{"params": rest, "weight_decay": 1e-4}, {"params": still, "weight_decay": 0.0}]
+    )
     rule = "sgd" if cls is SGD else "adam"
     assert lrs(opt) == pytest.approx([default_rate(rule, p) for p in (*rest, *still)])
 

@@ -64,7 +64,11 @@ def steps(model, opt, seeds):
 def plain_net():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4)
+        nn.Linear(8, 16),
+        nn.LayerNorm(16),
+        nn.ReLU(),
+        nn.Linear(16, 16),
+        nn.Linear(16, 4),
     )
 
 
@@ -158,7 +162,9 @@ def test_distributed_checkpoints(flat, tmp_path):
     steps(model, opt, range(3))
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     values, state = copy.deepcopy((model.state_dict(), opt.state_dict()))
-    dcp.save(get_optimizer_state_dict(model, opt, options=options), checkpoint_id=tmp_path)
+    dcp.save(
+        get_optimizer_state_dict(model, opt, options=options), checkpoint_id=tmp_path
+    )
     expected = steps(model, opt, range(3, 5))
     model.load_state_dict(values)
     model.zero_grad()
@@ -170,12 +176,16 @@ def test_distributed_checkpoints(flat, tmp_path):
     assert_close(steps(model, fresh, range(3, 5)), expected)
 
 
-@pytest.mark.parametrize("made", [torch.optim.AdamW, fp8.optim.AdamW], ids=lambda c: c.__module__)
+@pytest.mark.parametrize(
+    "made", [torch.optim.AdamW, fp8.optim.AdamW], ids=lambda c: c.__module__
+)
 def test_an_optimizer_that_reads_no_factors_refuses_to_step(made):
     opt = AdamW(parameters(), 0.1)
     other = made([nn.Parameter(p.detach().clone()) for p in parameters()])
     other.load_state_dict(opt.state_dict())
-    with pytest.raises(ValueError, match=r"has loaded a state_dict of unit_scaling\.optim"):
+    with pytest.raises(
+        ValueError, match=r"has loaded a state_dict of unit_scaling\.optim"
+    ):
         train(other)
 
 
@@ -205,7 +215,9 @@ def test_rates_hold_at_a_level(cls, level):
         results.append(steps(model, opt, range(3, 6)))
         assert opt.skipped_steps == 1
         assert (len(opt.param_groups) == 1) == (make is cls)
-    ours, theirs = ({n: p.to(torch.float32) for n, p in each.items()} for each in results)
+    ours, theirs = (
+        {n: p.to(torch.float32) for n, p in each.items()} for each in results
+    )
     assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -213,7 +225,9 @@ def test_rates_hold_at_a_level(cls, level):
 
 
 def one_cycle(opt, total):
-    return lr_scheduler.OneCycleLR(opt, 0.5, total_steps=total + 1, cycle_momentum=False)
+    return lr_scheduler.OneCycleLR(
+        opt, 0.5, total_steps=total + 1, cycle_momentum=False
+    )
 
 
 class Recorded(AdamW):
@@ -222,7 +236,9 @@ class Recorded(AdamW):
     def step(self, closure=None):
         (group,) = self.param_groups
         result = super().step(closure)
-        self.__dict__.setdefault("seen", []).append((group["lr"], group["mup_lr_scales"]))
+        self.__dict__.setdefault("seen", []).append(
+            (group["lr"], group["mup_lr_scales"])
+        )
         return result
 
 

@@ -42,20 +42,28 @@ def test_scale_under_torch_func(f):
 
 #: By hand: 14/3 is the mean of 2, 4 and 8; 4 is their geometric mean; 24/7 the harmonic.
 COMMON = {"amean": 14 / 3, "gmean": 4.0, "hmean": 24 / 7, "to_output_scale": 2.0}
-COMMON |= {"to_left_grad_scale": 4.0, "to_right_grad_scale": 8.0, "to_grad_input_scale": 4.0}
+COMMON |= {
+    "to_left_grad_scale": 4.0,
+    "to_right_grad_scale": 8.0,
+    "to_grad_input_scale": 4.0,
+}
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_constraint(name):
     assert getattr(uu.constraints, name) is CONSTRAINTS[name]
     scales = (2.0, 4.0) if name == "to_grad_input_scale" else (2.0, 4.0, 8.0)
-    assert apply_constraint(name, *scales) == pytest.approx((COMMON[name],) * len(scales))
+    assert apply_constraint(name, *scales) == pytest.approx(
+        (COMMON[name],) * len(scales)
+    )
     assert apply_constraint(None, *scales) == apply_constraint("", *scales) == scales
 
 
 @pytest.mark.parametrize("name", ["pow", "apply_constraint", max, 3])
 def test_unknown_constraint(name):
-    with pytest.raises(ValueError, match="choose one of None, 'amean', 'gmean', 'hmean', 'to_gr"):
+    with pytest.raises(
+        ValueError, match="choose one of None, 'amean', 'gmean', 'hmean', 'to_gr"
+    ):
         apply_constraint(name, 2.0, 3.0)
 
 
@@ -67,9 +75,13 @@ def test_means_that_have_no_value(name, scales):
 
 
 def test_constraint_for_another_number_of_inputs():
-    with pytest.raises(TypeError, match=r"to_grad_input_scale.* takes 2 .* but 3 were given"):
+    with pytest.raises(
+        TypeError, match=r"to_grad_input_scale.* takes 2 .* but 3 were given"
+    ):
         uu.functional.matmul(X, X.T, constraint="to_grad_input_scale")
-    with pytest.raises(TypeError, match=r"to_left_grad_scale.* missing 1 .*'right_grad_scale'"):
+    with pytest.raises(
+        TypeError, match=r"to_left_grad_scale.* missing 1 .*'right_grad_scale'"
+    ):
         uu.functional.gelu(X, constraint="to_left_grad_scale")
 
 

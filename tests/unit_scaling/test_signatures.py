@@ -15,7 +15,9 @@ import pytest
 import fp8
 import unit_scaling
 
-TABLE = json.loads(Path(__file__).with_name("signatures_0.3.5.json").read_text(encoding="utf-8"))
+TABLE = json.loads(
+    Path(__file__).with_name("signatures_0.3.5.json").read_text(encoding="utf-8")
+)
 
 #: Name -> difference -> why.
 DELIBERATE = {
@@ -23,7 +25,9 @@ DELIBERATE = {
         "replace is None, there '<dict>'": "a default that can be changed is shared by all calls",
     },
     **{
-        f"unit_scaling.optim.{name}": {"lr is None, there 0.001": "without lr, that of the rule"}
+        f"unit_scaling.optim.{name}": {
+            "lr is None, there 0.001": "without lr, that of the rule"
+        }
         for name in ("SGD", "Adam", "AdamW")
     },
 }
@@ -48,7 +52,9 @@ def ours(name):
 def differences(theirs, mine):
     """What stops a call that is right there from meaning the same here."""
     named = {p.name: p for p in mine if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    positional = [p.name for p in mine if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p.name for p in mine if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     found = []
     for i, (name, kind, *default) in enumerate(theirs):
         if kind in ("VAR_POSITIONAL", "VAR_KEYWORD"):
@@ -81,7 +87,9 @@ def compare(name, theirs, value):
             found.append(f"no {member}")
         elif theirs_of["kind"] == "function":
             inner = list(inspect.signature(getattr(value, member)).parameters.values())
-            found += [f"{member}: {d}" for d in differences(theirs_of["parameters"], inner)]
+            found += [
+                f"{member}: {d}" for d in differences(theirs_of["parameters"], inner)
+            ]
     return found
 
 
@@ -89,7 +97,9 @@ def compare(name, theirs, value):
 @pytest.mark.parametrize("name", NAMES)
 def test_signature(name):
     module, _, leaf = name.rpartition(".")
-    assert compare(name, TABLE[module][leaf], ours(name)) == list(DELIBERATE.get(name, {}))
+    assert compare(name, TABLE[module][leaf], ours(name)) == list(
+        DELIBERATE.get(name, {})
+    )
 
 
 def test_the_table_is_whole():
@@ -97,7 +107,10 @@ def test_the_table_is_whole():
     assert set(NAMES) >= set(DELIBERATE)
     conv1d = TABLE["unit_scaling.functional"]["conv1d"]["parameters"]
     assert ["padding", "POSITIONAL_OR_KEYWORD", 0] in conv1d
-    assert TABLE["unit_scaling.formats"]["FPFormat"]["members"]["quantise"]["kind"] == "function"
+    assert (
+        TABLE["unit_scaling.formats"]["FPFormat"]["members"]["quantise"]["kind"]
+        == "function"
+    )
 
 
 def test_version():

@@ -53,7 +53,9 @@ def tags(model):
 
 
 def load(model, **settings):
-    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, **settings)
+    model.load_state_dict(
+        {k: v.clone() for k, v in model.state_dict().items()}, **settings
+    )
 
 
 def assign(model):
@@ -87,11 +89,17 @@ def swaps(request):
 
 #: (model, event, copy, swapped): every event of every model, and each copy and swap of each once.
 CASES = [(name, event, "itself", False) for name in MODELS for event in EVENTS]
-CASES += [(name, "load_assigned", copied, False) for name in MODELS for copied in list(COPIES)[1:]]
+CASES += [
+    (name, "load_assigned", copied, False)
+    for name in MODELS
+    for copied in list(COPIES)[1:]
+]
 CASES += [(name, "dtype", "itself", True) for name in MODELS]
 
 
-@pytest.mark.parametrize(("name", "event", "copied", "swaps"), CASES, indirect=["swaps"])
+@pytest.mark.parametrize(
+    ("name", "event", "copied", "swaps"), CASES, indirect=["swaps"]
+)
 def test_tags_survive(name, event, copied, swaps):
     model = MODELS[name]()
     before = tags(model)
@@ -117,7 +125,9 @@ def test_what_was_tagged_by_hand_stays():
     assert tags(layer) == {"weight": Tags("output", 7)}
 
 
-@pytest.mark.parametrize("layer", [lambda: uu.Linear(4, 3), lambda: MODELS["unit_scale"]()[0]])
+@pytest.mark.parametrize(
+    "layer", [lambda: uu.Linear(4, 3), lambda: MODELS["unit_scale"]()[0]]
+)
 def test_weight_norm(layer):
     """The direction is the weight, the length a gain; a parametrization without parts is itself."""
     layer = layer()
@@ -145,7 +155,9 @@ def test_depth_of_a_stack_of_anyones():
     model(torch.randn(8, 4))
     load(model, assign=True)
     restore_tags(model)
-    assert [p.mup_scaling_depth for p in model.parameters()] == [None] * 2 + [9] * 6 + [None] * 2
+    assert [p.mup_scaling_depth for p in model.parameters()] == [None] * 2 + [9] * 6 + [
+        None
+    ] * 2
     assert model[1][0].weight.mup_type == "weight"
     with pytest.raises(ValueError, match=r"parameter '0\.weight' has no mup_type"):
         set_depth(plain(), 2)
@@ -163,7 +175,9 @@ def test_a_module_that_replaces_another_has_its_tags():
         before = tags(model)
         model.resize_token_embeddings(48)
         if not tied:
-            with pytest.raises(ValueError, match=r"has no mup_type.*restore_tags\(model\)"):
+            with pytest.raises(
+                ValueError, match=r"has no mup_type.*restore_tags\(model\)"
+            ):
                 uu.optim.AdamW(model.parameters())
         restore_tags(model)
         assert tags(model) == before
@@ -191,8 +205,14 @@ def test_tags_of_a_parameter():
 
 
 REFUSED = [  # a call, its error
-    (lambda: Parameter(torch.ones(2), "wieght"), "unknown mup_type 'wieght'; choose one of 'weig"),
-    (lambda: Parameter(torch.ones(2), "weight", 0), "mup_scaling_depth must be .* from 1, got 0"),
+    (
+        lambda: Parameter(torch.ones(2), "wieght"),
+        "unknown mup_type 'wieght'; choose one of 'weig",
+    ),
+    (
+        lambda: Parameter(torch.ones(2), "weight", 0),
+        "mup_scaling_depth must be .* from 1, got 0",
+    ),
     (
         lambda: tag(nn.Parameter(torch.ones(2)), "bias", mup_scale=0.0),
         "positive and finite: got 0.0",

@@ -11,7 +11,12 @@ from torch.nn import functional as F
 import unit_scaling.functional as U
 from tests.transforms.models import Net
 from unit_scaling.scale import scale_bwd, scale_fwd
-from unit_scaling.utils import ScalePair, ScaleTracker, ScaleTrackingInterpreter, analyse_module
+from unit_scaling.utils import (
+    ScalePair,
+    ScaleTracker,
+    ScaleTrackingInterpreter,
+    analyse_module,
+)
 
 
 def without_scales(code):
@@ -54,7 +59,10 @@ def test_interpreter():
 class Shifted(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width, bias=False)
+        self.fc1, self.fc2 = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width, bias=False),
+        )
         self.register_buffer("shift", torch.ones(width))
 
     def forward(self, x, mask):
@@ -157,5 +165,7 @@ def test_colours_are_optional(monkeypatch):
 def test_what_is_refused():
     with pytest.raises(TypeError, match=r"needs an nn\.Module, got function"):
         analyse_module(F.relu, torch.ones(2))
-    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar"):
+    with pytest.raises(
+        RuntimeError, match="grad can be implicitly created only for scalar"
+    ):
         analyse_module(nn.ReLU(), torch.ones(2))

@@ -60,9 +60,13 @@ def skip_checks(model: nn.Module) -> None:
 @eager_only()
 def _at_first_call(module: nn.Module, args: Any) -> None:
     model = _outermost() or module
-    unchecked = [(path, part) for path, part in model.named_modules() if skip_weight_check(part)]
+    unchecked = [
+        (path, part) for path, part in model.named_modules() if skip_weight_check(part)
+    ]
     wrong = in_own_thread(  # no mode is to record what is read
-        lambda: [(path, part, rms) for path, part in unchecked if (rms := _rms_outside(part))]
+        lambda: [
+            (path, part, rms) for path, part in unchecked if (rms := _rms_outside(part))
+        ]
     )
     if not wrong:
         return
@@ -83,8 +87,12 @@ def _at_first_call(module: nn.Module, args: Any) -> None:
 def _outermost() -> nn.Module | None:
     """The outermost module that is being called."""
     code = nn.Module.__call__.__code__
-    called = [frame.f_locals.get("self") for frame in python_frames() if frame.f_code is code]
-    return called[-1] if called else None
+    called = [
+        frame.f_locals.get("self") for frame in python_frames() if frame.f_code is code
+    ]
+    if called:
+        return called[-1]
+    return None
 
 
 def _rms_outside(module: nn.Module) -> float | None:
@@ -104,7 +112,11 @@ def is_near_one(rms: float | None) -> bool:
 
 def known_rms(tensor: Tensor) -> float | None:
     """The RMS; None if it is zero or unknown (meta tensors, sharded tensors, inside vmap)."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+    if (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or tensor.is_meta
+        or not tensor.numel()
+    ):
         return None
     with suppress(RuntimeError):  # no values inside torch.func transforms
         norm: float = in_own_thread(_norm, tensor)

@@ -92,7 +92,9 @@ def _is_copy_checked(optimizer: Optimizer) -> bool:
     for model in models:
         for copy in model.copies:
             parameters = list(copy.parameters())
-            if any(id(p) in ids for p in parameters) or not any(map(_has_gradient, parameters)):
+            if any(id(p) in ids for p in parameters) or not any(
+                map(_has_gradient, parameters)
+            ):
                 continue
             name = type(optimizer).__name__
             warn_once(
@@ -142,7 +144,10 @@ def _check_rate(optimizer: Optimizer) -> None:
     rule = next((r for cls, r in _RULES.items() if isinstance(optimizer, cls)), "adam")
     rates = list(_rates(optimizer, rule))
     total = sum(each.weight.numel() for each in rates)
-    if 4 * sum(each.weight.numel() for each in rates if abs(each.octaves) > OFF) <= total:
+    if (
+        4 * sum(each.weight.numel() for each in rates if abs(each.octaves) > OFF)
+        <= total
+    ):
         return  # they are no half of those of RMS 1, which are to be more than half of all
     ours = _has_factors(optimizer.param_groups[0])
     near = [each for each in rates if _is_at_its_size(each.weight, ours)]
@@ -169,7 +174,9 @@ def _check_rate(optimizer: Optimizer) -> None:
                 f"unit_scaling.optim.scaled_parameters(model.parameters(), {rule!r})"
             )
         what = f"{name} steps {len(near)} unit-scaled weights, of RMS about 1, at a learning rate"
-        warn_once(OptimizerWarning, f"{what} of {rate}. {advice}", about=optimizer, key="rate")
+        warn_once(
+            OptimizerWarning, f"{what} of {rate}. {advice}", about=optimizer, key="rate"
+        )
 
 
 def _is_at_its_size(weight: Tensor, by_tag: bool) -> bool:
@@ -189,7 +196,11 @@ def _rates(optimizer: Optimizer, rule: str) -> Iterator[_Rate]:
         scale = group.get("mup_lr_scale") or 1.0
         rates = [(group.get(key), scale) for key in ("lr", "initial_lr", "max_lr")]
         rates.append((optimizer.defaults.get("lr"), 1.0))
-        numbers = [torch.as_tensor(lr).item() / factor for lr, factor in rates if lr is not None]
+        numbers = [
+            torch.as_tensor(lr).item() / factor
+            for lr, factor in rates
+            if lr is not None
+        ]
         rate = max(numbers, default=0.0)
         for p in group["params"]:
             if getattr(p, "mup_type", "") in ("weight", "output") and p.dim() > 1:
@@ -207,12 +218,16 @@ def _check_eps(optimizer: Optimizer) -> None:
     near = []
     for group in optimizer.param_groups:
         eps = group.get("eps")
-        if not isinstance(eps, float) or ("mup_lr_scales" in group and eps == TORCHS_EPS):
+        if not isinstance(eps, float) or (
+            "mup_lr_scales" in group and eps == TORCHS_EPS
+        ):
             continue
         for p in group["params"]:
             if getattr(p, "mup_divisor", None) and p.grad is not None:
                 rms = known_rms(p.grad)
-                near += [(rms, eps)] if rms is not None and rms < EPS_MARGIN * eps else []
+                near += (
+                    [(rms, eps)] if rms is not None and rms < EPS_MARGIN * eps else []
+                )
     if not near:
         return
     rms, eps = min(near)

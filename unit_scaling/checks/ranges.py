@@ -59,12 +59,16 @@ class Measurement:
         if self.rms == 0:
             return None
         low, high = RANGES[self.kind]
-        return low <= self.rms <= high if self.loss is None else self.loss.is_small
+        if self.loss is None:
+            return low <= self.rms <= high
+        return self.loss.is_small
 
     @property
     def scale(self) -> float:
         """The scale factor of the cast."""
-        return 1.0 if self.loss is None else self.loss.scale
+        if self.loss is None:
+            return 1.0
+        return self.loss.scale
 
 
 _INIT = (
@@ -103,13 +107,17 @@ def diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
             f"{' to '.join(dict.fromkeys(f'{size:.2g}' for size in (sizes[0], sizes[-1])))} "
             f"instead of 1, the first in {_place(weights[0])}: {_INIT}"
         )
-    lines += _change("activations", [row for row in outside if row.kind == "activation"])
+    lines += _change(
+        "activations", [row for row in outside if row.kind == "activation"]
+    )
     if loss is not None and 0 < loss < LOW_GRADIENT:  # all gradients are that small
         size = f"has RMS {loss:.2g} instead of 1"
         return [*lines, f"the loss's gradient at the model's output {size}: {_LOSS}"]
     gradients = [row.rms for row in rows if row.kind == "gradient"]
     if gradients and not any(gradients):
-        lines.append("every gradient is zero: zero weights, or a loss that no product goes into")
+        lines.append(
+            "every gradient is zero: zero weights, or a loss that no product goes into"
+        )
     backward = [row for row in reversed(outside) if row.kind.endswith("gradient")]
     lines += [f"{line}{_FEW}" for line in _change("gradients", backward, "backward, ")]
     return lines or ["every tensor is in the range of its kind"]

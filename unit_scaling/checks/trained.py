@@ -43,7 +43,9 @@ def signs_of_training(model: nn.Module) -> str:
         gain = parameters.get("weight")  # not as an attribute: that may be computed
         if gain is None or gain.dim() != 1 or len(gain) < 2 or not _is_readable(gain):
             continue
-        if gain.mean().abs() > gain.std() > 0:  # gains that are random at first have both signs
+        if (
+            gain.mean().abs() > gain.std() > 0
+        ):  # gains that are random at first have both signs
             return f"the gains of {path or type(module).__name__} differ"
     weights = [p for p in model.parameters() if p.dim() > 1 and _is_readable(p)]
     weights = [p for p in weights if min(len(p), p[0].numel()) >= FEWEST]

@@ -42,4 +42,6 @@ def specialised(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     number = math.copysign(value, value)
-    return number if isinstance(value, float) else int(number)
+    if isinstance(value, float):
+        return number
+    return int(number)

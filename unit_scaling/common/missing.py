@@ -71,7 +71,9 @@ MODULES = {
 
 def names(row: str) -> list[str]:
     """The names of a row of `MISSING`."""
-    return re.sub(r"\S*#\S*", lambda x: " ".join(x[0].replace("#", d) for d in "123"), row).split()
+    return re.sub(
+        r"\S*#\S*", lambda x: " ".join(x[0].replace("#", d) for d in "123"), row
+    ).split()
 
 
 def _key(name: str) -> str:
@@ -96,7 +98,10 @@ def advice(name: str) -> str:
     for module, called in MODULES.items():
         if name in sys.modules[module].__all__:
             return f"use {called}.{name}"
-    torchs, base = _in_torch(name), name.removeprefix("Lazy").removesuffix("_with_indices")
+    torchs, base = (
+        _in_torch(name),
+        name.removeprefix("Lazy").removesuffix("_with_indices"),
+    )
     what = _table().get(_key(name)) or _table().get(_key(base), OTHERWISE)
     if name.startswith("_") or (torchs is None and "{torch}" in what):
         return ""
@@ -106,7 +111,9 @@ def advice(name: str) -> str:
 
 def _refuse(module: str, name: str) -> NoReturn:
     what = advice(name)
-    raise AttributeError(f"module {module!r} has no attribute {name!r}{what and ': '}{what}")
+    raise AttributeError(
+        f"module {module!r} has no attribute {name!r}{what and ': '}{what}"
+    )
 
 
 def explain_missing() -> None:

@@ -16,7 +16,9 @@ from torch import Size, Tensor
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
-Watcher = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Watcher = Callable[
+    [Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
+]
 
 #: Functions (the watched function, its body, args, kwargs) -> result that make the call instead of
 #: the body; only the last is used. `unit_scaling.verify` and others see the functions that a model
@@ -45,7 +47,9 @@ def watched(body: Fn) -> Fn:
     @functools.wraps(body)
     def fn(*args: Any, **kwargs: Any) -> Any:
         try:
-            return WATCHERS[-1](fn, body, args, kwargs) if WATCHERS else body(*args, **kwargs)
+            if WATCHERS:
+                return WATCHERS[-1](fn, body, args, kwargs)
+            return body(*args, **kwargs)
         except Exception:
             check_arguments(f"{space}{body.__name__}", body, args, kwargs)
             raise
@@ -63,7 +67,10 @@ _METHODS: dict[Any, str] = {
 
 
 def check_arguments(
-    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> None:
     """Raises TypeError, replacing the current error, if an argument does not fit its annotation.
 

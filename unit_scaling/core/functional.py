@@ -36,7 +36,10 @@ def logarithmic_interpolation(alpha: float, lower: float, upper: float) -> float
 
 
 def rms(
-    x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, eps: float = 0.0
+    x: Tensor,
+    dims: Sequence[int] | None = None,
+    keepdim: bool = False,
+    eps: float = 0.0,
 ) -> Tensor:
     """Returns ``sqrt(mean(x**2) + eps)`` over ``dims``, by default all, in the dtype of ``x``.
 
@@ -47,7 +50,11 @@ def rms(
     tensor(5.)
     """
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    mean = wide.square().mean() if dims is None else wide.square().mean(tuple(dims), keepdim)
+    mean = (
+        wide.square().mean()
+        if dims is None
+        else wide.square().mean(tuple(dims), keepdim)
+    )
     return (mean + eps).sqrt().to(x.dtype)
 
 
@@ -121,7 +128,10 @@ def transformer_residual_scaling_rule(
     >>> [round(tau(i, 4), 3) for i in range(4)]
     [0.707, 0.577, 0.5, 0.447]
     """
-    weights = {"residual_mult": residual_mult, "residual_attn_ratio": residual_attn_ratio}
+    weights = {
+        "residual_mult": residual_mult,
+        "residual_attn_ratio": residual_attn_ratio,
+    }
     for name, value in weights.items():
         check_number(name, value)
         if not value >= 0:
@@ -131,9 +141,13 @@ def transformer_residual_scaling_rule(
 
     def tau(index: int, branches: int) -> float:
         if branches % 2:
-            raise ValueError(f"a transformer has an even number of branches, got {branches}")
+            raise ValueError(
+                f"a transformer has an even number of branches, got {branches}"
+            )
         if not 0 <= index < branches:
-            raise ValueError(f"index is one of {branches} branches, from 0 on, got {index}")
+            raise ValueError(
+                f"index is one of {branches} branches, from 0 on, got {index}"
+            )
         attentions, mlps = (index + 1) // 2, index // 2
         weight = mlp if index % 2 else attention
         total = branches / 2 + attentions * attention**2 + mlps * mlp**2

@@ -15,7 +15,9 @@ from .scaled import MULT, Normal
 
 __all__ = ["MHSA", "MultiheadAttention"]
 
-CONTEXT_LENGTH = MULT.replace(name="context_length", default=None, annotation=int | None)
+CONTEXT_LENGTH = MULT.replace(
+    name="context_length", default=None, annotation=int | None
+)
 
 
 class MHSA(nn.Module):
@@ -47,7 +49,9 @@ class MHSA(nn.Module):
     ) -> None:
         super().__init__()
         if heads < 1 or hidden_size % heads:
-            raise ValueError(f"heads must divide hidden_size {hidden_size}: got {heads}")
+            raise ValueError(
+                f"heads must divide hidden_size {hidden_size}: got {heads}"
+            )
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
         if self.kv_heads < 1 or heads % self.kv_heads:
@@ -85,7 +89,9 @@ class MHSA(nn.Module):
         return f"heads={self.heads}, is_causal={self.is_causal}{grouped}"
 
 
-class MultiheadAttention(Normal, nn.MultiheadAttention, op=U.scaled_dot_product_attention):
+class MultiheadAttention(
+    Normal, nn.MultiheadAttention, op=U.scaled_dot_product_attention
+):
     """`torch.nn.MultiheadAttention`, unit-scaled, with the same arguments, masks and results.
 
     Weights are standard normal, biases zero, and the logits are ``mult * query @ key.T / width``,
@@ -107,7 +113,9 @@ class MultiheadAttention(Normal, nn.MultiheadAttention, op=U.scaled_dot_product_
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.bias_k is not None or self.add_zero_attn:
-            raise NotImplementedError("add_bias_kv and add_zero_attn have no unit-scaled form")
+            raise NotImplementedError(
+                "add_bias_kv and add_zero_attn have no unit-scaled form"
+            )
         old = self.out_proj
         like = (old.bias is not None, old.weight.device, old.weight.dtype)
         self.out_proj: Any = Linear(self.embed_dim, self.embed_dim, *like)
@@ -131,9 +139,13 @@ class MultiheadAttention(Normal, nn.MultiheadAttention, op=U.scaled_dot_product_
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the output and, if ``need_weights``, the probabilities, as torch does."""
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal is a hint about attn_mask: give the mask as well")
+            raise ValueError(
+                "is_causal is a hint about attn_mask: give the mask as well"
+            )
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        weights: Any = separate if self.in_proj_weight is None else (self.in_proj_weight,)
+        weights: Any = (
+            separate if self.in_proj_weight is None else (self.in_proj_weight,)
+        )
         operands = (query, key, value, weights, self.in_proj_bias)
         q, k, v = self._heads(*projections(*operands, U.linear))
         mask = self._mask(q, k, attn_mask, key_padding_mask)
@@ -143,13 +155,19 @@ class MultiheadAttention(Normal, nn.MultiheadAttention, op=U.scaled_dot_product_
         length = self.context_length
         probabilities = None
         if need_weights:
-            out, probabilities = attention_with_weights(q, k, v, mask, *settings, length)
-            probabilities = probabilities.mean(1) if average_attn_weights else probabilities
-            probabilities = probabilities if query.dim() == 3 else probabilities.squeeze(0)
+            out, probabilities = attention_with_weights(
+                q, k, v, mask, *settings, length
+            )
+            if average_attn_weights:
+                probabilities = probabilities.mean(1)
+            if query.dim() != 3:
+                probabilities = probabilities.squeeze(0)
         else:
             if causal:
                 mask = None  # allows torch's causal kernel
-            out = U.scaled_dot_product_attention(q, k, v, mask, *settings, context_length=length)
+            out = U.scaled_dot_product_attention(
+                q, k, v, mask, *settings, context_length=length
+            )
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if query.dim() == 2:
             return out.squeeze(0), probabilities

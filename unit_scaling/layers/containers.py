@@ -39,7 +39,8 @@ class _DepthContainer(nn.Module):
         self._set_factor(max(len(self), 1))  # type: ignore[arg-type]
 
     def _set_factor(self, factor: int | None) -> None:
-        factor = None if self.keeps_rates else factor
+        if self.keeps_rates:
+            factor = None
         _multiply_depth(self, self._factor, factor)
         self._factor = factor
 

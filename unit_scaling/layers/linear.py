@@ -53,7 +53,11 @@ class LinearReadout(Linear, op=U.linear_readout):
     Arguments are as in `Linear`.
     """
 
-    _defaults: ClassVar = {"bias": False, "constraint": None, "weight_mup_type": "output"}
+    _defaults: ClassVar = {
+        "bias": False,
+        "constraint": None,
+        "weight_mup_type": "output",
+    }
 
     #: Whether a gradient of the output was checked; see `checks.first_call.check_gradient`.
     gradient_seen = False

@@ -13,7 +13,11 @@ __all__ = ["GRU", "LSTM", "RNN"]
 
 
 #: The arguments of torch's layers, whose constructors take any.
-_LAYER = [p for n, p in signature(nn.RNNBase).parameters.items() if n not in ("mode", "proj_size")]
+_LAYER = [
+    p
+    for n, p in signature(nn.RNNBase).parameters.items()
+    if n not in ("mode", "proj_size")
+]
 _NONLINEARITY = MULT.replace(name="nonlinearity", default="tanh", annotation=str)
 
 

@@ -15,8 +15,12 @@ from ..parameter import MupType, TaggedModule
 from ..rules.table import find_op
 
 MULT = Parameter("mult", Parameter.POSITIONAL_OR_KEYWORD, default=1.0, annotation=float)
-CONSTRAINT = MULT.replace(name="constraint", default="to_output_scale", annotation=str | None)
-WEIGHT_MUP_TYPE = MULT.replace(name="weight_mup_type", default="weight", annotation=MupType)
+CONSTRAINT = MULT.replace(
+    name="constraint", default="to_output_scale", annotation=str | None
+)
+WEIGHT_MUP_TYPE = MULT.replace(
+    name="weight_mup_type", default="weight", annotation=MupType
+)
 
 _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
@@ -54,10 +58,14 @@ class Scaled(nn.Module):
                 cls.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
             return
         cls.op = staticmethod(op)
-        cls.__doc__ = cls.__doc__ or f"`unit_scaling.functional.{op.__name__}` as a module."
+        cls.__doc__ = (
+            cls.__doc__ or f"`unit_scaling.functional.{op.__name__}` as a module."
+        )
         known = signature(op).parameters
         base: Any = cls.__bases__[-1]
-        cls._ours = tuple(p for p in cls._ours if p.name in known or p is WEIGHT_MUP_TYPE)
+        cls._ours = tuple(
+            p for p in cls._ours if p.name in known or p is WEIGHT_MUP_TYPE
+        )
         names = [p.name for p in cls._ours]
         theirs = [
             p
@@ -67,7 +75,9 @@ class Scaled(nn.Module):
         both = [*theirs, *cls._ours]
         if cls._leads:
             both = [*cls._ours, *theirs]
-        parameters = [p.replace(default=cls._defaults.get(p.name, p.default)) for p in both]
+        parameters = [
+            p.replace(default=cls._defaults.get(p.name, p.default)) for p in both
+        ]
         cls._arguments = Signature(parameters)
         cls.__signature__ = cls._arguments  # type: ignore[attr-defined]
         if cls.forward in (Scaled.forward, Weighted.substituted):
@@ -80,10 +90,14 @@ class Scaled(nn.Module):
         ours = {p.name: arguments.pop(p.name) for p in self._ours}
         super().__init__(**arguments)
         for name, value in ours.items():
-            setattr(self, name, checked_constraint(value) if name == "constraint" else value)
+            setattr(
+                self, name, checked_constraint(value) if name == "constraint" else value
+            )
         of_op = signature(self.op).parameters
         self._settings = tuple(name for name in of_op if hasattr(self, name))
-        self._places = tuple(n for n, p in of_op.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
+        self._places = tuple(
+            n for n, p in of_op.items() if p.kind is p.POSITIONAL_OR_KEYWORD
+        )
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Returns ``op`` of the inputs; settings that follow them are given by position."""
@@ -96,7 +110,9 @@ class Scaled(nn.Module):
         return type(self).op(*args, **arguments)
 
 
-def _with_signature(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _with_signature(
+    theirs: Callable[..., Any], ours: Callable[..., Any]
+) -> Callable[..., Any]:
     @wraps(theirs)
     def forward(self: Scaled, *inputs: Any, **named: Any) -> Any:
         return ours(self, *inputs, **named)

@@ -100,7 +100,9 @@ class TransformerStack(DepthSequential):
         self.keeps_rates = getattr(residual_scaling, "keeps_rates", False)
         taus = [residual_scaling(index, branches) for index in range(branches)]
         pairs = zip(taus[::2], taus[1::2], strict=True)
-        super().__init__(*(TransformerLayer(**kwargs, mhsa_tau=a, mlp_tau=m) for a, m in pairs))
+        super().__init__(
+            *(TransformerLayer(**kwargs, mhsa_tau=a, mlp_tau=m) for a, m in pairs)
+        )
 
 
 class TransformerDecoder(nn.Sequential):
@@ -152,4 +154,6 @@ class TransformerDecoder(nn.Sequential):
         """Returns the mean cross entropy of predicting each token from the previous ones, in at
         least float32. input_ids: (..., length), length 2 or more."""
         logits: Tensor = self(input_ids)[..., :-1, :]
-        return U.cross_entropy(logits.float().flatten(0, -2), input_ids[..., 1:].flatten())
+        return U.cross_entropy(
+            logits.float().flatten(0, -2), input_ids[..., 1:].flatten()
+        )

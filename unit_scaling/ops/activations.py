@@ -36,7 +36,9 @@ def _limit_weight(weight: float, mult: float) -> float:
     positive number, as for torch's positional arguments: ``silu(x, inplace)``."""
     default = mult == 1.0 and mult is not True  # the only check in most graphs
     if not default and (isinstance(mult, (bool, str)) or not mult > 0):
-        raise ValueError(f"mult is {mult!r}, not a number above 0; give torch's arguments by name")
+        raise ValueError(
+            f"mult is {mult!r}, not a number above 0; give torch's arguments by name"
+        )
     return 1 / (1 + weight / mult**2)
 
 
@@ -78,18 +80,26 @@ def _activation(
         return elementwise_scales(fn, (), named, mult, constraint)
 
     described(computed, f"{name}_scales", _RULE.format(name=name), {**_OURS, **theirs})
-    about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *theirs]))
+    about = _DOCUMENTATION.format(
+        name=name, arguments=", ".join(["mult * input", *theirs])
+    )
     settings = {**_OURS, **theirs, "inplace": False}
     return unary(fn, rule or computed, about, settings, name=name, replaces=replaces)
 
 
-def gelu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
+def gelu_scales(
+    mult: float = 1.0, constraint: str | None = "to_output_scale"
+) -> Scales:
     """Interpolated between x/2 and relu; fitted weights 1/4 and 1/4."""
     output = _gated_scale(1 / 4, mult, _RELU_STD)
-    return tie(constraint, output=output, input=_gated_scale(1 / 4, mult, _RELU_GRAD_RMS))
+    return tie(
+        constraint, output=output, input=_gated_scale(1 / 4, mult, _RELU_GRAD_RMS)
+    )
 
 
-def silu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
+def silu_scales(
+    mult: float = 1.0, constraint: str | None = "to_output_scale"
+) -> Scales:
     """Interpolated between x/2 and relu; fitted weights 1/4 and 1."""
     output = _gated_scale(1 / 4, mult, _RELU_STD)
     return tie(constraint, output=output, input=_gated_scale(1, mult, _RELU_GRAD_RMS))
@@ -130,15 +140,22 @@ tanh = _activation("tanh", torch.tanh)
 
 
 def _times(
-    input: Tensor, gate: Tensor, activation: Callable[[Tensor], Tensor], s: Scales, mult: float
+    input: Tensor,
+    gate: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    s: Scales,
+    mult: float,
 ) -> Tensor:
-    gate = gate if mult == 1.0 else gate * mult
+    if mult != 1.0:
+        gate = gate * mult
     return (input * activation(gate)).mul_(s["output"] / mult)
 
 
 def silu_glu_scales(mult: float = 1.0) -> Scales:
     """One scale for all, about 1/RMS of silu."""
-    return dict.fromkeys(("output", "input", "gate"), _gated_scale(1, mult, _RELU_GRAD_RMS))
+    return dict.fromkeys(
+        ("output", "input", "gate"), _gated_scale(1, mult, _RELU_GRAD_RMS)
+    )
 
 
 @row(silu_glu_scales)
@@ -160,7 +177,9 @@ def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
 
 
 @row(geglu_scales)
-def geglu(input: Tensor, gate: Tensor, mult: float = 1.0, approximate: str = "none") -> Tensor:
+def geglu(
+    input: Tensor, gate: Tensor, mult: float = 1.0, approximate: str = "none"
+) -> Tensor:
     """Computes ``s * input * gelu(mult * gate) / mult``; arguments as in `silu_glu` and `gelu`.
 
     Source: Shazeer 2020, arXiv 2002.05202.
@@ -195,7 +214,9 @@ glu = unary(
 
 def _softmax_dim(input: Tensor, dim: int | None) -> int:
     """The dimension, with the default of `torch.nn.functional.softmax`."""
-    return dim if dim is not None else 0 if input.ndim in (0, 1, 3) else 1
+    if dim is not None:
+        return dim
+    return 0 if input.ndim in (0, 1, 3) else 1
 
 
 def softmax_scales(
@@ -209,7 +230,8 @@ def softmax_scales(
     size = input.size(_softmax_dim(input, dim)) if input.ndim else 1
     if size == 0:
         return tie(constraint, output=1.0, input=1.0)
-    power = 1 - _limit_weight(4, mult) / 2  # logarithmic interpolation of n and its root
+    # Logarithmic interpolation of n and its root.
+    power = 1 - _limit_weight(4, mult) / 2
     return tie(constraint, output=size**power, input=(size / mult) ** power)
 
 

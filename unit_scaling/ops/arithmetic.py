@@ -41,7 +41,10 @@ def _binary(fn: Callable[..., Tensor], input: Any, other: Any, s: Scales) -> Ten
 
 
 def add_scales(
-    input: Number, other: Number, constraint: str | None = "to_output_scale", alpha: float = 1
+    input: Number,
+    other: Number,
+    constraint: str | None = "to_output_scale",
+    alpha: float = 1,
 ) -> Scales:
     """Uncorrelated terms: 1/sqrt(1 + alpha**2); a broadcast term sums the gradients of its copies.
 
@@ -53,13 +56,19 @@ def add_scales(
     first, second, number = 1.0, 1.0, False
     if input.shape != other.shape:
         first, second = shares(input, other)
-        number = max(input.numel(), other.numel()) > 1 == min(input.numel(), other.numel())
+        number = (
+            max(input.numel(), other.numel()) > 1 == min(input.numel(), other.numel())
+        )
     output = 1.0 if number else (1 + alpha * alpha) ** -0.5
-    return tie(constraint, output=output, input=first, other=second / (abs(alpha) or 1.0))
+    return tie(
+        constraint, output=output, input=first, other=second / (abs(alpha) or 1.0)
+    )
 
 
 def _is_float(value: Number) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+    return isinstance(value, Tensor) and (
+        value.dtype.is_floating_point or value.dtype.is_complex
+    )
 
 
 @row(add_scales, replaces=[*spellings("add", operator="add"), Tensor.__radd__])
@@ -84,10 +93,17 @@ def add(
 
 @row(
     add_scales,
-    replaces=[*spellings("sub", "subtract", operator="sub"), Tensor.__rsub__, torch.rsub],
+    replaces=[
+        *spellings("sub", "subtract", operator="sub"),
+        Tensor.__rsub__,
+        torch.rsub,
+    ],
 )
 def sub(
-    input: Number, other: Number, constraint: str | None = "to_output_scale", alpha: float = 1
+    input: Number,
+    other: Number,
+    constraint: str | None = "to_output_scale",
+    alpha: float = 1,
 ) -> Tensor:
     """Computes ``s * (input - alpha * other)``; arguments are as in `add`."""
     return add(input, other, constraint, -alpha)
@@ -96,7 +112,9 @@ def sub(
 # Products
 
 
-def mul_scales(input: Number, other: Number, constraint: str | None = "to_output_scale") -> Scales:
+def mul_scales(
+    input: Number, other: Number, constraint: str | None = "to_output_scale"
+) -> Scales:
     """The product of uncorrelated factors of RMS 1 has RMS 1; a broadcast factor sums gradients.
 
     Products with a number or of integers are not scaled.
@@ -111,8 +129,13 @@ def mul_scales(input: Number, other: Number, constraint: str | None = "to_output
     return tie(constraint, **scales)
 
 
-@row(mul_scales, replaces=[*spellings("mul", "multiply", operator="mul"), Tensor.__rmul__])
-def mul(input: Number, other: Number, constraint: str | None = "to_output_scale") -> Tensor:
+@row(
+    mul_scales,
+    replaces=[*spellings("mul", "multiply", operator="mul"), Tensor.__rmul__],
+)
+def mul(
+    input: Number, other: Number, constraint: str | None = "to_output_scale"
+) -> Tensor:
     """Computes ``input * other``, which has RMS 1; gradients of broadcast operands are scaled.
 
     Arguments are as in `add`.
@@ -120,7 +143,9 @@ def mul(input: Number, other: Number, constraint: str | None = "to_output_scale"
     return _binary(torch.mul, input, other, mul_scales(input, other, constraint))
 
 
-def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output_scale") -> Scales:
+def div_scales(
+    input: Tensor, other: Number, constraint: str | None = "to_output_scale"
+) -> Scales:
     """Returns the scales of `mul_scales`, for a divisor of magnitude about 1 (a norm, an average).
 
     The inverse of a standard normal variable has no finite second moment, and therefore no factor.
@@ -200,7 +225,9 @@ def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
     return scale_each(residual, a, 1.0) + scale_each(skip, b, 1.0)
 
 
-def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1.0) -> Tensor:
+def residual_apply(
+    fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1.0
+) -> Tensor:
     """Computes ``(tau * fn(input) + input) / sqrt(1 + tau**2)``, unit-scaled in both directions.
 
     >>> residual_apply(torch.relu, torch.tensor([-2.0, 2.0]), tau=1.0)

@@ -45,7 +45,9 @@ def _masked_mean_square(mask: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
         return mean
     # u-muP, and unit-scaling 0.3.5 for is_causal, approximate the sum of 1/n up to keys, which is
     # about log(keys) + 0.58, by the logarithm: a causal mask has the factor of is_causal.
-    causal = (seen == torch.ones_like(seen).cumsum(-1)).all()  # not arange: it is no DTensor
+    causal = (
+        seen == torch.ones_like(seen).cumsum(-1)
+    ).all()  # not arange: it is no DTensor
     return torch.where(causal, _mean_square(keys, True), mean)
 
 
@@ -124,7 +126,9 @@ def scaled_dot_product_attention(
     fused = is_fused(query, key, value, attn_mask, dropout_p, enable_gqa)
     grad_scale = None if fused else _score_grad_scale(s, value, context_length)
     mask = _divided(attn_mask, grad_scale)
-    output = attention(query, key, value, mask, *options, unit=True, grad_scale=grad_scale)
+    output = attention(
+        query, key, value, mask, *options, unit=True, grad_scale=grad_scale
+    )
     if attn_mask is not None:
         s = scaled_dot_product_attention_scales(query, value, *settings, attn_mask)
     return _scaled(output, s)
@@ -148,7 +152,12 @@ def _score_grad_scale(s: Scales, value: Tensor, context_length: int | None) -> f
 
 def _divided(mask: Tensor | None, grad_scale: float | None) -> Tensor | None:
     """``mask``, whose gradient is that of the scores without ``grad_scale``."""
-    if grad_scale is None or grad_scale == 1.0 or mask is None or not mask.requires_grad:
+    if (
+        grad_scale is None
+        or grad_scale == 1.0
+        or mask is None
+        or not mask.requires_grad
+    ):
         return mask
     return scale_bwd(mask, 1 / grad_scale)
 
@@ -173,7 +182,9 @@ def attention_with_weights(
     how: Any = {"unit": True, "grad_scale": grad_scale}
     output, weights = by_products(query, key, value, mask, *options, **how)
     s = scaled_dot_product_attention_scales(query, value, *settings, attn_mask)
-    return _scaled(output, s), weights if grad_scale == 1.0 else scale_bwd(weights, grad_scale)
+    return _scaled(output, s), weights if grad_scale == 1.0 else scale_bwd(
+        weights, grad_scale
+    )
 
 
 def rotary_scales() -> Scales:
@@ -182,7 +193,9 @@ def rotary_scales() -> Scales:
 
 
 @row(rotary_scales)
-def rotary(input: Tensor, positions: Tensor | None = None, base: float = 10000.0) -> Tensor:
+def rotary(
+    input: Tensor, positions: Tensor | None = None, base: float = 10000.0
+) -> Tensor:
     """Rotates feature i with feature i + width/2 by position * base ** (-2 i / width), as in Llama,
     in at least float32.
 
@@ -206,5 +219,7 @@ def rotary(input: Tensor, positions: Tensor | None = None, base: float = 10000.0
     angles = positions.to(dtype).unsqueeze(-1) * base**-exponents
     cos, sin = angles.cos(), angles.sin()
     first, second = input.to(dtype).chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = torch.cat(
+        (first * cos - second * sin, second * cos + first * sin), dim=-1
+    )
     return rotated.to(input.dtype)

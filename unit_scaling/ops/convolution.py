@@ -24,7 +24,9 @@ Ints = int | Sequence[int]
 def each(value: Ints, dims: int) -> list[int]:
     """One setting for each dimension; a number applies to all."""
     values = [value] if isinstance(value, int) else list(value)
-    return values * dims if len(values) == 1 else values
+    if len(values) == 1:
+        return values * dims
+    return values
 
 
 def conv_scales(
@@ -47,10 +49,20 @@ def conv_scales(
     fan_out, fan_in, *kernel = weight.shape
     dims = len(kernel)
     pads = each(0 if isinstance(padding, str) else padding, dims)
-    sizes = (input.shape[-dims:], kernel, each(stride, dims), pads, each(dilation, dims))
+    sizes = (
+        input.shape[-dims:],
+        kernel,
+        each(stride, dims),
+        pads,
+        each(dilation, dims),
+    )
     positions, uses = [], []
     for length, k, step, pad, gap in zip(*sizes, strict=True):
-        room = length if padding == "same" else (length + 2 * pad - gap * (k - 1) - 1) // step + 1
+        room = (
+            length
+            if padding == "same"
+            else (length + 2 * pad - gap * (k - 1) - 1) // step + 1
+        )
         positions.append(max(room, 1))  # not 0, which is divided by
         uses.append(k * min(1 / step, positions[-1] / max(length, 1)))
     batch = input.shape[0] if input.ndim == dims + 2 else 1
@@ -87,7 +99,8 @@ def conv_transpose_scales(
         output=(groups * steps / (fan_in * taps)) ** scale_power[0],
         input=inverse(out * taps, scale_power[1]),
     )
-    outputs = steps ** scale_power[2]  # a bias is added to about stride outputs per input
+    # A bias is added to about stride outputs per input.
+    outputs = steps ** scale_power[2]
     return {"weight": grad, "bias": grad / outputs, **tied}
 
 
@@ -103,11 +116,16 @@ Args:
 
 def _convolution(dims: int, transposed: bool = False) -> Callable[..., Tensor]:
     """Adds the row of a convolution."""
-    name = f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
-    fn: Callable[..., Tensor] = conv_transpose if transposed else conv
-    rule: Callable[..., Scales] = conv_transpose_scales if transposed else conv_scales
+    fn: Callable[..., Tensor] = conv
+    rule: Callable[..., Scales] = conv_scales
+    name, weight_has = f"conv{dims}d", "out, in / groups"
+    if transposed:
+        fn, rule = conv_transpose, conv_transpose_scales
+        name, weight_has = f"conv_transpose{dims}d", "in, out / groups"
     kernel_has = ("input", "weight", "scales", "unit")
-    settings = {key: value for key, value in defaults_of(fn).items() if key not in kernel_has}
+    settings = {
+        key: value for key, value in defaults_of(fn).items() if key not in kernel_has
+    }
     settings |= {"constraint": "to_output_scale", "scale_power": SQRT}
     names, read = tuple(settings), tuple(signature(rule).parameters)[2:]
 
@@ -125,7 +143,7 @@ def _convolution(dims: int, transposed: bool = False) -> Callable[..., Tensor]:
     about = _ABOUT.format(
         name=name,
         sizes=", ".join(("depth", "height", "width")[-dims:]),
-        weight="in, out / groups" if transposed else "out, in / groups",
+        weight=weight_has,
     )
     arguments = {"input": REQUIRED, "weight": REQUIRED, **settings}
     described(op, name, about, arguments, fn, rule)

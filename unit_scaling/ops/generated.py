@@ -39,11 +39,15 @@ def described(
     """
     function.__name__ = function.__qualname__ = name
     function.__doc__ = documentation
-    hints = {key: hint for other in of_types for key, hint in get_type_hints(other).items()}
+    hints = {
+        key: hint for other in of_types for key, hint in get_type_hints(other).items()
+    }
     function.__annotations__ = {key: hints[key] for key in arguments if key in hints}
     kind = Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
-        Parameter(key, kind, default=default, annotation=hints.get(key, Parameter.empty))
+        Parameter(
+            key, kind, default=default, annotation=hints.get(key, Parameter.empty)
+        )
         for key, default in arguments.items()
     ]
     function.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -67,7 +71,9 @@ def by_name(
 def spellings(*names: str, operator: str = "") -> list[Callable[..., Any]]:
     """Every torch function of these names, in place (with _) or not, and Python's operators."""
     spaces = (functional, torch, Tensor, torch.special)
-    spelled = [(space, name + mark) for mark in ("", "_") for name in names for space in spaces]
+    spelled = [
+        (space, name + mark) for mark in ("", "_") for name in names for space in spaces
+    ]
     if operator:
         spelled += [(Tensor, f"__{mark}{operator}__") for mark in ("", "i")]
         spelled += [(operators, mark + operator) for mark in ("", "i")]
@@ -114,7 +120,9 @@ def unary(
         scaled = scale_output(values, s["output"] / mult, s["input"] / mult)
         if isinstance(output, tuple):
             return (scaled, *output[1:])
-        return input.copy_(scaled) if inplace else scaled
+        if inplace:
+            return input.copy_(scaled)
+        return scaled
 
     described(op, name, about, {"input": REQUIRED, **settings}, op, fn, rule)
     op.__module__ = rule.__module__

@@ -57,7 +57,10 @@ def _unit_loss(
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> Tensor:
     kind = arguments.pop("reduction", "mean")
-    size_average, reduce = arguments.pop("size_average", None), arguments.pop("reduce", None)
+    size_average, reduce = (
+        arguments.pop("size_average", None),
+        arguments.pop("reduce", None),
+    )
     if reduce is False:
         kind = "none"
     elif size_average is not None or reduce is not None:
@@ -71,14 +74,18 @@ def _unit_loss(
     if kind in ("none", "sum"):
         return scale_each(loss(**arguments, reduction=kind), 1.0, scale)
     total = loss(**arguments, reduction="sum")
-    constants = {k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    constants = {
+        k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()
+    }
     with torch.no_grad():
         value = loss(**constants, reduction=kind)
     return value_with_gradient(value, total, scale)
 
 
 def _class_dim(input: Tensor) -> int:
-    return 0 if input.ndim == 1 else 1
+    if input.ndim == 1:
+        return 0
+    return 1
 
 
 def cross_entropy_scales(input: Tensor, label_smoothing: float = 0.0) -> Scales:
@@ -88,7 +95,10 @@ def cross_entropy_scales(input: Tensor, label_smoothing: float = 0.0) -> Scales:
     """
     classes = input.shape[_class_dim(input)] if input.ndim else 1
     scale = classes / math.sqrt(classes - 1) if classes > 1 else 1.0
-    return {"output": 1.0, "input": scale / (1 - label_smoothing) if label_smoothing < 1 else scale}
+    return {
+        "output": 1.0,
+        "input": scale / (1 - label_smoothing) if label_smoothing < 1 else scale,
+    }
 
 
 @row(cross_entropy_scales, replaces=(F.cross_entropy,))
@@ -167,7 +177,9 @@ def _clipped_rms(limit: float) -> float:
     With t = limit / sqrt(2): 2 E[x^2; |x| < t] + limit^2 P(|x| > t).
     """
     t = limit / math.sqrt(2)
-    inside = math.erf(t / math.sqrt(2)) - t * math.sqrt(2 / math.pi) * math.exp(-(t**2) / 2)
+    inside = math.erf(t / math.sqrt(2)) - t * math.sqrt(2 / math.pi) * math.exp(
+        -(t**2) / 2
+    )
     return math.sqrt(2 * inside + limit**2 * math.erfc(t / math.sqrt(2)))
 
 
@@ -205,7 +217,8 @@ smooth_l1_loss = _loss_row(F.smooth_l1_loss, smooth_l1_loss_scales)
 
 def huber_loss_scales(input: Tensor, target: Tensor, delta: float = 1.0) -> Scales:
     """The gradient is the difference of two standard normals, clipped to [-delta, delta]."""
-    return _pair(input, target, _clipped_rms(delta) if delta > 0 else 1.0)  # torch rejects 0
+    # Torch rejects 0.
+    return _pair(input, target, _clipped_rms(delta) if delta > 0 else 1.0)
 
 
 huber_loss = _loss_row(F.huber_loss, huber_loss_scales)

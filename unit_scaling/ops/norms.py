@@ -36,7 +36,11 @@ def channel_norm_scales(input: Tensor) -> Scales:
 
 
 def _norm(
-    fn: Callable[P, Tensor], rule: Callable[..., Scales], about: str, order: str, **defaults: Any
+    fn: Callable[P, Tensor],
+    rule: Callable[..., Scales],
+    about: str,
+    order: str,
+    **defaults: Any,
 ) -> Callable[P, Tensor]:
     """Adds the row of a norm: the gradients of its weight and bias are scaled.
 
@@ -56,10 +60,14 @@ def _norm(
         return theirs(input, **bound)
 
     described(norm, name, about, arguments, fn)
-    adapter = positional(f"{order} cudnn_enabled", defaults, cudnn_enabled=None, cudnn_enable=None)
+    adapter = positional(
+        f"{order} cudnn_enabled", defaults, cudnn_enabled=None, cudnn_enable=None
+    )
     forms = [fn, getattr(torch, name)] if defaults else [getattr(torch, name)]
     adapters = dict.fromkeys(forms, adapter)
-    return cast("Callable[P, Tensor]", row(rule, replaces=(fn,), adapters=adapters)(norm))
+    return cast(
+        "Callable[P, Tensor]", row(rule, replaces=(fn,), adapters=adapters)(norm)
+    )
 
 
 _STATISTICS = "input weight bias running_mean running_var {} momentum eps"

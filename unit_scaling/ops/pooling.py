@@ -42,7 +42,13 @@ def _sliding(
     input."""
     kernel = each(kernel_size, dims)
     steps = each(stride, dims) if stride else kernel  # None and () are the kernel
-    settings = (input.shape[-dims:], kernel, steps, each(padding, dims), each(dilation, dims))
+    settings = (
+        input.shape[-dims:],
+        kernel,
+        steps,
+        each(padding, dims),
+        each(dilation, dims),
+    )
     window, ratio = 1, 1.0
     for size, k, step, pad, d in zip(*settings, strict=True):
         room = size + 2 * pad - d * (k - 1) - 1
@@ -59,7 +65,9 @@ def _adaptive(
     dims: int, input: Tensor, output_size: int | Sequence[int | None] | None
 ) -> tuple[float, float]:
     """(elements of a window, outputs per input)."""
-    sizes: Any = [output_size] * dims if output_size is None else each(output_size, dims)  # type: ignore[arg-type]
+    sizes: Any = [None] * dims
+    if output_size is not None:
+        sizes = each(output_size, dims)  # type: ignore[arg-type]
     window, ratio = 1.0, 1.0
     for size, wanted in zip(input.shape[-dims:], sizes, strict=True):
         share = 1.0 if wanted is None else max(1, size) / max(1, wanted)
@@ -115,9 +123,15 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
 
     settings, documentation = _KINDS.get(name) or _KINDS[kind]
     settings = {**settings, **CONSTRAINT}
-    read = {k: v for k, v in settings.items() if k not in ("count_include_pad", "return_indices")}
+    read = {
+        k: v
+        for k, v in settings.items()
+        if k not in ("count_include_pad", "return_indices")
+    }
     types = (_adaptive if adapts else _sliding, rule)
-    described(rule, f"{name}_scales", documentation, {"input": REQUIRED, **read}, *types)
+    described(
+        rule, f"{name}_scales", documentation, {"input": REQUIRED, **read}, *types
+    )
     about = _DOCUMENTATION.format(name=name, dims=dims)
     return unary(getattr(F, name), rule, about, settings, name=name)
 
@@ -126,7 +140,11 @@ def _three(kind: str) -> list[Callable[..., Any]]:
     return [_pool(kind, dims) for dims in (1, 2, 3)]
 
 
-adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = _three("adaptive_avg_pool")
-adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = _three("adaptive_max_pool")
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = _three(
+    "adaptive_avg_pool"
+)
+adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = _three(
+    "adaptive_max_pool"
+)
 avg_pool1d, avg_pool2d, avg_pool3d = _three("avg_pool")
 max_pool1d, max_pool2d, max_pool3d = _three("max_pool")

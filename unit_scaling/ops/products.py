@@ -40,10 +40,14 @@ def linear_scales(
 ) -> Scales:
     """1/sqrt of the number of terms of each sum: fan-in, fan-out, and the rows of the input."""
     if weight.ndim != 2:
-        raise ValueError(f"linear needs a weight of shape (out, in), got {tuple(weight.shape)}")
+        raise ValueError(
+            f"linear needs a weight of shape (out, in), got {tuple(weight.shape)}"
+        )
     fan_out, fan_in = weight.shape
     grad = row_scale(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
-    output, backward, _ = scale_power  # without calls of `inverse`: a small product has time for 18
+    output, backward, _ = (
+        scale_power  # without calls of `inverse`: a small product has time for 18
+    )
     sums = {"output": (fan_in or 1) ** -output, "input": (fan_out or 1) ** -backward}
     return {"weight": grad, "bias": grad, **tie(constraint, **sums)}
 
@@ -78,21 +82,33 @@ def linear(
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, s: Scales) -> Tensor:
-    scales = (s["output"], s["input"], s["weight"])  # the gradient of the bias has the weight's
-    return linear_product(input, weight, bias, scales=scales, bias_scale=s["output"], unit=True)
+    # The gradient of the bias has the weight's.
+    scales = (
+        s["output"],
+        s["input"],
+        s["weight"],
+    )
+    return linear_product(
+        input, weight, bias, scales=scales, bias_scale=s["output"], unit=True
+    )
 
 
 READOUT: ScalePower = (1.0, 0.5, 0.5)
 
 
-def linear_readout_scales(input: Tensor, weight: Tensor, constraint: str | None = None) -> Scales:
+def linear_readout_scales(
+    input: Tensor, weight: Tensor, constraint: str | None = None
+) -> Scales:
     """Returns the scales of `linear_scales` with 1/fan-in for the output (muP's output layer)."""
     return linear_scales(input, weight, constraint, READOUT)
 
 
 @row(linear_readout_scales)
 def linear_readout(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, constraint: str | None = None
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    constraint: str | None = None,
 ) -> Tensor:
     """The last linear layer of a model: 1/fan-in for the output, and no constraint by default.
 
@@ -139,10 +155,14 @@ _TWO = positional(
         }
     ),
 )
-def matmul(left: Tensor, right: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
+def matmul(
+    left: Tensor, right: Tensor, constraint: str | None = "to_output_scale"
+) -> Tensor:
     """Computes ``s * left @ right``, with the shapes and broadcasting of `torch.matmul`."""
     s = matmul_scales(left, right, constraint)
-    return matrix_product(left, right, scales=(s["output"], s["left"], s["right"]), unit=True)
+    return matrix_product(
+        left, right, scales=(s["output"], s["left"], s["right"]), unit=True
+    )
 
 
 def grouped_mm_scales(
@@ -159,13 +179,18 @@ def grouped_mm_scales(
     """
     k, m, n = left.shape[-1], left.shape[-2], right.shape[-1]
     if offs is None:
-        return {"right": row_scale(m), **tie(constraint, output=inverse(k), left=inverse(n))}
+        return {
+            "right": row_scale(m),
+            **tie(constraint, output=inverse(k), left=inverse(n)),
+        }
     tokens = {2: m, 3: n}[left.ndim] if left.ndim != right.ndim else k
     rows = tokens / (offs.shape[0] or 1)
     if left.ndim == right.ndim:
         sums = {"output": (rows or 1) ** -0.5, "left": inverse(n), "right": inverse(m)}
         return tie(constraint, **sums)
-    weight, other, width = ("right", "left", n) if right.ndim == 3 else ("left", "right", m)
+    weight, other, width = (
+        ("right", "left", n) if right.ndim == 3 else ("left", "right", m)
+    )
     tied = tie(constraint, output=inverse(k), **{other: inverse(width)})
     return {weight: row_scale(rows), **tied}
 
@@ -178,7 +203,9 @@ def _torch_grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
     if bias is not None or (out_dtype is not None and out_dtype != mat_a.dtype):
-        raise TypeError("unit-scaled grouped_mm has no bias and no other out_dtype, as torch's")
+        raise TypeError(
+            "unit-scaled grouped_mm has no bias and no other out_dtype, as torch's"
+        )
     return {"left": mat_a, "right": mat_b, "offs": offs}
 
 
@@ -234,7 +261,9 @@ def addmm_scales(
         mat2=product["right"] / a,
     )
     # Each element of input receives product elements / input elements gradients.
-    size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.ndim > 1 else 1)
+    size = (
+        mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.ndim > 1 else 1)
+    )
     share = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
     return {"input": 1 / norm if constraint else share, **tied}
 
@@ -277,7 +306,9 @@ def addmm(
     if is_bias(input, mat2):
         bias = None
         if beta:  # the product applies its weight's factor to the bias
-            bias = scale_each(input, beta * s["output"], beta * s["input"] / (scales[2] or 1.0))
+            bias = scale_each(
+                input, beta * s["output"], beta * s["input"] / (scales[2] or 1.0)
+            )
         return linear_product(mat1, mat2.mT, bias, scales=scales, unit=True)
     product = matrix_product(mat1, mat2, scales=scales, unit=True)
     if not beta:
@@ -305,11 +336,15 @@ def _parsed(
     equation = equation.replace(" ", "")
     terms = equation.partition("->")[0].split(",")
     if len(terms) != len(operands):
-        raise ValueError(f"einsum {equation!r} needs {len(terms)} operands, got {len(operands)}")
+        raise ValueError(
+            f"einsum {equation!r} needs {len(terms)} operands, got {len(operands)}"
+        )
     for term, x in zip(terms, operands, strict=True):
         hidden = x.ndim - len(term.replace("...", ""))
         if hidden < 0 or (hidden and "..." not in term):
-            raise ValueError(f"einsum: {term!r} does not fit an operand of {x.ndim} dimensions")
+            raise ValueError(
+                f"einsum: {term!r} does not fit an operand of {x.ndim} dimensions"
+            )
     return operands, *letters(equation, operands)
 
 
@@ -327,7 +362,10 @@ def einsum_scales(
 
 
 def _factors(
-    operands: Sequence[Tensor], terms: Sequence[str], output: str, constraint: str | None
+    operands: Sequence[Tensor],
+    terms: Sequence[str],
+    output: str,
+    constraint: str | None,
 ) -> Scales:
     sizes: dict[str, int] = {}
     for term, x in zip(terms, operands, strict=True):
@@ -336,9 +374,13 @@ def _factors(
     every = math.prod(list(sizes.values()))
     factors = {"output": inverse(every // (math.prod([sizes[c] for c in output]) or 1))}
     for name, term, x in zip(("left", "right"), terms, operands, strict=False):
-        elements = math.prod([size for i, size in enumerate(x.shape) if term.index(term[i]) == i])
+        elements = math.prod(
+            [size for i, size in enumerate(x.shape) if term.index(term[i]) == i]
+        )
         factors[name] = inverse(every // (elements or 1))
-    if constraint and len(operands) > 2:  # the table has no factors for further operands
+    if (
+        constraint and len(operands) > 2
+    ):  # the table has no factors for further operands
         constraint = "to_output_scale"
     return tie(constraint, **factors)
 
@@ -346,7 +388,12 @@ def _factors(
 def _torch_einsum(*args: Any) -> dict[str, Any]:
     equation, (left, *others) = as_equation(args)
     right = others[0] if others else None
-    return {"equation": equation, "left": left, "right": right, "more": tuple(others[1:])}
+    return {
+        "equation": equation,
+        "left": left,
+        "right": right,
+        "more": tuple(others[1:]),
+    }
 
 
 @row(einsum_scales, adapters={torch.einsum: _torch_einsum})

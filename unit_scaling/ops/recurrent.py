@@ -122,7 +122,9 @@ def _layer(
     return (output, *(torch.stack(kind) for kind in zip(*last, strict=True)))
 
 
-_NAMED = positional("input hx params has_biases num_layers dropout train bidirectional batch_first")
+_NAMED = positional(
+    "input hx params has_biases num_layers dropout train bidirectional batch_first"
+)
 
 
 def _unpacked(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -183,4 +185,6 @@ gru = _op(
     _GRU,
 )
 rnn_tanh = _op("rnn_tanh", _tanh_step, TANH_FACTOR, "1/RMS of tanh.", _RNN.format(""))
-rnn_relu = _op("rnn_relu", _relu_step, RELU_FACTOR, "1/RMS of relu.", _RNN.format(" with relu"))
+rnn_relu = _op(
+    "rnn_relu", _relu_step, RELU_FACTOR, "1/RMS of relu.", _RNN.format(" with relu")
+)

@@ -52,7 +52,10 @@ def unit_scaled(fn: Elementwise) -> Elementwise:
         constraint: str | None = "to_output_scale",
         **named: Any,
     ) -> Tensor:
-        mult, settings = specialised(mult), tuple([specialised(value) for value in settings])
+        mult, settings = (
+            specialised(mult),
+            tuple([specialised(value) for value in settings]),
+        )
         named = {key: specialised(value) for key, value in named.items()}
         s = elementwise_scales(fn, settings, named, mult, constraint)
         output = fn(input if mult == 1.0 else input * mult, *settings, **named)
@@ -109,7 +112,9 @@ def elementwise_rms(
     except ValueError as error:
         if "infinite" not in str(error):
             raise
-        raise ValueError(f"{name} cannot be unit-scaled: second moment {error}") from None
+        raise ValueError(
+            f"{name} cannot be unit-scaled: second moment {error}"
+        ) from None
     return output, derivative or output / mult
 
 

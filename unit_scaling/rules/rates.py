@@ -47,7 +47,9 @@ def _one(shape: torch.Size) -> float:
 
 
 def _width(shape: torch.Size) -> float:
-    return float(shape[0]) if shape else 1.0
+    if shape:
+        return float(shape[0])
+    return 1.0
 
 
 #: u-muP (arXiv 2407.17465), table 2.
@@ -63,7 +65,9 @@ _TO_OUTPUT_SCALE: LrFactors = {
     "norm": _width,
     "output": _one,
 }
-_MUON: LrFactors = {"weight": lambda shape: math.sqrt(min(shape[0], fan_in(shape)) or 1)}
+_MUON: LrFactors = {
+    "weight": lambda shape: math.sqrt(min(shape[0], fan_in(shape)) or 1)
+}
 
 #: "adam" is for all optimizers whose updates have entries of about 1 (Adam, AdamW, Lion, ...).
 #: "sgd" is the same, since gradients of unit-scaled modules have RMS 1. "sgd_to_output_scale" is
@@ -76,10 +80,18 @@ RULES: dict[str, LrRule] = {
     "adam": LrRule(
         factors=_UMUP,
         rate=0.5,
-        mult={"kernel": 2.0, "output": 2.0, "norm": 1 / 32, "bias": 1 / 32, "few": 1 / 4},
+        mult={
+            "kernel": 2.0,
+            "output": 2.0,
+            "norm": 1 / 32,
+            "bias": 1 / 32,
+            "few": 1 / 4,
+        },
     ),
     "sgd": LrRule(factors=_UMUP, proportional=True, rate=0.02, mult={"kernel": 2.0}),
-    "sgd_to_output_scale": LrRule(factors=_TO_OUTPUT_SCALE, proportional=True, rate=0.02),
+    "sgd_to_output_scale": LrRule(
+        factors=_TO_OUTPUT_SCALE, proportional=True, rate=0.02
+    ),
     "muon": LrRule(factors=_MUON, rate=2.0**-5),
 }
 
@@ -110,7 +122,9 @@ def eps_scale(param: Any, eps: float | None) -> float:
 def lr_scale_for_depth(param: Any) -> float:
     """Returns 1 / sqrt(mup_scaling_depth); 1 outside a stack of layers."""
     depth = getattr(param, "mup_scaling_depth", None)
-    return 1.0 if depth is None else float(depth**-0.5)
+    if depth is None:
+        return 1.0
+    return float(depth**-0.5)
 
 
 def lr_scale(rule: str, param: Any) -> float:
@@ -143,7 +157,9 @@ def kind_of(param: Any) -> Kind:
     """The kind of a parameter."""
     kind: Kind = param.mup_type
     dimensions = len(param.shape) - bool(getattr(param, "mup_stacked", False))
-    return "kernel" if kind == "weight" and dimensions > 2 else kind
+    if kind == "weight" and dimensions > 2:
+        return "kernel"
+    return kind
 
 
 def multiplier(mult: LrMult, param: Any) -> float:
@@ -164,6 +180,10 @@ def default_rate(rule: str, param: Any) -> float:
 def _shape(param: Any) -> Any:
     """The shape of a parameter, (fan-out, fan-in) if it is stored in another layout; of stacked
     ones (experts), that of each."""
-    shape: torch.Size = param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
+    shape: torch.Size = (
+        param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
+    )
     terms = getattr(param, "mup_fan_in", None)
-    return shape if terms is None else torch.Size([shape.numel() // terms or 1, terms])
+    if terms is None:
+        return shape
+    return torch.Size([shape.numel() // terms or 1, terms])

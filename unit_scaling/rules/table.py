@@ -48,21 +48,27 @@ class Op:
         return "constraint" in inspect.signature(self.fn).parameters
 
     def bind(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], func: Callable[..., Any] | None = None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        func: Callable[..., Any] | None = None,
     ) -> dict[str, Any]:
         """Returns the keyword arguments of ``fn`` for a call of the torch function ``func``.
 
         func: one of ``replaces``, by default the first. Raises TypeError for arguments that do not
         fit, as torch does.
         """
-        func = self.replaces[0] if func is None else func
+        if func is None:
+            func = self.replaces[0]
         names = _SIGNATURES[self.fn]
         named = {name: value for name, value in kwargs.items() if name != "out"}
         adapter = self.adapters.get(func)
         if adapter is not None:
             arguments = adapter(*args, **named)
         elif len(args) > len(names):
-            raise TypeError(f"{self.name} takes {len(names)} arguments but {len(args)} were given")
+            raise TypeError(
+                f"{self.name} takes {len(names)} arguments but {len(args)} were given"
+            )
         else:
             arguments = {**dict(zip(names, args, strict=False)), **named}
         if kwargs.get("out") is not None:
@@ -97,7 +103,9 @@ class Op:
         """Returns the factors that `call` applies, without computing the op."""
         arguments = {**self.bind(args, kwargs, func), **settings}
         read = _SIGNATURES[self.rule]
-        return self.rule(**{name: arguments[name] for name in read if name in arguments})
+        return self.rule(
+            **{name: arguments[name] for name in read if name in arguments}
+        )
 
 
 #: All unit-scaled operations by name.
@@ -117,7 +125,9 @@ def tie(constraint: str | None, **scales: float) -> Scales:
     globals: compiled functions guard on everything they read."""
     if constraint == "to_output_scale":
         return dict.fromkeys(scales, scales["output"])
-    return dict(zip(scales, apply_constraint(constraint, *scales.values()), strict=True))
+    return dict(
+        zip(scales, apply_constraint(constraint, *scales.values()), strict=True)
+    )
 
 
 def positional(
@@ -132,10 +142,15 @@ def positional(
 
     def adapter(*args: Any, **kwargs: Any) -> dict[str, Any]:
         if len(args) > len(order):
-            raise TypeError(f"at most {len(order)} arguments are allowed, {len(args)} were given")
+            raise TypeError(
+                f"at most {len(order)} arguments are allowed, {len(args)} were given"
+            )
         arguments = {**dict(zip(order, args, strict=False)), **kwargs}
         ours = {renamed.get(name, name): value for name, value in arguments.items()}
-        return {**(defaults or {}), **{n: value for n, value in ours.items() if n is not None}}
+        return {
+            **(defaults or {}),
+            **{n: value for n, value in ours.items() if n is not None},
+        }
 
     return adapter
 

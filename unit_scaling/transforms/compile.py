@@ -31,7 +31,9 @@ class Compile(Scope):
     order = 2
     runs = False
 
-    def __init__(self, backends: tuple[Backend, ...] = (), inductor: bool = True) -> None:
+    def __init__(
+        self, backends: tuple[Backend, ...] = (), inductor: bool = True
+    ) -> None:
         self.backends = backends
         self.inductor = inductor
 
@@ -42,9 +44,12 @@ class Compile(Scope):
         result: Any = graph
         for backend in self.backends:
             if not isinstance(result, GraphModule):
-                raise TypeError(f"a backend before {backend} returned no GraphModule for it")
+                raise TypeError(
+                    f"a backend before {backend} returned no GraphModule for it"
+                )
             result = backend(result, inputs)
-        result = torch.compile(result) if self.inductor else result
+        if self.inductor:
+            result = torch.compile(result)
 
         def run(*args: Any) -> Any:
             with unseen():  # the graph already contains the transforms' modes

@@ -52,7 +52,9 @@ class Scope:
         """A new mode for a call of the model."""
         raise NotImplementedError
 
-    def run(self, call: Call, module: Any, path: str, given: Given, is_eager: bool = False) -> Any:
+    def run(
+        self, call: Call, module: Any, path: str, given: Given, is_eager: bool = False
+    ) -> Any:
         """Returns ``call()``, the forward of ``module``, with the transform active. is_eager:
         whether this runs outside the compiler already.
 
@@ -91,7 +93,9 @@ class _Transformed(GraphBreaks, Mixin, nn.Module):
 
     def extra_repr(self) -> str:
         own = cast("nn.Module", super()).extra_repr()
-        titles = [getattr(scope, "title", "") for scope, path in self._scopes if not path]
+        titles = [
+            getattr(scope, "title", "") for scope, path in self._scopes if not path
+        ]
         return ", ".join(filter(None, [own, *titles]))
 
     def around(
@@ -121,7 +125,8 @@ def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP has sharded a submodule or flattened a parameter, or parallelize_module has
     divided one."""
     return is_in_fsdp(model) or any(
-        is_dtensor(p) or getattr(p, "_fsdp_flattened", False) for p in model.parameters()
+        is_dtensor(p) or getattr(p, "_fsdp_flattened", False)
+        for p in model.parameters()
     )
 
 
@@ -141,7 +146,9 @@ def install(model: nn.Module, scope: Scope) -> None:
     """Installs the scope on every module of a `deep_copy`, replacing any other of the same type.
     Raises TypeError for a model whose forward is a generator or a coroutine."""
     forward = inspect.unwrap(unwrapped(model).forward)
-    is_generator = inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(forward)
+    is_generator = inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(
+        forward
+    )
     if is_generator or inspect.iscoroutinefunction(forward):
         raise TypeError(
             f"the forward of {type(unwrapped(model)).__name__} goes on after its call, where no "
@@ -153,7 +160,9 @@ def install(model: nn.Module, scope: Scope) -> None:
         add_mixin(module, _Transformed)
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
-        gained._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))
+        gained._scopes = tuple(
+            sorted([*kept, (scope, path)], key=lambda item: item[0].order)
+        )
 
 
 def is_exported() -> bool:

@@ -21,7 +21,9 @@ def _own_rate(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     with."""
     if not isinstance(optimizer, Adam | AdamW):
         kind = type(optimizer).__name__
-        raise ValueError(f"unit_scale(model) trains with AdamW, and the reference with {kind}")
+        raise ValueError(
+            f"unit_scale(model) trains with AdamW, and the reference with {kind}"
+        )
     return optim.AdamW(model.parameters(), betas=optimizer.param_groups[0]["betas"])
 
 

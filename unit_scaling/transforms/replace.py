@@ -79,7 +79,8 @@ class _Replacing(Calls):
             given.pop("inplace", None)
         if 0 <= at < len(args):
             is_inplace = bool(args[at])
-            args = args if row.passes else (*args[:at], *args[at + 1 :])
+            if not row.passes:
+                args = (*args[:at], *args[at + 1 :])
         output = row.other(*args, **given)
         if not (row.writes or is_inplace):
             return output
@@ -115,9 +116,13 @@ def checked(replace: Any) -> dict[Function, Function]:
     """The replacements. Raises TypeError for what is not callable, and ValueError for what is not a
     function of torch."""
     if not isinstance(replace, Mapping | None):
-        raise TypeError(f"replace: a dict of torch function -> function, got {replace!r}")
+        raise TypeError(
+            f"replace: a dict of torch function -> function, got {replace!r}"
+        )
     given: dict[Function, Function] = dict(replace or {})
-    functions = {OPERATORS.get(function, function): other for function, other in given.items()}
+    functions = {
+        OPERATORS.get(function, function): other for function, other in given.items()
+    }
     if not all(map(callable, functions.values())):
         raise TypeError(f"replace: a replacement must be callable, got {replace!r}")
     for function in functions:

@@ -35,7 +35,9 @@ class Simulate(Scope):
 
     @property
     def title(self) -> str:
-        casts = (cast for cast in (self.recipe.input, self.recipe.grad) if cast is not None)
+        casts = (
+            cast for cast in (self.recipe.input, self.recipe.grad) if cast is not None
+        )
         return f"simulated casts to {' and '.join(get_format(cast.format).name for cast in casts)}"
 
     def mode(self, module: nn.Module, path: str, given: Given) -> autocast:
@@ -122,7 +124,9 @@ def _install(model: nn.Module, casts: Recipe) -> None:
 
 def _scaled(casts: Recipe, scaling: str) -> Recipe:
     """The casts with scales."""
-    operands = {role: replace(getattr(casts, role), scaling=scaling) for role in OPERANDS}
+    operands = {
+        role: replace(getattr(casts, role), scaling=scaling) for role in OPERANDS
+    }
     return replace(casts, **operands)
 
 

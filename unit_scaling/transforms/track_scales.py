@@ -81,7 +81,9 @@ class Metrics:
         """Returns the statistics of a floating-point tensor of any shape; inside of a transform of
         `torch.func`, of all that it maps."""
         t = debug_unwrap(t.detach())
-        x = (t.to_dense() if t.is_sparse else t).to(torch.promote_types(t.dtype, torch.float32))
+        x = (t.to_dense() if t.is_sparse else t).to(
+            torch.promote_types(t.dtype, torch.float32)
+        )
         if x.numel() == 0:
             return Metrics.Data(0.0, 0.0, 0.0, 0.0, 0.0, 0)
         sizes = x.abs()
@@ -137,7 +139,9 @@ class Tap(Observer):
         self.graph = Graph()
         self._handles: list[Any] = []
         self._nodes: dict[int, Node] = {}
-        self._names: dict[int, tuple[str, str]] = {}  # id -> (name of the node, name in the model)
+        self._names: dict[
+            int, tuple[str, str]
+        ] = {}  # id -> (name of the node, name in the model)
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
         self._parts: dict[Callable[..., Any], str] = {}
         for kind in ("parameters", "buffers"):
@@ -152,14 +156,18 @@ class Tap(Observer):
             node = self.graph.placeholder(name)
             with unseen():
                 self._record(node, tensor)
-            node.meta["clean_name"] = name  # fx renames a placeholder called input to input_1
+            node.meta["clean_name"] = (
+                name  # fx renames a placeholder called input to input_1
+            )
 
     def run(self, model: nn.Module, call: Call) -> Any:
         """Returns ``call(given)``, a call of the model."""
         with self.of(model):
             output = call(self.given)
         node = self.graph.output(self._written(as_container(output)))
-        node.meta.update(clean_name="output", outputs_float_tensor=False, requires_grad=False)
+        node.meta.update(
+            clean_name="output", outputs_float_tensor=False, requires_grad=False
+        )
         self._nodes.clear()
         self._alive.clear()
         return output
@@ -169,10 +177,14 @@ class Tap(Observer):
         for handle in self._handles:
             handle.remove()
 
-    def call_part(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_part(
+        self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Calls the forward of a submodule, as one node."""
         self._parts[forward] = path
-        return self.see(forward, args, kwargs) if self.sees() else forward(*args, **kwargs)
+        if self.sees():
+            return self.see(forward, args, kwargs)
+        return forward(*args, **kwargs)
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if function == _REQUIRE_GRAD and args[0].requires_grad:
@@ -224,16 +236,23 @@ class Tap(Observer):
             self._nodes[id(value)] = node
             self._alive.append(value)
         elif isinstance(value, list | tuple | dict):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            for key, item in (
+                value.items() if isinstance(value, dict) else enumerate(value)
+            ):
                 if next(tensors_in(item), None) is not None:
-                    self._record(self.graph.call_function(operator.getitem, (node, key)), item)
+                    self._record(
+                        self.graph.call_function(operator.getitem, (node, key)), item
+                    )
         if floating:
-            value = debug_unwrap(value)  # hooks of a wrapper of torch.func are not called
+            # Hooks of a wrapper of torch.func are not called.
+            value = debug_unwrap(value)
             metrics = Metrics(value)
             node.meta["metrics"] = metrics
             if value.requires_grad and torch.is_grad_enabled():
                 # The gradient of a part of a split that nothing reads is None.
-                handle = value.register_hook(lambda g: None if g is None else metrics.set_bwd(g))
+                handle = value.register_hook(
+                    lambda g: None if g is None else metrics.set_bwd(g)
+                )
                 if value.is_leaf or node.op == "placeholder":
                     self._handles.append(handle)
 
@@ -258,11 +277,18 @@ class Track(Scope):
         return Track, ()
 
     def run(
-        self, call: Call, module: nn.Module, path: str, given: Given, is_eager: bool = False
+        self,
+        call: Call,
+        module: nn.Module,
+        path: str,
+        given: Given,
+        is_eager: bool = False,
     ) -> Any:
         if path or is_observed() or is_exported():
             return call()
-        eagerly = _in_eager_mode if torch.compiler.is_dynamo_compiling() else outside_compiler
+        eagerly = (
+            _in_eager_mode if torch.compiler.is_dynamo_compiling() else outside_compiler
+        )
         return eagerly(lambda: self._measured(call, module, given))
 
     def _measured(self, call: Call, module: nn.Module, given: Given) -> Any:
@@ -281,7 +307,9 @@ class Track(Scope):
 
 def _differentiable(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy that requires a gradient if the tensor does not."""
-    if tensor.requires_grad or not (tensor.is_floating_point() and torch.is_grad_enabled()):
+    if tensor.requires_grad or not (
+        tensor.is_floating_point() and torch.is_grad_enabled()
+    ):
         return tensor
     return tensor.detach().requires_grad_().clone()
 
@@ -362,7 +390,9 @@ def prune_same_scale_tensors(graph: Graph, rtol: float = 2**-16) -> Graph:
     return _pruned(graph, same)
 
 
-def prune_selected_nodes(graph: Graph, targets: Iterable[Callable[..., Any] | str]) -> Graph:
+def prune_selected_nodes(
+    graph: Graph, targets: Iterable[Callable[..., Any] | str]
+) -> Graph:
     """Returns a copy of a graph without the nodes that call one of ``targets``. Their readers get
     other arguments as in `prune_non_float_tensors`.
 
@@ -384,7 +414,9 @@ def _pruned(graph: Graph, prune: Callable[[Node], bool], tracked: bool = True) -
         )
     nodes = list(graph.nodes)
     if tracked and any("outputs_float_tensor" not in node.meta for node in nodes):
-        raise ValueError("the graph is not one of track_scales: its nodes have no metrics")
+        raise ValueError(
+            "the graph is not one of track_scales: its nodes have no metrics"
+        )
     graph = copy.deepcopy(graph)
     for node in graph.nodes:
         if node.op != "output" and prune(node):
@@ -397,7 +429,9 @@ def _remove(graph: Graph, node: Node) -> None:
     source = _float_input(node)
 
     def without(argument: Node) -> Any:
-        return source if argument is node else argument
+        if argument is node:
+            return source
+        return argument
 
     for user in list(node.users):
         user.args = map_arg(user.args, without)
@@ -412,7 +446,9 @@ def _is_float(node: Node) -> bool:
 def _float_input(node: Node) -> Node | None:
     """The only floating-point input of a node; None if there are none or several."""
     inputs = [source for source in node.all_input_nodes if _is_float(source)]
-    return inputs[0] if len(inputs) == 1 else None
+    if len(inputs) == 1:
+        return inputs[0]
+    return None
 
 
 def _close(a: Metrics.Data | None, b: Metrics.Data | None, rtol: float) -> bool:

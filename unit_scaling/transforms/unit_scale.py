@@ -69,7 +69,9 @@ def unit_scale(
     functions = checked(replace)
     refuse_weights(module)
     if is_unit_scaled(module):
-        raise ValueError("unit_scale: the model is unit-scaled already: transform the plain model")
+        raise ValueError(
+            "unit_scale: the model is unit-scaled already: transform the plain model"
+        )
     warn_if_trained(unwrapped(module))
     _refuse_flattened(module)
     # A model that processes have divided has no copy.
@@ -120,8 +122,12 @@ def report(model: nn.Module) -> Report[Row]:
         note = "The model has not run yet: its values are set in its first call."
         return Report([], [note], heading="parameter")
     if not is_unit_scaled(inner):
-        raise ValueError(f"report needs a model of unit_scale, got a {type(model).__name__}")
-    note = "This is a copy: it has the numbers of its parameters, and no sizes of results."
+        raise ValueError(
+            f"report needs a model of unit_scale, got a {type(model).__name__}"
+        )
+    note = (
+        "This is a copy: it has the numbers of its parameters, and no sizes of results."
+    )
     return Report(list(_rows_of_tags(inner)), [note], heading="parameter")
 
 

@@ -26,7 +26,9 @@ T = TypeVar("T")
 
 
 def apply_transform(
-    module: M, backend: Backend, non_recurse_functions: Sequence[Callable[..., Any]] = ()
+    module: M,
+    backend: Backend,
+    non_recurse_functions: Sequence[Callable[..., Any]] = (),
 ) -> M:
     """Returns a copy of ``module`` whose graphs are passed through ``backend`` before they run.
 
@@ -49,7 +51,9 @@ def apply_transform(
     for function in non_recurse_functions:
         torch.compiler.allow_in_graph(function)
     scope = find_scope(module, Compile)
-    before, inductor = ((), False) if scope is None else (scope.backends, scope.inductor)
+    before, inductor = (
+        ((), False) if scope is None else (scope.backends, scope.inductor)
+    )
     return with_scope(module, Compile((*before, backend), inductor))
 
 
@@ -76,13 +80,13 @@ def replace_node_with_function(
         kwargs: keyword arguments; by default the node's.
         keep_type_expr: whether to keep the node's type.
     """
+    if args is None:
+        args = source.args
+    if kwargs is None:
+        kwargs = source.kwargs
+    kind = source.type if keep_type_expr else None
     with graph.inserting_after(source):
-        call = graph.call_function(
-            target_fn,
-            source.args if args is None else args,
-            source.kwargs if kwargs is None else kwargs,
-            source.type if keep_type_expr else None,
-        )
+        call = graph.call_function(target_fn, args, kwargs, kind)
     source.replace_all_uses_with(call, delete_user_cb=lambda user: user is not call)
     graph.erase_node(source)
 

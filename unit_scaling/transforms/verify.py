@@ -18,7 +18,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8.common.copies import deep_copy
 from fp8.common.report import Rows, as_table
-from fp8.common.step import Batch, Loss, call, copied, seeded, starts, tensors, unwrapped
+from fp8.common.step import (
+    Batch,
+    Loss,
+    call,
+    copied,
+    seeded,
+    starts,
+    tensors,
+    unwrapped,
+)
 from fp8.common.validation import check_module, check_name, check_whole
 from fp8.layers.select import auto_of, candidates
 from fp8.modes.dispatch import LEFT
@@ -56,7 +65,10 @@ class Verification(Rows[Measurement]):
     """
 
     def __init__(
-        self, rows: Iterable[Measurement], notes: Iterable[str] = (), loss: float | None = None
+        self,
+        rows: Iterable[Measurement],
+        notes: Iterable[str] = (),
+        loss: float | None = None,
     ) -> None:
         """loss: as in `unit_scaling.checks.ranges.diagnosis`."""
         super().__init__(rows, notes)
@@ -76,8 +88,12 @@ class Verification(Rows[Measurement]):
             ValueError: the kind is unknown.
         """
         check_name("kind", kind, RANGES)
-        inside = [row.inside for row in self if row.kind == kind and row.inside is not None]
-        return sum(inside) / len(inside) if inside else math.nan
+        inside = [
+            row.inside for row in self if row.kind == kind and row.inside is not None
+        ]
+        if inside:
+            return sum(inside) / len(inside)
+        return math.nan
 
     def __str__(self) -> str:
         cells = [("module", "call", "tensor", "kind", "scale", "rms", "")]
@@ -87,7 +103,9 @@ class Verification(Rows[Measurement]):
             mark = f"outside{loses}" if row.inside is False else ""
             place = (row.path or "(model)", call, row.tensor, row.kind)
             cells.append((*place, f"{row.scale:.3g}", f"{row.rms:.3g}", mark))
-        return "\n".join([as_table(cells), "", *self.notes, *self._summary(), "", *self.diagnosis])
+        return "\n".join(
+            [as_table(cells), "", *self.notes, *self._summary(), "", *self.diagnosis]
+        )
 
     __repr__ = __str__
 
@@ -96,9 +114,15 @@ class Verification(Rows[Measurement]):
             rows = [row for row in self if row.kind == kind]
             if not rows:
                 continue
-            zeros, inside = (sum(row.inside is each for row in rows) for each in (None, True))
+            zeros, inside = (
+                sum(row.inside is each for row in rows) for each in (None, True)
+            )
             also = f", {zeros} of zeros" if zeros else ""
-            by = "at their scales" if any(row.loss for row in rows) else f"[{low:g}, {high:g}]"
+            by = (
+                "at their scales"
+                if any(row.loss for row in rows)
+                else f"[{low:g}, {high:g}]"
+            )
             yield f"{kind}: {inside} of {len(rows) - zeros} inside {by}{also}"
 
 
@@ -183,7 +207,9 @@ def _step(
             output = outside_compiler(lambda: call(model, copied(batch)))
         results = [t for t in tensors(output) if t.requires_grad]
         for tensor in results if all(t.dim() for t in results) else ():
-            tensor.register_hook(lambda g: at_output.append(rms_of(g)) if g.any() else None)
+            tensor.register_hook(
+                lambda g: at_output.append(rms_of(g)) if g.any() else None
+            )
         ends, gradients = starts(output, loss, seed)
         if not ends:
             raise ValueError("no tensor in the model's output requires a gradient")
@@ -246,7 +272,11 @@ class _Product:
 
     def add(self, slot: Slot, tensor: Tensor, origin: _Origin) -> None:
         """Measures an argument, if it is an operand."""
-        if slot[0] in _UNMEASURED or is_added(self.call, slot) or not _is_measurable(tensor):
+        if (
+            slot[0] in _UNMEASURED
+            or is_added(self.call, slot)
+            or not _is_measurable(tensor)
+        ):
             return
         state = self.call in RECURRENT and slot not in ((0,), ("input",))
         if state and not (origin.parameter and tensor.dim() > 1):
@@ -254,7 +284,11 @@ class _Product:
         known = {operand.label for operand in self.operands}
         is_second = self.call in EMBEDDINGS | LAYERS and slot[0] in (1, "weight")
         if self.call in ATTENTION:
-            label = slot[0] if isinstance(slot[0], str) else ("query", "key", "value")[slot[0]]
+            label = (
+                slot[0]
+                if isinstance(slot[0], str)
+                else ("query", "key", "value")[slot[0]]
+            )
         elif origin.parameter or is_second:
             label = "weight"
         else:
@@ -280,7 +314,9 @@ class Watch(Observer):
         super().__init__()
         self.notes: list[str] = []
         self._scales = scales
-        self._recipes = {path: auto_of(layer) for path, layer in candidates(model).items()}
+        self._recipes = {
+            path: auto_of(layer) for path, layer in candidates(model).items()
+        }
         self._parameters = {id(p) for p in model.parameters()}
         self._products: list[_Product] = []
         self._origins = WeakTensorKeyDictionary()
@@ -290,18 +326,26 @@ class Watch(Observer):
         arguments = (*tensors_in(args), *tensors_in(kwargs))
         tensors = [debug_unwrap(t) for _, t in arguments]
         origins = [self._origin(t) for t in tensors]
-        multiplies = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS
+        multiplies = (
+            function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS
+        )
         multiplies = multiplies and "parametrizations" not in self.path.split(".")
         self._note(function, kind, len(tensors), multiplies)
         # Products of constants (the angles of rotary embeddings, for example) are not measured.
         known = any(origin.parameter or origin.sources for origin in origins)
         if multiplies and (known or any(t.requires_grad for t in tensors)):
-            if any(inner is not t for inner, (_, t) in zip(tensors, arguments, strict=True)):
+            if any(
+                inner is not t for inner, (_, t) in zip(tensors, arguments, strict=True)
+            ):
                 self.notes.append(f"{self._place(kind)} {_MAPPED}")
             with unseen():
                 # A lookup is not cast: its table is judged as the weight of a layer.
-                otherwise = self._recipes.get(self.path, STATIC if kind in EMBEDDINGS else PLAIN)
-                casts = ProductCasts(otherwise, kind, *tensors) if self._scales else None
+                otherwise = self._recipes.get(
+                    self.path, STATIC if kind in EMBEDDINGS else PLAIN
+                )
+                casts = (
+                    ProductCasts(otherwise, kind, *tensors) if self._scales else None
+                )
                 product = _Product(self.path, kind, casts)
                 for (slot, tensor), origin in zip(arguments, origins, strict=True):
                     product.add(slot, tensor, origin)
@@ -319,10 +363,14 @@ class Watch(Observer):
     def _place(self, kind: str) -> str:
         return f"{kind} in {self.path or 'the model itself'}"
 
-    def _note(self, function: Callable[..., Any], kind: str, count: int, multiplies: bool) -> None:
+    def _note(
+        self, function: Callable[..., Any], kind: str, count: int, multiplies: bool
+    ) -> None:
         """Notes a call that is one of several products, or one that no recipe casts."""
         if kind in RECURRENT or (kind == "einsum" and count > 2):
-            self.notes.append(f"{self._place(kind)}: its steps are one call, not measured inside")
+            self.notes.append(
+                f"{self._place(kind)}: its steps are one call, not measured inside"
+            )
         elif not multiplies and function in LEFT:
             self.notes.append(f"{self._place(kind)} is not measured: {LEFT[function]}")
 
@@ -348,10 +396,13 @@ class Watch(Observer):
         map of three dimensions), gradients pass by once its base is written in place."""
         if isinstance(output, Tensor) and output.requires_grad:
             passed = any(debug_unwrap(output) is t for t in tensors)
-            output = output if passed else output.clone()
+            if not passed:
+                output = output.clone()
         # Recurrent ones return states too. Hooks of a wrapper of torch.func are not called.
         first = next((debug_unwrap(t) for _, t in tensors_in(output)), None)
-        is_measured = first is not None and first.requires_grad and _is_measurable(first)
+        is_measured = (
+            first is not None and first.requires_grad and _is_measurable(first)
+        )
         if first is not None and is_measured and product.call not in EMBEDDINGS:
             first.register_hook(product.note)
         return output
@@ -382,7 +433,9 @@ class Watch(Observer):
                 small.discard(product)
             for operand in product.operands:
                 logits = product.scores or operand.label in ("query", "key")
-                (small if logits or product in small else other).update(operand.origin.sources)
+                (small if logits or product in small else other).update(
+                    operand.origin.sources
+                )
         return small
 
 

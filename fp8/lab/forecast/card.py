@@ -114,17 +114,27 @@ def _patches(card: Card) -> Iterator[Any]:
         for name in answers.keys() & set(dir(owner)):
             yield mock.patch.object(owner, name, _answering(owner, answers[name]))
     for name in ("get_rng_state", "set_rng_state"):
-        yield mock.patch.object(torch.cuda.random, name, _answering(torch, answers[name]))
-    for name in ("_cuda_init", "_cuda_getCurrentRawStream", "_cuda_isCurrentStreamCapturing"):
+        yield mock.patch.object(
+            torch.cuda.random, name, _answering(torch, answers[name])
+        )
+    for name in (
+        "_cuda_init",
+        "_cuda_getCurrentRawStream",
+        "_cuda_isCurrentStreamCapturing",
+    ):
         yield mock.patch.object(torch._C, name, _answering(torch, 0), create=True)
     # Without an accelerator the compiler asks no driver for its current stream.
     yield mock.patch.object(torch.accelerator, "is_available", _answering(torch, False))
-    yield mock.patch.object(triton_helpers, "set_driver_to_gpu", _answering(torch, None))
+    yield mock.patch.object(
+        triton_helpers, "set_driver_to_gpu", _answering(torch, None)
+    )
     yield mock.patch.object(torch.autograd, "_engine_run_backward", _run_backward)
     no_init = property(lambda self: True)
     yield mock.patch.object(FakeTensorMode, "avoid_device_init", no_init, create=True)
     # By which torch 2.11 asks the driver in place of that.
-    yield mock.patch.object(fake_tensor, "init_gpu_context", _answering(torch, None), create=True)
+    yield mock.patch.object(
+        fake_tensor, "init_gpu_context", _answering(torch, None), create=True
+    )
     deduce = UniformValueConstantFolder._deduce_value
 
     def on_cpu(self: Any, node: Any) -> Any:
@@ -133,9 +143,13 @@ def _patches(card: Card) -> Iterator[Any]:
 
     yield mock.patch.object(UniformValueConstantFolder, "_deduce_value", on_cpu)
     # Constants are not copied to the device.
-    yield mock.patch.object(GraphLowering, "constant_name", lambda self, name, device: name)
+    yield mock.patch.object(
+        GraphLowering, "constant_name", lambda self, name, device: name
+    )
     # Padding of products would be timed.
-    yield inductor.patch(compile_threads=1, force_disable_caches=True, shape_padding=False)
+    yield inductor.patch(
+        compile_threads=1, force_disable_caches=True, shape_padding=False
+    )
     yield functorch.patch(force_non_lazy_backward_lowering=True)
 
 
@@ -173,17 +187,25 @@ def _answering(owner: Any, value: Any) -> Any:
     def answer(*args: Any, **kwargs: Any) -> Any:
         return value
 
-    return staticmethod(answer) if isinstance(owner, type) else answer
+    if isinstance(owner, type):
+        return staticmethod(answer)
+    return answer
 
 
 class _OnCpu(TorchDispatchMode):
     """Computes constants of the compiler on the CPU."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def here(x: Any) -> Any:
-            return "cpu" if isinstance(x, torch.device) and x.type == "cuda" else x
+            if isinstance(x, torch.device) and x.type == "cuda":
+                return "cpu"
+            return x
 
-        return func(*map(here, args), **{name: here(x) for name, x in (kwargs or {}).items()})
+        return func(
+            *map(here, args), **{name: here(x) for name, x in (kwargs or {}).items()}
+        )
 
 
 # Triton
@@ -241,7 +263,14 @@ def _attention(
 ) -> Tensor:
     if attn_mask is not None:  # torch has no flash kernel with a mask
         return torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )[0]
     if enable_gqa:  # as torch's choice does
         groups = query.shape[-3] // key.shape[-3]
@@ -267,7 +296,9 @@ def _run_backward(
     """What computes `torch.autograd.grad`; of tensors on "cuda" by `gradients`, as torch's engine
     asks the driver for streams."""
     if not inputs or outputs[0].device.type != "cuda":
-        return _ENGINE(outputs, grads, retain_graph, create_graph, inputs, *flags, **options)
+        return _ENGINE(
+            outputs, grads, retain_graph, create_graph, inputs, *flags, **options
+        )
     with torch.set_grad_enabled(create_graph):
         return gradients(outputs, grads, inputs)
 
@@ -281,9 +312,12 @@ def gradients(
     roots, leaves = list(map(edge_of, outputs)), list(map(edge_of, inputs))
     received: dict[Any, dict[int, Tensor]] = {}
     for edge, output, grad in zip(roots, outputs, grads, strict=True):
-        grad = torch.ones_like(output) if grad is None else grad
+        if grad is None:
+            grad = torch.ones_like(output)
         _receive(received, edge.node, edge.output_nr, grad)
-    for node in _in_order([edge.node for edge in roots], {edge.node for edge in leaves}):
+    for node in _in_order(
+        [edge.node for edge in roots], {edge.node for edge in leaves}
+    ):
         for (after, slot), grad in _gradients(node, received.get(node, {})):
             if grad is not None:
                 _receive(received, after, slot, grad)
@@ -306,7 +340,9 @@ def _in_order(roots: Sequence[Any], leaves: set[Any]) -> list[Any]:
     return [node for node in reversed(order) if node in leading]
 
 
-def _gradients(node: Any, received: dict[int, Tensor]) -> Iterator[tuple[tuple[Any, int], Any]]:
+def _gradients(
+    node: Any, received: dict[int, Tensor]
+) -> Iterator[tuple[tuple[Any, int], Any]]:
     """The next nodes, each with its gradient."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if not received or not edges:
@@ -314,13 +350,20 @@ def _gradients(node: Any, received: dict[int, Tensor]) -> Iterator[tuple[tuple[A
     custom = isinstance(node, torch.autograd.function.BackwardCFunction)
     run = node.apply if custom else node
     result = run(*(received.get(slot) for slot in range(len(node._input_metadata))))
-    result = result if isinstance(result, tuple) else (result,)
-    needed = node.needs_input_grad if custom else [n is not None for n, _ in node.next_functions]
+    if not isinstance(result, tuple):
+        result = (result,)
+    needed = (
+        node.needs_input_grad
+        if custom
+        else [n is not None for n, _ in node.next_functions]
+    )
     grads = [grad for grad, needs in zip(result, needed, strict=False) if needs]
     yield from zip(edges, grads, strict=True)
 
 
-def _receive(received: dict[Any, dict[int, Tensor]], node: Any, slot: int, grad: Tensor) -> None:
+def _receive(
+    received: dict[Any, dict[int, Tensor]], node: Any, slot: int, grad: Tensor
+) -> None:
     meta = node._input_metadata[slot]
     if grad.shape != meta.shape:
         grad = grad.sum_to_size(meta.shape)

@@ -20,9 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     default = " ".join(RECIPES)
     parser.add_argument(
-        "--recipes", nargs="+", default=list(RECIPES), metavar="NAME", help=f"({default})"
+        "--recipes",
+        nargs="+",
+        default=list(RECIPES),
+        metavar="NAME",
+        help=f"({default})",
     )
-    parser.add_argument("--hardware", default="h100", choices=CARDS, help="(%(default)s)")
+    parser.add_argument(
+        "--hardware", default="h100", choices=CARDS, help="(%(default)s)"
+    )
     parser.add_argument(
         "--policy",
         metavar="FILE.json",

@@ -80,14 +80,17 @@ def _capturing(results: list[Graph]) -> Iterator[None]:
     def described(self: Any, code: Any) -> Any:
         outputs = [_layout(x) for x in self.graph_outputs]
         results.append(
-            Graph(self.is_backward, tuple(_kernels(self, fused)), _saved(self), code.value)
+            Graph(
+                self.is_backward, tuple(_kernels(self, fused)), _saved(self), code.value
+            )
         )
         fused.clear()
 
         def call(inputs: list[Any]) -> list[Any]:
             inputs.clear()
             return [
-                x and torch.empty_strided(x.size, x.stride, dtype=x.dtype, device="cuda")
+                x
+                and torch.empty_strided(x.size, x.stride, dtype=x.dtype, device="cuda")
                 for x in outputs
             ]
 
@@ -110,7 +113,9 @@ class _Layout(NamedTuple):
 def _layout(x: Any) -> _Layout | None:
     """Returns the layout of a buffer or input of a graph; None if it is not a tensor."""
     try:
-        size, stride = ([int(s) for s in sizes] for sizes in (x.get_size(), x.get_stride()))
+        size, stride = (
+            [int(s) for s in sizes] for sizes in (x.get_size(), x.get_stride())
+        )
         return _Layout(size, stride, x.get_dtype())
     except (AttributeError, NotImplementedError, TypeError):
         return None
@@ -122,7 +127,9 @@ def _arguments(args: Any) -> set[str]:
 
     buffers = {**args.input_buffers, **args.output_buffers}
     names = {name for name, x in buffers.items() if not isinstance(x, RemovedArg)}
-    in_place = [x for x in args.inplace_buffers.values() if not isinstance(x, RemovedArg)]
+    in_place = [
+        x for x in args.inplace_buffers.values() if not isinstance(x, RemovedArg)
+    ]
     return names | {name for x in in_place for name in x.other_names}
 
 
@@ -135,7 +142,9 @@ def _saved(graph: Any) -> int:
         for name in graph.graph_input_names
         if not re.match("primals|tangents", name)
     }
-    return sum(math.prod(x.size) * x.dtype.itemsize for x in layouts.values() if x is not None)
+    return sum(
+        math.prod(x.size) * x.dtype.itemsize for x in layouts.values() if x is not None
+    )
 
 
 def _kernels(graph: Any, fused: dict[str, dict[str, set[str]]]) -> Iterator[Kernel]:
@@ -143,13 +152,18 @@ def _kernels(graph: Any, fused: dict[str, dict[str, set[str]]]) -> Iterator[Kern
     arguments of each."""
     for node in graph.scheduler.nodes:
         read, written = (
-            _whole(graph, node.get_read_write_buffer_accesses(r, not r)) for r in (True, False)
+            _whole(graph, node.get_read_write_buffer_accesses(r, not r))
+            for r in (True, False)
         )
-        kernels = {name: x for n in node.get_nodes() for name, x in fused[n.get_name()].items()}
+        kernels = {
+            name: x for n in node.get_nodes() for name, x in fused[n.get_name()].items()
+        }
         if kernels:  # the compiler counts what stays in registers as well
             read = {n: size for n, size in read.items() if n not in written}
             for name, arguments in kernels.items():
-                sizes = (sum(x[n] for n in x.keys() & arguments) for x in (read, written))
+                sizes = (
+                    sum(x[n] for n in x.keys() & arguments) for x in (read, written)
+                )
                 yield Kernel(TRITON, name, 0, *sizes)
         elif node.is_extern() and type(node.node).__name__ != "MultiOutput":
             name = node.node.get_kernel_name() or type(node.node).__name__
@@ -171,9 +185,13 @@ def _all_of(graph: Any, name: str, bytes: int) -> int:
 
 def _product(name: str, node: Any) -> tuple[str, int]:
     """The kind of a kernel of a library, and its floating-point operations."""
-    sizes = [[int(s) for s in x.get_size()] for x in node.inputs if hasattr(x, "get_size")]
+    sizes = [
+        [int(s) for s in x.get_size()] for x in node.inputs if hasattr(x, "get_size")
+    ]
     if "attention" in name:
-        (batch, heads, rows, width), (_, _, keys, _) = [s for s in sizes if len(s) == 4][:2]
+        (batch, heads, rows, width), (_, _, keys, _) = [
+            s for s in sizes if len(s) == 4
+        ][:2]
         products = 5 if "backward" in name else 2
         causal = 2 if True in node.constant_args else 1
         return ATTENTION, 2 * products * batch * heads * rows * keys * width // causal
@@ -190,7 +208,9 @@ def _product(name: str, node: Any) -> tuple[str, int]:
 def _convolution(sizes: list[list[int]], node: Any) -> int:
     output = [int(s) for s in node.get_size()] if hasattr(node, "get_size") else []
     weight = sizes[1] if len(sizes) > 1 else []
-    return 2 * math.prod(output) * math.prod(weight[1:]) if output and weight else 0
+    if output and weight:
+        return 2 * math.prod(output) * math.prod(weight[1:])
+    return 0
 
 
 def _bits(node: Any) -> str:

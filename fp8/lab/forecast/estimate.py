@@ -43,7 +43,8 @@ def estimate(
     for product in products:
         recipe = None if product.why_not else recipes.get(product.layer)
         units, missing = ({}, "") if recipe is None else _units(recipe, device)
-        units = units if product.kind == "linear" else {}
+        if product.kind != "linear":
+            units = {}
         seconds = product.calls * _seconds(product, recipe, units, device)
         if product.why_not:
             other += seconds
@@ -68,7 +69,9 @@ def _unit(cast: Cast) -> str:
     if format.bits == 16:
         return BF16
     prefix = {"mx": "mxfp", "nv": "nvfp"}.get(cast.scaling, "fp")
-    return f"{prefix}{format.bits}" if format.name in _MULTIPLIED else format.name
+    if format.name in _MULTIPLIED:
+        return f"{prefix}{format.bits}"
+    return format.name
 
 
 def _units(recipe: Recipe, device: Hardware) -> tuple[dict[str, str], str]:
@@ -92,14 +95,21 @@ def _seconds(
 ) -> float:
     """Estimates the seconds of one call of the three products, with their casts."""
     p, total = product, 0.0
-    elements = {"input": p.input_elements or p.m * p.k, "weight": p.k * p.n, "grad": p.m * p.n}
+    elements = {
+        "input": p.input_elements or p.m * p.k,
+        "weight": p.k * p.n,
+        "grad": p.m * p.n,
+    }
     for name, operands in PRODUCTS.items():
         unit = units.get(name, BF16)
-        moved = sum(n * UNITS[unit if x in operands else BF16] for x, n in elements.items())
+        moved = sum(
+            n * UNITS[unit if x in operands else BF16] for x, n in elements.items()
+        )
         total += device.seconds(unit, 2 * p.m * p.k * p.n, moved)
     for operand, names in OPERANDS.items():
         casts = [
-            getattr(recipe, n)[PRODUCTS[n].index(operand)] if n in units else None for n in names
+            getattr(recipe, n)[PRODUCTS[n].index(operand)] if n in units else None
+            for n in names
         ]
         for size in _passes(casts, operand == "weight"):
             total += device.seconds(BF16, 0, size * elements[operand])
@@ -112,11 +122,19 @@ def _passes(casts: Sequence[Cast | None], is_weight: bool) -> list[float]:
     forward and in the backward pass."""
     first, second = casts
     both = first if first == second and first is not None and not is_weight else None
-    fused = [cast is not None and cast.scaling in FUSED and not is_weight for cast in casts]
+    fused = [
+        cast is not None and cast.scaling in FUSED and not is_weight for cast in casts
+    ]
     passes = [2.0, 0.0] if any(c and c.scaling in WITH_AMAX for c in casts) else []
-    if both and (both.tile or (0, 0))[0] == (both.tile or (0, 0))[1] and not both.hadamard:
+    if (
+        both
+        and (both.tile or (0, 0))[0] == (both.tile or (0, 0))[1]
+        and not both.hadamard
+    ):
         size = UNITS[_unit(both)]  # a kernel that transposes, or one that writes both
-        return [2 * size] if fused[0] else [*passes, 2 + 2 * size]
+        if fused[0]:
+            return [2 * size]
+        return [*passes, 2 + 2 * size]
     if first and not fused[0]:
         passes.append(2 + UNITS[_unit(first)])
     if second:

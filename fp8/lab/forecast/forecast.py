@@ -98,7 +98,11 @@ def forecast(
         variants = [converter.estimated(products, model, device) for converter in ours]
         return Forecast(device.name, "estimate", tuple(variants), (reason,))
     products = trace(*_empty(model, batch, "meta"))
-    with compiling_for(CARDS[device.name]), selftest.trusted(), warnings.catch_warnings():
+    with (
+        compiling_for(CARDS[device.name]),
+        selftest.trusted(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         step = _Step(*_empty(model, batch, "cuda"), loss, options)
         variants = [
@@ -131,9 +135,13 @@ class _Converter(NamedTuple):
         if self.torchao:
             float8 = import_module("torchao.float8")
             config = float8.Float8LinearConfig.from_recipe_name(self.torchao)
-            converted: nn.Module = float8.convert_to_float8_training(model, config=config)
+            converted: nn.Module = float8.convert_to_float8_training(
+                model, config=config
+            )
             return converted
-        return model if self.policy is None else convert(model, self.policy)
+        if self.policy is None:
+            return model
+        return convert(model, self.policy)
 
     @property
     def recipes(self) -> list[Recipe]:
@@ -146,14 +154,18 @@ class _Converter(NamedTuple):
         `Variant.simulated`."""
         return next(filter(None, map(why_not_recipe, self.recipes)), "")
 
-    def estimated(self, products: Sequence[Product], model: nn.Module, device: Hardware) -> Variant:
+    def estimated(
+        self, products: Sequence[Product], model: nn.Module, device: Hardware
+    ) -> Variant:
         """From the sizes of products."""
         rows = resolve(self.policy or Policy(None), model).items()
         recipes = {name or "(model)": row.recipe for name, row in rows}
         variant = estimate(products, recipes, device, self.name)
         if self.torchao:
             return replace(variant, layers={})
-        return variant if self.policy is None else replace(variant, policy=self.policy.to_dict())
+        if self.policy is None:
+            return variant
+        return replace(variant, policy=self.policy.to_dict())
 
 
 class _Step(NamedTuple):
@@ -172,14 +184,18 @@ class _Step(NamedTuple):
 
         def run(batch: Batch) -> Any:
             output = call(model, batch)
-            return output if self.loss is None else loss_value(output, self.loss)
+            if self.loss is None:
+                return output
+            return loss_value(output, self.loss)
 
         return graphs(run, self.batch, options=self.options)
 
     def _calibrate(self, model: nn.Module) -> None:
         """Notes states of layers as set, and those of layers that read one tensor as shared, as
         `fp8.calibrate` or a step leaves them."""
-        names = [name for name, m in model.named_modules() if hasattr(m, "fp8_measured")]
+        names = [
+            name for name, m in model.named_modules() if hasattr(m, "fp8_measured")
+        ]
         plain = {self.model.get_submodule(name): name for name in names}
         inputs: dict[str, Tensor] = {}
 
@@ -196,15 +212,20 @@ class _Step(NamedTuple):
             measured.update(dict.fromkeys(histories(layer, recurse=False), True))
             if has_scales(layer):
                 scale = scales.setdefault(id(x), layer.fp8_scale_input)
-                measured["fp8_scale_input"] = True if scale is layer.fp8_scale_input else scale
+                measured["fp8_scale_input"] = (
+                    True if scale is layer.fp8_scale_input else scale
+                )
 
 
-def _seconds(kernels: Iterable[Kernel], device: Hardware, at_peak: bool = False) -> float:
+def _seconds(
+    kernels: Iterable[Kernel], device: Hardware, at_peak: bool = False
+) -> float:
     """The time of kernels by the roofline."""
     return sum(
         device.seconds(
             "fp8" if kernel.kind == "fp8" else BF16,
-            kernel.flops * (2 if kernel.kind == "fp32" else 1),  # TF32 has half the rate
+            kernel.flops
+            * (2 if kernel.kind == "fp32" else 1),  # TF32 has half the rate
             kernel.moved,
             at_peak,
         )
@@ -221,7 +242,9 @@ def _summed(compiled: Sequence[Graph], device: Hardware) -> dict[str, Any]:
         "fp8": kinds["fp8"],
         "high": kinds["bf16"] + kinds["fp32"],
         "flops": sum(kernel.flops for kernel in kernels),
-        "moved": sum(kernel.moved for kernel in kernels if kernel.kind in (TRITON, OTHER)),
+        "moved": sum(
+            kernel.moved for kernel in kernels if kernel.kind in (TRITON, OTHER)
+        ),
         "saved": sum(graph.saved for graph in compiled),
         "peak": _seconds(kernels, device, at_peak=True),
         "seconds": _seconds(kernels, device),

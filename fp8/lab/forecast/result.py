@@ -102,7 +102,9 @@ class Forecast:
         heads = ("recipe", "ms", "of bf16", "layers slower", "MB saved")
         compiled = ("at peak", "kernels", "products FP8 / other", "MB moved")
         rows = [heads + compiled if self.source == "compiler" else heads]
-        return as_table(rows + [self._cells(variant)[: len(rows[0])] for variant in self.variants])
+        return as_table(
+            rows + [self._cells(variant)[: len(rows[0])] for variant in self.variants]
+        )
 
     def _cells(self, variant: Variant) -> tuple[str, ...]:
         high, slower = self.variants[0], "-"
@@ -128,13 +130,19 @@ class Forecast:
     def from_dict(values: Mapping[str, Any]) -> Forecast:
         """The forecast of `dataclasses.asdict`, also after JSON."""
         variants = tuple(Variant(**row) for row in values["variants"])
-        return Forecast(values["hardware"], values["source"], variants, tuple(values["notes"]))
+        return Forecast(
+            values["hardware"], values["source"], variants, tuple(values["notes"])
+        )
 
     def __str__(self) -> str:
         title = f"{self.hardware}, from the {self.source}'s code, not measured"
         if self.source != "compiler":
             title = f"{self.hardware}, an estimate from the shapes of products, not measured"
-        reasons = [f"{v.recipe}: simulated, {v.simulated}" for v in self.variants if v.simulated]
+        reasons = [
+            f"{v.recipe}: simulated, {v.simulated}"
+            for v in self.variants
+            if v.simulated
+        ]
         return "\n".join([title, self.table(), *reasons, *self.notes])
 
     __repr__ = __str__

@@ -22,14 +22,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fp8 parity``."""
     policies = f"a recipe, {', '.join(ENGINES)}, none (high precision), or a policy's .json file"
     about = (
-        f"as for preflight; the model maps ids to logits, prompts are its first {PROMPTS} batches"
+        "as for preflight; the model maps ids to logits, prompts are its first "
+        f"{PROMPTS} batches"
     )
     parser.add_argument("setup", help=about)
     parser.add_argument("--train", help=f"{policies} (the model as it is)")
-    parser.add_argument("--rollout", default="engine_row", help=f"{policies} (%(default)s)")
-    parser.add_argument("--cache", help="scaling of the engine's cache in FP8: tensor, head, token")
-    parser.add_argument("--bound", type=float, required=True, help="of KL(rollout || train)")
-    parser.add_argument("--total", action="store_true", help="no figures for single layers")
+    parser.add_argument(
+        "--rollout", default="engine_row", help=f"{policies} (%(default)s)"
+    )
+    parser.add_argument(
+        "--cache", help="scaling of the engine's cache in FP8: tensor, head, token"
+    )
+    parser.add_argument(
+        "--bound", type=float, required=True, help="of KL(rollout || train)"
+    )
+    parser.add_argument(
+        "--total", action="store_true", help="no figures for single layers"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -38,7 +47,10 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     model, batches, *_ = made_by(options.setup)
     result = parity(
         model,
-        [b["input_ids"] if isinstance(b, dict) else b for b in islice(batches, PROMPTS)],
+        [
+            b["input_ids"] if isinstance(b, dict) else b
+            for b in islice(batches, PROMPTS)
+        ],
         train=_policy(options.train),
         rollout=_policy(options.rollout),
         bound=options.bound,
@@ -53,4 +65,6 @@ def _policy(text: str | None) -> Any:
     """The policy that an argument names."""
     if text == "none":
         return Policy(None)
-    return Policy.from_json(Path(text)) if text and text.endswith(".json") else text
+    if text and text.endswith(".json"):
+        return Policy.from_json(Path(text))
+    return text

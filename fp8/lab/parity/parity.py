@@ -29,7 +29,9 @@ from ...recipes.recipe import AUTO, RECIPES, Recipe
 __all__ = ["ENGINES", "LayerEffect", "Parity", "parity"]
 
 
-def _engine(name: str, activations: Cast, weights: str, tile: tuple[int, int] | None) -> Recipe:
+def _engine(
+    name: str, activations: Cast, weights: str, tile: tuple[int, int] | None
+) -> Recipe:
     weight = Cast(format="e4m3", scaling=weights, rule="exact", tile=tile)
     return Recipe(name=name, input=activations, weight=weight)
 
@@ -38,11 +40,16 @@ ENGINES: dict[str, Recipe] = {
     engine.name: engine
     for engine in (
         # compressed-tensors' presets FP8_DYNAMIC and FP8: a scale is the largest magnitude / 448.
-        _engine("engine_row", Cast(format="e4m3", scaling="row", rule="exact"), "row", None),
+        _engine(
+            "engine_row", Cast(format="e4m3", scaling="row", rule="exact"), "row", None
+        ),
         _engine("engine_static", Cast(format="e4m3", scaling="static"), "tensor", None),
         # As DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) is served.
         _engine(
-            "engine_block", Cast(format="e4m3", scaling="block", rule="exact"), "block", (128, 128)
+            "engine_block",
+            Cast(format="e4m3", scaling="block", rule="exact"),
+            "block",
+            (128, 128),
         ),
     )
 }
@@ -94,7 +101,10 @@ class Parity:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values; None for those that are not finite."""
-        values = asdict(self) | {"layers": [row._asdict() for row in self.layers], "ok": self.ok}
+        values = asdict(self) | {
+            "layers": [row._asdict() for row in self.layers],
+            "ok": self.ok,
+        }
         return finite(values)
 
     def __str__(self) -> str:
@@ -103,16 +113,28 @@ class Parity:
         outcome = "within" if self.ok else "beyond"
         figures = [
             ("train", self.train),
-            ("rollout", f"{self.rollout}, cache by {self.cache}" if self.cache else self.rollout),
-            ("KL(rollout || train)", f"{self.kl:.3g} per token, {outcome} {self.bound:.3g}"),
+            (
+                "rollout",
+                f"{self.rollout}, cache by {self.cache}"
+                if self.cache
+                else self.rollout,
+            ),
+            (
+                "KL(rollout || train)",
+                f"{self.kl:.3g} per token, {outcome} {self.bound:.3g}",
+            ),
             ("log-probability", f"differs by {mean:.3g}, at most {largest:.3g}"),
             ("effective sample size", f"{self.ess:.4%}"),
             ("argmax changed", f"{self.changed:.2%}"),
             ("tokens", str(len(sizes))),
         ]
-        layers = [(row.name, f"{row.kl:.3g}", f"{row.share:.1%}") for row in self.layers]
+        layers = [
+            (row.name, f"{row.kl:.3g}", f"{row.share:.1%}") for row in self.layers
+        ]
         heads = ("without", "KL", "less by")
-        return as_table(figures) + ("\n\n" + as_table([heads, *layers]) if layers else "")
+        return as_table(figures) + (
+            "\n\n" + as_table([heads, *layers]) if layers else ""
+        )
 
 
 def parity(
@@ -160,7 +182,9 @@ def parity(
         raise ValueError(f"bound must be 0 or larger, got {bound!r}")
     model, ids = unwrapped(model), _checked(prompts)
     if cache is not None and not is_pretrained(model):
-        raise ValueError(f"cache is for models of transformers, not a {type(model).__name__}")
+        raise ValueError(
+            f"cache is for models of transformers, not a {type(model).__name__}"
+        )
     policies = [None if train is None else _policy(train), _policy(rollout)]
     ours, theirs = (_under(model, policy, ids[0]) for policy in policies)
     wanted = _logits(ours, ids, None)
@@ -211,7 +235,9 @@ def _policy(given: str | Recipe | Policy) -> Policy:
 def _name(policy: Policy | None) -> str:
     if policy is None:
         return "as it is"
-    return policy.name or name_of(policy.recipe) + (", by layer" if policy.selects else "")
+    return policy.name or name_of(policy.recipe) + (
+        ", by layer" if policy.selects else ""
+    )
 
 
 def _under(model: nn.Module, policy: Policy | None, ids: Tensor) -> nn.Module:
@@ -223,14 +249,22 @@ def _under(model: nn.Module, policy: Policy | None, ids: Tensor) -> nn.Module:
     if any(recipe is not None for recipe in policy.recipes):
         copied = convert(copied, policy)
     layers = converted(copied).values()
-    if any(cast and cast.scaling == "static" for m in layers for cast in m.fp8_recipe.casts):
+    if any(
+        cast and cast.scaling == "static" for m in layers for cast in m.fp8_recipe.casts
+    ):
         with evaluating(copied):
-            calibrate(copied, ids, lambda output: _checked_logits(output, ids).logsumexp(-1).mean())
+            calibrate(
+                copied,
+                ids,
+                lambda output: _checked_logits(output, ids).logsumexp(-1).mean(),
+            )
     return copied
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, prompts: Sequence[Tensor], cache: str | None) -> list[Tensor]:
+def _logits(
+    model: nn.Module, prompts: Sequence[Tensor], cache: str | None
+) -> list[Tensor]:
     logits = []
     with evaluating(model), seeded(0):
         for ids in prompts:
@@ -242,7 +276,9 @@ def _logits(model: nn.Module, prompts: Sequence[Tensor], cache: str | None) -> l
 def _checked_logits(output: Any, ids: Tensor) -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != ids.shape:
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+        got = (
+            tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+        )
         raise ValueError(
             f"for ids of shape {tuple(ids.shape)} the model must return logits of shape (..., "
             f"tokens, vocabulary), as a tensor or in .logits, got {got}"
@@ -250,13 +286,16 @@ def _checked_logits(output: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-def _measures(ours: list[Tensor], theirs: list[Tensor], prompts: list[Tensor]) -> dict[str, Any]:
+def _measures(
+    ours: list[Tensor], theirs: list[Tensor], prompts: list[Tensor]
+) -> dict[str, Any]:
     """The fields of a `Parity` that the logits give."""
     divergences, squares, changes, differences = [], [], [], []
     for train, rollout, ids in zip(ours, theirs, prompts, strict=True):
         dtype = torch.float32 if ids.device.type == "mps" else torch.float64
         log_p, log_q = (x.to(dtype).log_softmax(-1) for x in (rollout, train))
-        ratio = torch.where(log_q == log_p, 0.0, log_q - log_p)  # also where both are -Inf
+        # The ratio is 1 where both are -Inf.
+        ratio = torch.where(log_q == log_p, 0.0, log_q - log_p)
         divergences.append(-_expected(log_p, ratio).flatten())
         squares.append(_expected(log_q, ratio.exp()).flatten())
         changes.append((rollout.argmax(-1) != train.argmax(-1)).flatten())
@@ -286,7 +325,9 @@ def _without_each(
     for name, module in theirs.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
     for name, layer in list(theirs.named_modules()):
-        if not name or not (isinstance(layer, Converted) or isinstance(trained[name], Converted)):
+        if not name or not (
+            isinstance(layer, Converted) or isinstance(trained[name], Converted)
+        ):
             continue
         places = names[id(layer)]
         try:

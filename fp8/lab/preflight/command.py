@@ -45,28 +45,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="of each run (%(default)s)")
     parser.add_argument("--budget", type=float, help=budget)
     parser.add_argument("--target", type=float, help=target)
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="at most (%(default)s)")
+    parser.add_argument(
+        "--seeds", type=int, default=SEEDS, help="at most (%(default)s)"
+    )
     recipes = f"recipes to compare ({' '.join(RECIPES_TRIED)})"
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help=recipes)
     hardware = f"accelerators of the estimates ({' '.join(DEFAULTS['hardware'])})"
     parser.add_argument("--hardware", nargs="+", choices=HARDWARE, help=hardware)
     parser.add_argument("--out", help="page (%(default)s)")
     parser.set_defaults(**DEFAULTS)
-    parser.add_argument("--resume", action="store_true", help="continue from the .json file of OUT")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the .json file of OUT"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """Runs a preflight, writes the page and the figures. Returns the verdict and the exit code."""
     out, code = Path(options.out), 0
-    budget = DEMO_BUDGET if options.demo else BUDGET
     figures = out.with_suffix(".json")
+    setup, budget = demo, DEMO_BUDGET
+    if not options.demo:
+        setup, budget = from_function(options.setup), BUDGET
+    if options.budget is not None:
+        budget = options.budget
     try:
         result = preflight(
-            demo if options.demo else from_function(options.setup),
+            setup,
             recipes=options.recipes,
             steps=options.steps,
-            budget=budget if options.budget is None else options.budget,
+            budget=budget,
             target=options.target,
             max_seeds=options.seeds,
             hardware=options.hardware,
@@ -76,7 +84,10 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         )
     except PreflightError as raised:
         result, code = raised.report, 1
-        print(f"fp8 preflight: {raised}{place(raised.__cause__ or raised)}", file=sys.stderr)
+        print(
+            f"fp8 preflight: {raised}{place(raised.__cause__ or raised)}",
+            file=sys.stderr,
+        )
 
     def proceed(seconds: float, seeds: int) -> str:
         return _command(options, seconds, max(seeds, options.seeds))
@@ -93,7 +104,10 @@ def _command(options: argparse.Namespace, seconds: float, seeds: int) -> str:
     for name, default in DEFAULTS.items():
         value = getattr(options, name)
         if value != default:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+            words += [
+                f"--{name}",
+                *map(str, value if isinstance(value, list) else [value]),
+            ]
     words += ["--resume", "--budget", f"{seconds:g}"]
     return shlex.join(words + (["--seeds", str(seeds)] if seeds != SEEDS else []))
 
@@ -105,5 +119,7 @@ def _written(result: Preflight, out: Path, figures: Path) -> str:
         result.save(out)
         written.append(out)
     except ImportError as error:
-        print(f"no page: {error}, then repeat the command with --resume", file=sys.stderr)
+        print(
+            f"no page: {error}, then repeat the command with --resume", file=sys.stderr
+        )
     return f"\nwritten: {', '.join(map(str, written))}"

@@ -12,7 +12,15 @@ from torch.nn import functional as F
 
 from .training import Setup
 
-SOURCES = ("argparse", "ast", "collections", "datetime", "functools", "inspect", "typing")
+SOURCES = (
+    "argparse",
+    "ast",
+    "collections",
+    "datetime",
+    "functools",
+    "inspect",
+    "typing",
+)
 """Modules of the standard library whose source is the text."""
 
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 64, 4, 2, 64, 16
@@ -57,7 +65,9 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def text_batches(text: bytes, batch: int, context: int, count: int, seed: int) -> list[Tensor]:
+def text_batches(
+    text: bytes, batch: int, context: int, count: int, seed: int
+) -> list[Tensor]:
     """Random windows of a text: ``count`` tensors of shape (batch, context + 1), int64."""
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)

@@ -132,11 +132,18 @@ class Findings:
         found.candidates = [Candidate(**row) for row in values["candidates"]]
         found.forecasts = list(map(Forecast.from_dict, values["forecasts"]))
         for row in found.candidates:
-            row.errors = {int(step): _number(e, math.inf) for step, e in row.errors.items()}
+            row.errors = {
+                int(step): _number(e, math.inf) for step, e in row.errors.items()
+            }
         for run in found.runs:
-            run.losses, run.held_out = list(map(_number, run.losses)), _number(run.held_out)
+            run.losses, run.held_out = (
+                list(map(_number, run.losses)),
+                _number(run.held_out),
+            )
         return found
 
 
 def _number(value: float | None, otherwise: float = math.nan) -> float:
-    return otherwise if value is None else value
+    if value is None:
+        return otherwise
+    return value

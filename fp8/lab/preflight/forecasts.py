@@ -41,7 +41,9 @@ def compile_steps(
         findings.forecasts += made
         if len(made) < len(questions):
             late = f"compiling took longer than {FORECAST_PART:.0%} of the budget"
-            failed = next((answer for answer in answers if isinstance(answer, str)), late)
+            failed = next(
+                (answer for answer in answers if isinstance(answer, str)), late
+            )
             reason = f"{len(made)} of {len(questions)} accelerators: {failed}"
     findings.not_forecast = reason
 
@@ -56,12 +58,16 @@ def _policies(hardware: Hardware, findings: Findings) -> list[Policy]:
 
 def _answers(problem: Problem, questions: Sequence[Any], budget: Budget) -> list[Any]:
     """For each accelerator the figures of a `Forecast`, or the error as text, in time."""
-    context = multiprocessing.get_context("fork")  # torch has no compiler for GPUs without it
+    # Torch has no compiler for GPUs without it.
+    context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, problem, questions), daemon=True)
+    process = context.Process(
+        target=_answer, args=(sender, problem, questions), daemon=True
+    )
     answers = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for all forks
+        # Python 3.12 warns of every fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     sender.close()
     try:

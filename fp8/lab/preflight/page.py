@@ -16,7 +16,10 @@ def page(findings: Findings) -> str:
     extra ``preflight`` (jinja2)."""
     jinja2 = need("jinja2")
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {
         "bytes": bytes_in_words,
@@ -25,12 +28,16 @@ def page(findings: Findings) -> str:
         "recipe": lambda name: recipe_in_words(name).capitalize(),
         "signed": lambda value: f"{value:+.4f}",
     }
-    text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    text = (
+        resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    )
     verdict = findings.verdict
     return environment.from_string(text).render(
         findings=findings,
         verdict=verdict,
-        candidates=sorted(findings.candidates, key=lambda row: row.outcome == "not trained"),
+        candidates=sorted(
+            findings.candidates, key=lambda row: row.outcome == "not trained"
+        ),
         snapshots=sorted({step for row in findings.candidates for step in row.errors}),
         codes=verdict.code | {"JSON": json.dumps(verdict.policy, indent=2)},
     )

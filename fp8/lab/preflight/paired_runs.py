@@ -38,7 +38,9 @@ class Gap(NamedTuple):
 
     @property
     def half_width(self) -> float:
-        return (self.high - self.low) / 2 if math.isfinite(self.mean) else math.inf
+        if math.isfinite(self.mean):
+            return (self.high - self.low) / 2
+        return math.inf
 
 
 def _central(t: float, freedom: int) -> float:
@@ -51,7 +53,9 @@ def _central(t: float, freedom: int) -> float:
         term *= (k - 1) / k * math.cos(angle) ** 2
         total += term
     total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
+    if odd:
+        return 2 / math.pi * (angle + total)
+    return total
 
 
 def student(freedom: int, error: float) -> float:
@@ -75,7 +79,9 @@ def half_width(values: Sequence[float], error: float = 0.025) -> float:
 
 LOOKS = {
     seeds: ERROR / (k * (k + 1))
-    for k, seeds in enumerate((3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256), 1)
+    for k, seeds in enumerate(
+        (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256), 1
+    )
 }
 """The number of pairs at each look of the sequential test -> the error of an end there."""
 FIRST_LOOK = min(LOOKS)
@@ -83,10 +89,14 @@ FIRST_LOOK = min(LOOKS)
 
 def seeds_needed(gap: Gap, tolerance: float) -> int:
     """About how many seeds give an interval with a half-width of ``tolerance``."""
-    deviation = gap.half_width / student(gap.seeds - 1, LOOKS[gap.seeds]) * math.sqrt(gap.seeds)
+    deviation = (
+        gap.half_width / student(gap.seeds - 1, LOOKS[gap.seeds]) * math.sqrt(gap.seeds)
+    )
 
     def is_narrow(seeds: int) -> bool:
-        return student(seeds - 1, LOOKS[seeds]) * deviation / math.sqrt(seeds) <= tolerance
+        return (
+            student(seeds - 1, LOOKS[seeds]) * deviation / math.sqrt(seeds) <= tolerance
+        )
 
     return next(filter(is_narrow, LOOKS), max(LOOKS))
 
@@ -104,7 +114,9 @@ def sequential_gap(runs: Sequence[Run], name: str) -> Gap | None:
     test."""
     values = _differences(runs, name, end_difference)
     look = max((seeds for seeds in LOOKS if seeds <= len(values)), default=0)
-    return _gap(values[: look or None] if math.inf not in values else values, LOOKS.get(look))
+    return _gap(
+        values[: look or None] if math.inf not in values else values, LOOKS.get(look)
+    )
 
 
 def _differences(
@@ -112,7 +124,9 @@ def _differences(
 ) -> list[float]:
     """Returns the difference for each seed whose reference is finite, in the order of the seeds;
     inf for a run that diverged."""
-    references = {r.seed: r for r in runs if r.name == REFERENCE and math.isfinite(r.held_out)}
+    references = {
+        r.seed: r for r in runs if r.name == REFERENCE and math.isfinite(r.held_out)
+    }
     pairs = {r.seed: r for r in runs if r.name == name and r.seed in references}
     return [
         difference(run, references[seed]) if math.isfinite(run.held_out) else math.inf
@@ -142,8 +156,12 @@ def end_difference(run: Run, reference: Run) -> float:
 def chance_of(runs: Sequence[Run]) -> float:
     """The standard deviation of the reference's held-out loss over seeds; 0 before there are
     `FIRST_LOOK` of them."""
-    losses = [r.held_out for r in runs if r.name == REFERENCE and math.isfinite(r.held_out)]
-    return statistics.stdev(losses) if len(losses) >= FIRST_LOOK else 0.0
+    losses = [
+        r.held_out for r in runs if r.name == REFERENCE and math.isfinite(r.held_out)
+    ]
+    if len(losses) >= FIRST_LOOK:
+        return statistics.stdev(losses)
+    return 0.0
 
 
 def outcome(gap: Gap | None, tolerance: float, chance: float = 0.0) -> str:
@@ -158,10 +176,14 @@ def outcome(gap: Gap | None, tolerance: float, chance: float = 0.0) -> str:
         return "better"
     if gap.high <= tolerance or (gap.mean <= tolerance and gap.half_width <= tolerance):
         return "as the reference"
-    return "within chance" if gap.high <= chance else "not decided"
+    if gap.high <= chance:
+        return "within chance"
+    return "not decided"
 
 
-def compare(candidates: Iterable[Candidate], runs: Sequence[Run], tolerance: float) -> None:
+def compare(
+    candidates: Iterable[Candidate], runs: Sequence[Run], tolerance: float
+) -> None:
     """Writes gaps, intervals and outcomes of ``runs`` into the candidates."""
     chance = chance_of(runs)
     for candidate in candidates:
@@ -220,22 +242,33 @@ def train_pairs(
     trained = {(run.name, run.seed) for run in runs}
 
     def missing(name: str) -> list[tuple[str, int]]:
-        seeds = (seed for seed in range(min(max_seeds, max(LOOKS))) if (name, seed) not in trained)
+        seeds = (
+            seed
+            for seed in range(min(max_seeds, max(LOOKS)))
+            if (name, seed) not in trained
+        )
         pairs = ([(REFERENCE, seed), (name, seed)] for seed in seeds)
         return [run for run in next(pairs, []) if run not in trained]
 
     def is_open(name: str) -> bool:
-        return outcome(sequential_gap(runs, name), tolerance) in ("not trained", "not decided")
+        return outcome(sequential_gap(runs, name), tolerance) in (
+            "not trained",
+            "not decided",
+        )
 
     def upper_end(name: str) -> float:
         measured = sequential_gap(runs, name)
-        return measured.high if measured and measured.seeds >= FIRST_LOOK else -math.inf
+        if measured and measured.seeds >= FIRST_LOOK:
+            return measured.high
+        return -math.inf
 
     while True:
         candidates = [
             name
             for name in names
-            if is_open(name) and missing(name) and has_time([each for each, _ in missing(name)])
+            if is_open(name)
+            and missing(name)
+            and has_time([each for each, _ in missing(name)])
         ]
         if not candidates:
             return

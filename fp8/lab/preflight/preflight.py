@@ -29,7 +29,17 @@ from .verdict import Continue
 
 __all__ = ["Preflight", "PreflightError", "preflight"]
 
-RECIPES_TRIED = ("bf16", "tensor", "static", "row", "block", "mxfp8", "nvfp4", "mxfp4", "unit")
+RECIPES_TRIED = (
+    "bf16",
+    "tensor",
+    "static",
+    "row",
+    "block",
+    "mxfp8",
+    "nvfp4",
+    "mxfp4",
+    "unit",
+)
 """The recipes that a preflight compares by default."""
 
 
@@ -54,11 +64,20 @@ class Preflight:
     def policy(self) -> Policy | None:
         """The recommended policy; None if none was shown to train as the reference."""
         verdict = self.findings.verdict
-        return Policy.from_dict(verdict.policy) if verdict.recommended else None
+        if verdict.recommended:
+            return Policy.from_dict(verdict.policy)
+        return None
 
     def table(self) -> str:
         """The candidates as a text table, in order of their update error."""
-        heads = ("policy", "outcome", "gap of the loss", "pairs", "update error", "FLOPs cast")
+        heads = (
+            "policy",
+            "outcome",
+            "gap of the loss",
+            "pairs",
+            "update error",
+            "FLOPs cast",
+        )
         return as_table([heads, *map(_cells, self.findings.candidates)])
 
     def to_json(self) -> str:
@@ -87,10 +106,14 @@ class Preflight:
     @staticmethod
     def load(path: str | Path) -> Preflight:
         """Reads the figures that `save` wrote as JSON."""
-        return Preflight(Findings.from_dict(json.loads(Path(path).read_text(encoding="utf-8"))))
+        return Preflight(
+            Findings.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        )
 
     def __str__(self) -> str:
-        return "\n".join([str(self.findings.verdict), "", self.table(), *self.findings.notes])
+        return "\n".join(
+            [str(self.findings.verdict), "", self.table(), *self.findings.notes]
+        )
 
     __repr__ = __str__
 
@@ -196,7 +219,9 @@ def _complete(run: PreflightRun, result: Preflight) -> Preflight:
         try:
             run.run()
         except KeyboardInterrupt:
-            findings.notes.append("interrupted: what follows the last stage was not measured")
+            findings.notes.append(
+                "interrupted: what follows the last stage was not measured"
+            )
             run.save()
         except (ValueError, TypeError) as error:
             findings.notes.append(f"stopped: {error}")
@@ -236,10 +261,14 @@ def _checked(path: str | Path, *suffixes: str) -> Path:
 def _source(model: Any, batches: Any, loss: Any, optimizer: Any) -> Any:
     if isinstance(model, nn.Module):
         if batches is None:
-            raise TypeError("preflight needs batches with a model, or a function that returns both")
+            raise TypeError(
+                "preflight needs batches with a model, or a function that returns both"
+            )
         return Setup(model, batches, loss, optimizer)
     if any(value is not None for value in (batches, loss, optimizer)):
-        raise TypeError("batches, loss and optimizer go with a model; a setup returns its own")
+        raise TypeError(
+            "batches, loss and optimizer go with a model; a setup returns its own"
+        )
     return model
 
 

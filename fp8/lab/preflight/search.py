@@ -63,7 +63,9 @@ class Selection(NamedTuple):
 
 def frontier(errors: Sequence[LayerError]) -> list[Selection]:
     """All prefixes of the order by squared error per FLOP: from all layers cast to none."""
-    order = sorted(errors, key=lambda e: e.squared_error / max(e.share, 1e-12), reverse=True)
+    order = sorted(
+        errors, key=lambda e: e.squared_error / max(e.share, 1e-12), reverse=True
+    )
     return [
         Selection(
             [e.layer for e in order[:count]],
@@ -83,7 +85,9 @@ def knee(selections: Sequence[Selection]) -> Selection:
 
 
 def choose(
-    recipe: Recipe, errors: Sequence[LayerError], probes: Sequence[Callable[[Policy], float]]
+    recipe: Recipe,
+    errors: Sequence[LayerError],
+    probes: Sequence[Callable[[Policy], float]],
 ) -> Selection:
     """The first point of the frontier whose error is fine at all snapshots or, if none is, the
     knee. Errors fall along the frontier; they are measured, as sums are too low for recipes that
@@ -96,7 +100,9 @@ def choose(
         return max(probe(policy) for probe in probes) <= FINE
 
     first = bisect_left(inner, True, key=is_fine)
-    return inner[first] if first < len(inner) else knee(selections)
+    if first < len(inner):
+        return inner[first]
+    return knee(selections)
 
 
 def name_of(recipe: str, kept: Sequence[str]) -> str:
@@ -111,7 +117,10 @@ def name_of(recipe: str, kept: Sequence[str]) -> str:
 def bits_of(recipe: Recipe, share: float) -> float:
     """`Candidate.bits` of a recipe that casts ``share`` of the FLOPs."""
     widths = [
-        max(16 if cast is None else get_format(cast.format).bits for cast in getattr(recipe, name))
+        max(
+            16 if cast is None else get_format(cast.format).bits
+            for cast in getattr(recipe, name)
+        )
         for name in PRODUCTS
     ]
     return share * statistics.fmean(widths) + (1 - share) * 16
@@ -125,15 +134,27 @@ def worst_error(candidate: Candidate) -> float:
 def runs_on(findings: Findings, hardware: str) -> set[str]:
     """The names of the candidates that an accelerator has units for."""
     rows = (row for row in findings.forecasts if row.hardware == hardware)
-    return {variant.recipe for row in rows for variant in row.variants if not variant.simulated}
+    return {
+        variant.recipe
+        for row in rows
+        for variant in row.variants
+        if not variant.simulated
+    }
 
 
-def _by_device(candidates: Sequence[Candidate], findings: Findings) -> dict[str, list[Candidate]]:
+def _by_device(
+    candidates: Sequence[Candidate], findings: Findings
+) -> dict[str, list[Candidate]]:
     """Device -> the candidates that it has units for. Without forecasts: one device for all."""
-    names = {row.hardware: runs_on(findings, row.hardware) for row in findings.forecasts}
+    names = {
+        row.hardware: runs_on(findings, row.hardware) for row in findings.forecasts
+    }
     if not names:
         return {"": list(candidates)}
-    return {device: [c for c in candidates if c.name in runs] for device, runs in names.items()}
+    return {
+        device: [c for c in candidates if c.name in runs]
+        for device, runs in names.items()
+    }
 
 
 def finalists(findings: Findings) -> dict[str, Candidate]:
@@ -148,7 +169,9 @@ def finalists(findings: Findings) -> dict[str, Candidate]:
         order = sorted(fine, key=_cost) or sorted(finite, key=worst_error)
         for best in order[:1]:
             earlier = {c.name for c in chosen.values()}
-            equal = [c for c in order if c.name in earlier and _cost(c)[0] == _cost(best)[0]]
+            equal = [
+                c for c in order if c.name in earlier and _cost(c)[0] == _cost(best)[0]
+            ]
             chosen[device] = (equal or [best])[0]
     return chosen
 

@@ -28,7 +28,15 @@ from ..hardware import BF16, Hardware
 from ..trace import left_alone, quiet, trace
 from .findings import Candidate, Findings, Run
 from .forecasts import compile_steps
-from .paired_runs import FIRST_LOOK, REFERENCE, Budget, OutOfTime, chance_of, compare, train_pairs
+from .paired_runs import (
+    FIRST_LOOK,
+    REFERENCE,
+    Budget,
+    OutOfTime,
+    chance_of,
+    compare,
+    train_pairs,
+)
 from .search import (
     FINE,
     LayerError,
@@ -70,7 +78,9 @@ class Settings:
     target: float
     max_seeds: int
     hardware: tuple[Hardware, ...]
-    transforms: Mapping[str, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
+    transforms: Mapping[str, Callable[[nn.Module], nn.Module]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         check_whole("steps", self.steps, 2)
@@ -111,7 +121,9 @@ class PreflightRun:
         self._probes: list[Probe] = []
         self._step_seconds: dict[str, float] = {}
         repeated = ("interrupted", "stopped", NOT_TRAINED)
-        findings.notes = [note for note in findings.notes if not note.startswith(repeated)]
+        findings.notes = [
+            note for note in findings.notes if not note.startswith(repeated)
+        ]
 
     @cached_property
     def problem(self) -> Problem:
@@ -128,7 +140,9 @@ class PreflightRun:
             "update errors": self._errors,
             "search": self._search,
             "estimates": self._estimate,
-            "forecast": lambda: compile_steps(self.problem, hardware, self.findings, self.budget),
+            "forecast": lambda: compile_steps(
+                self.problem, hardware, self.findings, self.budget
+            ),
             "training": self._train_finalists,
         }
         try:
@@ -165,14 +179,21 @@ class PreflightRun:
 
     def _describe(self) -> None:
         """Raises ValueError if the findings to resume are of another preflight."""
-        settings, findings, model = self.settings, self.findings, self.problem.setup.model
+        settings, findings, model = (
+            self.settings,
+            self.findings,
+            self.problem.setup.model,
+        )
         parameters = list(model.parameters())
         described = {
             "name": type(model).__name__,
             "parameters": sum(p.numel() for p in parameters),
-            "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
-            "device": str(parameters[0].device) if parameters else "",
+            "dtype": "",
+            "device": "",
         }
+        if parameters:
+            described["dtype"] = str(parameters[0].dtype).removeprefix("torch.")
+            described["device"] = str(parameters[0].device)
         asked = {
             "steps_asked": settings.steps,
             "held_out": settings.held_out,
@@ -197,14 +218,19 @@ class PreflightRun:
             "date": datetime.date.today().isoformat(),
         }
         if "reference" not in findings.seconds and self.problem.steps < settings.steps:
-            self._note(f"the batches last for {self.problem.steps} of {settings.steps} steps")
+            self._note(
+                f"the batches last for {self.problem.steps} of {settings.steps} steps"
+            )
 
     def _trace(self) -> None:
         self.findings.products = trace(self.problem.setup.model, self.problem.batch)
         if not shares(self.findings.products):
             whys = {p.layer: p.why_not for p in self.findings.products}
             whys |= left_alone(self.problem.setup.model)
-            why = "; ".join(f"{layer}: {why}" for layer, why in whys.items()) or "it computes none"
+            why = (
+                "; ".join(f"{layer}: {why}" for layer, why in whys.items())
+                or "it computes none"
+            )
             name = self.findings.model["name"]
             raise ValueError(f"no matrix product of this {name} can be cast: {why}")
 
@@ -230,7 +256,9 @@ class PreflightRun:
         computed with the caller's model."""
         self.problem.check_apart()
         optimizer = self.problem.setup.optimizer
-        if optimizer and not any(group.get("lr", 1.0) for group in optimizer.param_groups):
+        if optimizer and not any(
+            group.get("lr", 1.0) for group in optimizer.param_groups
+        ):
             self._note(
                 "the optimizer's learning rate is 0, so that nothing was trained: schedules, which "
                 "set it so for a warmup, make no steps here; pass the rate to train at"
@@ -244,7 +272,11 @@ class PreflightRun:
 
     def _fit(self) -> None:
         """Sets the number of threads and of steps, by timing a few steps."""
-        settings, problem, threads = self.settings, self.problem, torch.get_num_threads()
+        settings, problem, threads = (
+            self.settings,
+            self.problem,
+            torch.get_num_threads(),
+        )
         times = {count: self._step_time(count) for count in {1, threads}}
         chosen = 1 if times[1] < ONE_THREAD * times[threads] else threads
         torch.set_num_threads(chosen)
@@ -261,7 +293,9 @@ class PreflightRun:
         timed = self.problem.shortened(TIMED_STEPS)
         train(timed, REFERENCE, on_step=lambda: ticks.append(time.perf_counter()))
         times = [b - a for a, b in pairwise(ticks[:-1])]  # the last step also evaluates
-        return statistics.median(times) if times else 1e-9
+        if times:
+            return statistics.median(times)
+        return 1e-9
 
     def _trained(self, name: str, seed: int) -> Run:
         """A run, of which the reference's first one is stored, with its probes. Raises OutOfTime
@@ -277,7 +311,9 @@ class PreflightRun:
         with quiet():
             prepare = None if name == REFERENCE else self._preparation(name)
             at = sorted({max(steps // 4, 1), steps}) if first else ()
-            run, snapshots = train(self.problem, name, seed, prepare, snapshots=at, on_step=on_step)
+            run, snapshots = train(
+                self.problem, name, seed, prepare, snapshots=at, on_step=on_step
+            )
         if first:
             self._probes = [Probe(snapshot) for snapshot in snapshots]
             if not any(r.name == name and r.seed == seed for r in self.findings.runs):
@@ -310,14 +346,20 @@ class PreflightRun:
                 "the optimizer has no second moments: update errors are those of the gradient "
                 "itself, which is the step of SGD alone"
             )
-        candidates = [self._candidate(recipe, [], cast) for recipe in self.settings.recipes]
+        candidates = [
+            self._candidate(recipe, [], cast) for recipe in self.settings.recipes
+        ]
         self.findings.candidates = sorted(candidates, key=worst_error)
 
-    def _candidate(self, recipe: Recipe, kept: Sequence[str], share: float) -> Candidate:
+    def _candidate(
+        self, recipe: Recipe, kept: Sequence[str], share: float
+    ) -> Candidate:
         """The candidate that keeps some layers, with its update error at each snapshot."""
         policy, name = keeping(recipe, kept), name_of(recipe.name, kept)
         bits = bits_of(recipe, share)
-        candidate = Candidate(name, recipe.name, policy.to_dict(), list(kept), share, bits)
+        candidate = Candidate(
+            name, recipe.name, policy.to_dict(), list(kept), share, bits
+        )
         for probe in self.probes:
             begun = time.perf_counter()
             candidate.errors[probe.step] = probe(policy)
@@ -348,7 +390,9 @@ class PreflightRun:
                     "it was not searched"
                 )
                 return []
-            squared = self.probes[-1](Policy(None, rules=(LayerRule(layer, recipe),))) ** 2
+            squared = (
+                self.probes[-1](Policy(None, rules=(LayerRule(layer, recipe),))) ** 2
+            )
             errors.append(LayerError(layer, squared, part))
         return errors
 
@@ -359,7 +403,11 @@ class PreflightRun:
             for candidate in self.findings.candidates:
                 if candidate.name != BF16:
                     recipe = self._recipes[candidate.recipe]
-                    cast = {p.layer: recipe for p in products if p.layer not in candidate.kept}
+                    cast = {
+                        p.layer: recipe
+                        for p in products
+                        if p.layer not in candidate.kept
+                    }
                     variants.append(estimate(products, cast, device, candidate.name))
             forecasts.append(Forecast(device.name, "estimate", tuple(variants)))
         self.findings.forecasts = forecasts
@@ -372,15 +420,23 @@ class PreflightRun:
             for name in self._with_transforms():
                 try:
                     self._train([name], min(pairs, self.settings.max_seeds))
-                except (ValueError, TypeError, RuntimeError) as error:  # of the transform
+                except (
+                    ValueError,
+                    TypeError,
+                    RuntimeError,
+                ) as error:  # of the transform
                     self._note(f"{name} was not trained: {described(error)}")
         for run in self.findings.runs:
             if run.name == REFERENCE and not math.isfinite(run.held_out):
-                self._note(f"the reference diverged with seed {run.seed}, which does not count")
+                self._note(
+                    f"the reference diverged with seed {run.seed}, which does not count"
+                )
 
     def _train_policies(self, pairs: int) -> None:
         """If all finalists are worse, the next ones are trained, while there is time."""
-        self._train([PLAIN.name, *(c.name for c in finalists(self.findings).values())], pairs)
+        self._train(
+            [PLAIN.name, *(c.name for c in finalists(self.findings).values())], pairs
+        )
         while not recommended(self.findings):
             untried = finalists(self.findings).values()
             new = [c.name for c in untried if c.outcome == "not trained"]
@@ -411,7 +467,9 @@ class PreflightRun:
         for name, transform in self.settings.transforms.items():
             if name not in known:
                 share = sum(shares(self.findings.products).values())
-                candidate = Candidate(name, getattr(transform, "recipe", AUTO), share=share)
+                candidate = Candidate(
+                    name, getattr(transform, "recipe", AUTO), share=share
+                )
                 self.findings.candidates.append(candidate)
         return list(self.settings.transforms)
 

@@ -81,7 +81,9 @@ class Setup:
                     "fp8.store_frozen"
                 )
         if not isinstance(self.batches, Iterable):
-            raise TypeError(f"batches must be an iterable, got {type(self.batches).__name__}")
+            raise TypeError(
+                f"batches must be an iterable, got {type(self.batches).__name__}"
+            )
         if self.loss is not None and not callable(self.loss):
             raise TypeError(f"loss must be a function of the output, got {self.loss!r}")
         if self.optimizer is None:
@@ -90,7 +92,9 @@ class Setup:
             kind = type(self.optimizer).__name__
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {kind}")
         members = {id(p) for p in self.model.parameters()}
-        if not any(id(p) in members for g in self.optimizer.param_groups for p in g["params"]):
+        if not any(
+            id(p) in members for g in self.optimizer.param_groups for p in g["params"]
+        ):
             raise ValueError("the optimizer has none of the model's parameters")
 
 
@@ -207,13 +211,17 @@ class Problem:
         if optimizer is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
             if not parameters:
-                raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
+                raise ValueError(
+                    f"no parameter of {type(model).__name__} requires a gradient"
+                )
             optimizer = torch.optim.AdamW(parameters)
         if prepare is not None:
             model, optimizer = prepare(model, optimizer)
         train, held_out = batches[: -self.held_out], batches[-self.held_out :]
         if seed and not callable(self._source):
-            order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+            order = torch.randperm(
+                len(train), generator=torch.Generator().manual_seed(seed)
+            )
             train = [train[i] for i in order.tolist()]
         return _Start(model, optimizer, loss, train, held_out)
 
@@ -245,7 +253,9 @@ class Problem:
         read = {id(node.variable) for node in leaves([] if loss is None else [loss])}
         for name, parameter, had_grad in self._callers:
             tensor = parameter()
-            if tensor is not None and (id(tensor) in read or (tensor.grad is not None) > had_grad):
+            if tensor is not None and (
+                id(tensor) in read or (tensor.grad is not None) > had_grad
+            ):
                 raise ValueError(
                     f"a copy of the model computes with {name} of the model itself, which is not "
                     "trained: the model or the loss refers to it by a class attribute, a registry "
@@ -311,7 +321,10 @@ def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
 
 def under(policy: Policy) -> Prepare:
     """Converts a model with ``policy``, in simulation."""
-    return lambda model, optimizer: (convert(model, policy, backend="simulate"), optimizer)
+    return lambda model, optimizer: (
+        convert(model, policy, backend="simulate"),
+        optimizer,
+    )
 
 
 def transformed(transform: Any) -> Prepare:
@@ -324,7 +337,11 @@ def transformed(transform: Any) -> Prepare:
             optimizer = transform.optimizer(new, optimizer)
         else:
             parameters = dict(new.named_parameters())
-            by_id = {id(p): parameters[n] for n, p in model.named_parameters() if n in parameters}
+            by_id = {
+                id(p): parameters[n]
+                for n, p in model.named_parameters()
+                if n in parameters
+            }
             for group in optimizer.param_groups:
                 group["params"] = [by_id.get(id(p), p) for p in group["params"]]
         return under(Policy(getattr(transform, "recipe", AUTO)))(new, optimizer)
@@ -348,7 +365,9 @@ def train(
     model, optimizer = start.model, start.optimizer
     run, taken, held = Run(name, seed, [], math.nan, data=problem.data(seed)), [], []
     steps = len(start.batches)
-    evaluated = {steps - max(steps // 5, 1) * i // EVALUATIONS for i in range(EVALUATIONS)}
+    evaluated = {
+        steps - max(steps // 5, 1) * i // EVALUATIONS for i in range(EVALUATIONS)
+    }
     begun = time.perf_counter()
     with seeded(seed):
         model.train()
@@ -372,7 +391,9 @@ def train(
 
 
 def _evaluate(start: _Start) -> float:
-    parts = nn.ModuleList(x for x in (start.model, start.loss) if isinstance(x, nn.Module))
+    parts = nn.ModuleList(
+        x for x in (start.model, start.loss) if isinstance(x, nn.Module)
+    )
     with evaluating(start.model), untouched(parts):
         losses = [loss_of(start.model, x, start.loss).detach() for x in start.held_out]
     return sum(map(float, losses)) / len(losses)
@@ -386,15 +407,23 @@ def _snapshot(step: int, start: _Start, batch: Batch) -> Snapshot:
     trained = {name: p for name, p in model.named_parameters() if id(p) in stepped}
     states = ((name, p, optimizer.state.get(p, {})) for name, p in trained.items())
     moments = {n: v for n, p, s in states if (v := _second_moment(s, p)) is not None}
-    beta2 = float(next((group["betas"][1] for group in groups if "betas" in group), 0.999))
-    steps = max((float(state.get("step", 0)) for state in optimizer.state.values()), default=0.0)
+    beta2 = float(
+        next((group["betas"][1] for group in groups if "betas" in group), 0.999)
+    )
+    steps = max(
+        (float(state.get("step", 0)) for state in optimizer.state.values()), default=0.0
+    )
     seen = 1 - beta2 ** max(steps, 1)
     trained_names = frozenset(trained)
-    return Snapshot(step, copied_model, loss, moments, batch, trained_names, beta2, seen)
+    return Snapshot(
+        step, copied_model, loss, moments, batch, trained_names, beta2, seen
+    )
 
 
 def _second_moment(state: dict[str, Any], parameter: Tensor) -> Tensor | None:
     """In float32, whichever encoding of `fp8.optim` it has."""
     if SECOND in state:
         return state[SECOND].detach().float().clone()
-    return decode(read(state, SECOND)).view(parameter.shape) if has(state, SECOND) else None
+    if has(state, SECOND):
+        return decode(read(state, SECOND)).view(parameter.shape)
+    return None

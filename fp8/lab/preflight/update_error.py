@@ -52,7 +52,9 @@ class Probe:
         self._norm = sum(self._squared(g, g, v) for g, v in pairs)
         if not self._norm or not math.isfinite(self._norm):
             what = "zero" if self._norm == 0 else "not finite"
-            raise ValueError(f"the gradient of the reference at step {self.step} is {what}")
+            raise ValueError(
+                f"the gradient of the reference at step {self.step} is {what}"
+            )
 
     def __call__(self, policy: Policy | Recipe | str) -> float:
         """The update error of a policy; inf if its gradient is not finite."""
@@ -66,12 +68,19 @@ class Probe:
             self._squared(q - g, torch.maximum(q.abs(), g.abs()), v)
             for q, g, v in zip(gradients, self._reference, self._moments, strict=True)
         )
-        return math.sqrt(noise / self._norm) if math.isfinite(noise) else math.inf
+        if math.isfinite(noise):
+            return math.sqrt(noise / self._norm)
+        return math.inf
 
     def unmoved(self, model: nn.Module) -> list[str]:
         """The names of the parameters that were stepped and are as in ``model``."""
-        named, before = dict(self.model.named_parameters()), dict(model.named_parameters())
-        return [name for name in self._trained if torch.equal(named[name], before[name])]
+        named, before = (
+            dict(self.model.named_parameters()),
+            dict(model.named_parameters()),
+        )
+        return [
+            name for name in self._trained if torch.equal(named[name], before[name])
+        ]
 
     @property
     def in_steps(self) -> bool:
@@ -107,7 +116,9 @@ def check_reference(problem: Problem) -> list[str]:
     model, _, loss = training_copy(problem.setup.model, None, problem.setup.loss)
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    if any(torch.is_autocast_enabled(kind) for kind in {p.device.type for p in trained}):
+    if any(
+        torch.is_autocast_enabled(kind) for kind in {p.device.type for p in trained}
+    ):
         raise ValueError(
             "preflight was called inside torch.autocast, which reuses its copies of weights "
             "until the block ends: enter it in the forward of the model"
@@ -120,7 +131,9 @@ def check_reference(problem: Problem) -> list[str]:
             problem.check_apart(value)
             torch.autograd.grad(value, trained, allow_unused=True)
     if rows := casts.rows():
-        listed = ", ".join(f"the {r.operand} of {r.layer} to {r.format}" for r in rows[:3])
+        listed = ", ".join(
+            f"the {r.operand} of {r.layer} to {r.format}" for r in rows[:3]
+        )
         raise ValueError(
             f"the reference is in low precision already: it casts {listed}"
             f"{', ...' if len(rows) > 3 else ''}. Pass the model without simulate_fp8, and "

@@ -37,7 +37,9 @@ def recipe_in_words(name: str) -> str:
     if cast is None:
         return f"recipe {name}"
     bits = FORMATS[cast.format].bits if cast.format in FORMATS else 16
-    return f"recipe {name} ({bits}-bit numbers {SCALES.get(cast.scaling, '')})".replace(" )", ")")
+    return f"recipe {name} ({bits}-bit numbers {SCALES.get(cast.scaling, '')})".replace(
+        " )", ")"
+    )
 
 
 def decide(findings: Findings, proceed: Continue) -> None:
@@ -47,7 +49,9 @@ def decide(findings: Findings, proceed: Continue) -> None:
     candidate = next(iter((best or untried).values()), None)
     verdict.recommended = bool(best)
     verdict.policy = {} if candidate is None else candidate.policy
-    verdict.code = {} if candidate is None else as_code(Policy.from_dict(candidate.policy))
+    verdict.code = (
+        {} if candidate is None else as_code(Policy.from_dict(candidate.policy))
+    )
     verdict.savings = _savings(findings, best or untried, bool(best))
     verdict.reasons = _reasons(findings, candidate)
     if best and candidate is not None:
@@ -61,7 +65,9 @@ def decide(findings: Findings, proceed: Continue) -> None:
 def _precision(findings: Findings) -> str:
     """The reference's dtype."""
     name = str(findings.model.get("dtype"))
-    return BF16 if name == "bfloat16" else name
+    if name == "bfloat16":
+        return BF16
+    return name
 
 
 def _yes(candidate: Candidate, precision: str) -> str:
@@ -75,25 +81,36 @@ def _yes(candidate: Candidate, precision: str) -> str:
 
 def _layers(names: Sequence[str]) -> str:
     *first, last = names if len(names) < 4 else [*names[:3], f"{len(names) - 3} more"]
-    return f"{', '.join(first)} and {last}" if first else last
+    if first:
+        return f"{', '.join(first)} and {last}"
+    return last
 
 
 def _no(findings: Findings) -> str:
     failed = (c for c in findings.candidates if c.outcome in FAILED)
-    gaps = (f"{c.name} {'diverges' if c.gap is None else f'{c.gap:+.4f}'}" for c in failed)
+    gaps = (
+        f"{c.name} {'diverges' if c.gap is None else f'{c.gap:+.4f}'}" for c in failed
+    )
     return f"No: every recipe that was trained ends with a higher loss ({', '.join(gaps)})."
 
 
-def _not_decided(findings: Findings, untried: Iterable[Candidate], proceed: Continue) -> str:
+def _not_decided(
+    findings: Findings, untried: Iterable[Candidate], proceed: Continue
+) -> str:
     seeds, seconds = _missing(findings, untried)
     minutes = max(math.ceil(seconds / 60), 1)
     time = f"{minutes} more minute{'s' if minutes > 1 else ''}"
-    return f"Not decided: run {time} with this command: {proceed(60.0 * minutes, seeds)}"
+    return (
+        f"Not decided: run {time} with this command: {proceed(60.0 * minutes, seeds)}"
+    )
 
 
 def _missing(findings: Findings, untried: Iterable[Candidate]) -> tuple[int, float]:
     """About how many seeds decide about the next candidate, and the seconds that they take."""
-    settings, seconds = findings.settings, {run.name: run.seconds for run in findings.runs}
+    settings, seconds = (
+        findings.settings,
+        {run.name: run.seconds for run in findings.runs},
+    )
     if REFERENCE not in seconds:
         return FIRST_LOOK, float(settings.get("budget", 60.0))
     started = [row for row in findings.candidates if row.outcome == "not decided"]
@@ -101,7 +118,10 @@ def _missing(findings: Findings, untried: Iterable[Candidate]) -> tuple[int, flo
     seeds, missing = FIRST_LOOK, list[float]()
     for row in (*started, *untried):
         if row.outcome not in AS_GOOD:
-            needed, each = _seeds(row, least), seconds.get(row.name, SIMULATED * seconds[REFERENCE])
+            needed, each = (
+                _seeds(row, least),
+                seconds.get(row.name, SIMULATED * seconds[REFERENCE]),
+            )
             missing.append((needed - row.seeds) * (each + seconds[REFERENCE]))
             seeds = max(seeds, needed)
     return seeds, MARGIN * min(missing, default=0.0)
@@ -111,7 +131,9 @@ def _seeds(row: Candidate, tolerance: float) -> int:
     following = min((seeds for seeds in LOOKS if seeds > row.seeds), default=max(LOOKS))
     if row.gap is None or row.low is None or row.high is None:
         return following
-    needed = seeds_needed(Gap(row.gap, row.low, row.high, row.seeds), tolerance - max(row.gap, 0))
+    needed = seeds_needed(
+        Gap(row.gap, row.low, row.high, row.seeds), tolerance - max(row.gap, 0)
+    )
     return max(needed, following)
 
 
@@ -119,7 +141,9 @@ SIMULATED = 3.0
 """The time of a run with simulated casts, relative to the reference's, before one was timed."""
 
 
-def _savings(findings: Findings, shown: Mapping[str, Candidate], decided: bool) -> list[str]:
+def _savings(
+    findings: Findings, shown: Mapping[str, Candidate], decided: bool
+) -> list[str]:
     """What the candidate of each device saves; one line for devices that agree."""
     several = len({candidate.name for candidate in shown.values()}) > 1
     saved = {
@@ -131,7 +155,9 @@ def _savings(findings: Findings, shown: Mapping[str, Candidate], decided: bool) 
         f"On {' and '.join(device for device in saved if saved[device] == text)}{text}"
         for text in dict.fromkeys(saved.values())
     ]
-    return lines if decided else [f"If it trains as well: {line}" for line in lines]
+    if decided:
+        return lines
+    return [f"If it trains as well: {line}" for line in lines]
 
 
 def _saving(forecast: Forecast, name: str, several: bool) -> str:
@@ -198,6 +224,7 @@ def _by_training(findings: Findings, candidate: Candidate) -> str:
     )
     if chance > target:
         text += (
-            f" Over seeds, the loss of the model itself has a standard deviation of {chance:.4f}."
+            " Over seeds, the loss of the model itself has a standard deviation of "
+            f"{chance:.4f}."
         )
     return text

@@ -81,8 +81,12 @@ def dot(a: Tensor, b: Tensor, lows: tuple[int, int], how: Instruction) -> Tensor
     if not (odd[0].any() or odd[1].any()):
         return c
     product = torch.matmul(a, b.mT)
-    nan = torch.full((), 0x7FFFFFFF, dtype=torch.int32, device=c.device).view(torch.float32)
-    return torch.where(odd[0][:, None] | odd[1], torch.where(product.isnan(), nan, product), c)
+    nan = torch.full((), 0x7FFFFFFF, dtype=torch.int32, device=c.device).view(
+        torch.float32
+    )
+    return torch.where(
+        odd[0][:, None] | odd[1], torch.where(product.isnan(), nan, product), c
+    )
 
 
 def _sums(a: Tensor, b: Tensor, lows: tuple[int, int], how: Instruction) -> Tensor:

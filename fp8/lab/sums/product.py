@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ...casts.casting import LoweredCast, QuantizedOperand, cast_of, format_of, quantized
+from ...casts.casting import (
+    LoweredCast,
+    QuantizedOperand,
+    cast_of,
+    format_of,
+    quantized,
+)
 from ...casts.operands import Constants, saved_tensors
 from ...casts.rotation import rotation_signs
 from ...casts.scaled_tensor import dequantized
@@ -67,7 +73,9 @@ class _Summed(Function):
         left, right = QuantizedOperand(*operands[:2]), QuantizedOperand(*operands[2:])  # type: ignore[arg-type]
         y = multiply(left, right, how.casts.a, how.casts.b, how.sums)
         y = (y * how.scales[0]).to(getattr(torch, how.dtype))
-        return y if bias is None else y + (bias * how.bias_scale).to(y.dtype)
+        if bias is None:
+            return y
+        return y + (bias * how.bias_scale).to(y.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -132,7 +140,9 @@ def operand(
         check_dtype(dequantized(x))
     if spec is not None and x.numel():
         return quantized(x, spec, axis, history, record, signs, label=label)
-    return QuantizedOperand(x if axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
+    return QuantizedOperand(
+        x if axis == -1 else x.mT, x.new_ones((), dtype=torch.float32)
+    )
 
 
 def multiply(
@@ -150,7 +160,9 @@ def multiply(
         return torch.matmul(first, second.mT)
     transposed = [x.values.mT.is_contiguous() for x in (a, b)]
     left, right = _as_used(a.values, b.values, transposed)
-    return _summed(left, a.scale, right, b.scale, of_a.text, of_b.text, sums, transposed)
+    return _summed(
+        left, a.scale, right, b.scale, of_a.text, of_b.text, sums, transposed
+    )
 
 
 def _decoded(x: QuantizedOperand, spec: LoweredCast | None) -> Tensor:
@@ -198,7 +210,11 @@ def _(a, a_scale, b, b_scale, of_a, of_b, sums, transposed):  # type: ignore[no-
 
 
 def _product(
-    a: QuantizedOperand, b: QuantizedOperand, of_a: LoweredCast, of_b: LoweredCast, sums: str
+    a: QuantizedOperand,
+    b: QuantizedOperand,
+    of_a: LoweredCast,
+    of_b: LoweredCast,
+    sums: str,
 ) -> Tensor:
     """The product of a (..., m, k) and b (..., n, k), float32."""
     if a.values.ndim == 3:
@@ -219,7 +235,9 @@ def _product(
         piece = dot(x[:, columns], w[:, columns], lows, TENSOR_CORES[chip])
         factor = _product_of(_scale_at(start, a, of_a), _scale_at(start, b, of_b))
         if start and factor is not None:
-            total = (total.double() + piece.double() * factor.double()).float()  # one rounding
+            total = (
+                total.double() + piece.double() * factor.double()
+            ).float()  # one rounding
         else:
             total = total + (piece if factor is None else piece * factor)
     factor = _product_of(
@@ -228,7 +246,9 @@ def _product(
             for operand, spec in ((a, of_a), (b, of_b))
         )
     )
-    return total if factor is None else total * factor
+    if factor is None:
+        return total
+    return total * factor
 
 
 def _each(x: QuantizedOperand) -> list[QuantizedOperand]:
@@ -241,11 +261,15 @@ def _scale_at(column: int, x: QuantizedOperand, spec: LoweredCast) -> Tensor | N
     across, along = spec.tile
     if not along:
         return None
-    return widened(x.scale.float()[:, column // along, None], (len(x.values), 1), (across, 1))
+    return widened(
+        x.scale.float()[:, column // along, None], (len(x.values), 1), (across, 1)
+    )
 
 
 def _product_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """The product of the scales of rows of two operands, None for 1."""
     if a is None or b is None:
-        return a if b is None else b.mT
+        if b is None:
+            return a
+        return b.mT
     return a * b.mT

@@ -19,14 +19,30 @@ def quiet() -> None:
 
 
 def llama(**options: Any) -> Any:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
     sizes |= {"num_attention_heads": 2, "max_position_embeddings": 64}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | options)))
 
 
 def gpt2(**options: Any) -> Any:
     """Its head tied to its embedding, its layers Conv1D."""
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 64}
-    sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0}
+    sizes = {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+        "vocab_size": 64,
+    }
+    sizes |= {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+    }
     config = transformers.GPT2Config(**(sizes | {"eos_token_id": 0} | options))
     return transformers.GPT2LMHeadModel(config)

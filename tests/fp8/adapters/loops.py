@@ -30,7 +30,9 @@ class Model(nn.Module):
 
 def batches(steps: int = 4, start: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return [torch.randint(32, (8, 17), generator=generator) for _ in range(start + steps)][start:]
+    return [
+        torch.randint(32, (8, 17), generator=generator) for _ in range(start + steps)
+    ][start:]
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -34,7 +34,11 @@ ABSENT = ("transformer_engine_torch", "triton", "onnx", "onnxscript", "nvdlfw_in
 export to ONNX and its debugger use."""
 ENUMS = {
     "DType": ("constants.py", "DType", ""),
-    "NVTE_Fused_Attn_Backend": ("cpp_extensions/fused_attn.py", "FusedAttnBackend", "NVTE_"),
+    "NVTE_Fused_Attn_Backend": (
+        "cpp_extensions/fused_attn.py",
+        "FusedAttnBackend",
+        "NVTE_",
+    ),
 }
 """Enumeration of the compiled part -> file, name and prefix of its copy in Python, which is
 compared with it at import."""
@@ -60,7 +64,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, name: str, *_: Any) -> Any:
         absent = name.partition(".")[0] in ABSENT
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if absent else None
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if absent
+            else None
+        )
 
     def create_module(self, spec: Any) -> types.ModuleType:
         return _Absent(spec.name)
@@ -69,13 +77,21 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         for name, (file, copy, prefix) in ENUMS.items():
             body = ast.parse((self.python / file).read_text(encoding="utf-8")).body
             (found,) = [node for node in body if getattr(node, "name", "") == copy]
-            members = [ast.unparse(n.targets[0]) for n in found.body if isinstance(n, ast.Assign)]
-            setattr(module, name, enum.IntEnum(name, [prefix + m for m in members], start=0))
+            members = [
+                ast.unparse(n.targets[0])
+                for n in found.body
+                if isinstance(n, ast.Assign)
+            ]
+            setattr(
+                module, name, enum.IntEnum(name, [prefix + m for m in members], start=0)
+            )
 
 
 def _import_wheel(folder: Path) -> None:
     """Fills MODULES. Skips the test where the wheel cannot be fetched."""
-    importlib.import_module("torch._dynamo")  # asks once whether there is triton: before the finder
+    importlib.import_module(
+        "torch._dynamo"
+    )  # asks once whether there is triton: before the finder
     root = unpacked(f"transformer_engine=={VERSION}", folder)
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -94,7 +110,9 @@ def _import_wheel(folder: Path) -> None:
 
 
 @pytest.fixture
-def te(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def te(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     """``transformer_engine.pytorch``, which `fp8.common.libraries.need` then returns."""
     if probe("transformer_engine").status == "missing":
         if not MODULES:
@@ -113,7 +131,11 @@ def te(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """What TransformerEngine asks torch when it makes layers and enters contexts."""
     blackwell = types.SimpleNamespace(major=10, minor=0)  # which has all recipes
-    device = {"is_available": True, "current_device": 0, "get_device_properties": blackwell}
+    device = {
+        "is_available": True,
+        "current_device": 0,
+        "get_device_properties": blackwell,
+    }
     for name, value in device.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -134,7 +156,9 @@ def _norm(self: Any, x: Tensor, prefix: str = "") -> Tensor:
 def _product(self: Any, x: Tensor, prefix: str = "") -> Tensor:
     weight, bias = (getattr(self, prefix + name) for name in ("weight", "bias"))
     RAN.append(recipe_in_force())
-    self.allow_different_data_and_param_types = torch.is_autocast_enabled("cpu")  # asks for CUDA's
+    self.allow_different_data_and_param_types = torch.is_autocast_enabled(
+        "cpu"
+    )  # asks for CUDA's
     self.set_activation_dtype(x)
     if RAN[-1] is not None:
         utils = sys.modules["transformer_engine.pytorch.utils"]
@@ -144,7 +168,11 @@ def _product(self: Any, x: Tensor, prefix: str = "") -> Tensor:
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
     x = _product(self, _norm(self, x, "layer_norm_"), "fc1_")
-    functions = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "silu": F.silu}
+    functions = {
+        "gelu": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": F.relu,
+        "silu": F.silu,
+    }
     return _product(self, functions[self.activation](x), "fc2_")
 
 

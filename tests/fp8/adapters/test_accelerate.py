@@ -80,9 +80,14 @@ def test_an_error_for_one_model_converts_none():
     with pytest.raises(ValueError, match="'up' matches no layer"):
         accelerate.prepare(accelerator, model, other, recipe=policy)
     for level in ({"opt_level": "O2"}, {"backend": "msamp"}):
-        with pytest.raises(ValueError, match="'O2' needs one model and its optimizer, got 2 and 1"):
+        with pytest.raises(
+            ValueError, match="'O2' needs one model and its optimizer, got 2 and 1"
+        ):
             accelerate.prepare(accelerator, model, other, adam(model), **level)
-    assert {row.why for row in fp8.report(model)} == {"not chosen", "a lookup, not a product"}
+    assert {row.why for row in fp8.report(model)} == {
+        "not chosen",
+        "a lookup, not a product",
+    }
 
 
 @pytest.mark.proves("Accelerate", "BF16 around FP8", how="library")
@@ -92,12 +97,16 @@ def test_with_bf16_and_gradient_accumulation():
     accelerator = library.Accelerator(
         cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2
     )
-    model, optimizer = accelerate.prepare(accelerator, model, adam(model), recipe="tensor")
+    model, optimizer = accelerate.prepare(
+        accelerator, model, adam(model), recipe="tensor"
+    )
     got = accelerated(accelerator, model, optimizer, batches(4))
     fp8.convert(other, "tensor")
 
     def loss_of(model, tokens):
-        logits = model(tokens[:, :-1]).float()  # Accelerate's autocast is around the model alone
+        logits = model(
+            tokens[:, :-1]
+        ).float()  # Accelerate's autocast is around the model alone
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     options = {"every": 2, "dtype": torch.bfloat16}
@@ -141,13 +150,17 @@ def test_mxfp8_of_transformer_engine(te_kwargs):
 @pytest.mark.proves("TransformerEngine", "interval", how="library")
 @pytest.mark.proves("TransformerEngine", "override_linear_precision", how="library")
 @parametrize(
-    "option", [{"interval": 2}, {"override_linear_precision": (True, False, False)}], ids=str
+    "option",
+    [{"interval": 2}, {"override_linear_precision": (True, False, False)}],
+    ids=str,
 )
 def test_what_nothing_computes_is_an_error(te_kwargs, option):
     """Accelerate hands these to a TransformerEngine that ignores them."""
     model = Model()
     with pytest.raises(ValueError, match=f"{next(iter(option))} must be"):
-        accelerate.prepare(library.Accelerator(cpu=True), model, recipe=te_kwargs(**option))
+        accelerate.prepare(
+            library.Accelerator(cpu=True), model, recipe=te_kwargs(**option)
+        )
     assert type(model.up) is nn.Linear
 
 
@@ -188,18 +201,28 @@ def test_bad_input():
             {"recipe": AORecipeKwargs(), "backend": "native"},
             "is for backend 'torchao', got 'native",
         ),
-        ({"recipe": given, "where": lambda name, layer: True}, "give where, or AORecipeKwargs its"),
-        ({"recipe": "unit", "backend": "te"}, f"unknown backend 'te'; choose one of {known}"),
+        (
+            {"recipe": given, "where": lambda name, layer: True},
+            "give where, or AORecipeKwargs its",
+        ),
+        (
+            {"recipe": "unit", "backend": "te"},
+            f"unknown backend 'te'; choose one of {known}",
+        ),
         ({"recipe": AORecipeKwargs(), "backend": "te"}, "unknown backend 'te'"),
         ({"opt_level": "O4"}, "unknown opt_level 'O4'"),
     ):
         with pytest.raises(ValueError, match=message):
             accelerate.prepare(accelerator, model, adam(model), **options)
-    with pytest.raises(TypeError, match="one of TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs"):
+    with pytest.raises(
+        TypeError, match="one of TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs"
+    ):
         accelerate.prepare(accelerator, model, recipe=3)
     with pytest.raises(ValueError, match="converts the model itself"):
         accelerate.prepare(SimpleNamespace(mixed_precision="fp8"), model)
-    with pytest.raises(TypeError, match=r"prepare needs an nn.Module among .* got AdamW, NoneType"):
+    with pytest.raises(
+        TypeError, match=r"prepare needs an nn.Module among .* got AdamW, NoneType"
+    ):
         accelerate.prepare(accelerator, adam(model), None)
     assert type(model.up) is nn.Linear
 
@@ -213,7 +236,9 @@ def test_levels(level, tmp_path):
     accelerator = library.Accelerator(cpu=True)
 
     def start(model):
-        return accelerate.prepare(accelerator, model, adam(model), recipe="tensor", opt_level=level)
+        return accelerate.prepare(
+            accelerator, model, adam(model), recipe="tensor", opt_level=level
+        )
 
     first = start(copy.deepcopy(model))
     got = accelerated(accelerator, *first, batches(3))
@@ -233,12 +258,16 @@ def test_levels(level, tmp_path):
 def test_recipe_object_of_ms_amp(recipe):
     accelerator, model = library.Accelerator(cpu=True), Model()
     backend = "msamp" if recipe == "unit" else "auto"
-    model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=recipe, backend=backend)
+    model, _ = accelerate.prepare(
+        accelerator, model, adam(model), recipe=recipe, backend=backend
+    )
     level = getattr(recipe, "opt_level", "O2")
     report = fp8.report(model)
     assert report.notes[-1].startswith(f"level {level}: ")
     products = recipe if recipe == "unit" else "tensor"
-    assert {row.why.partition(",")[0] for row in report if not row.left_alone} == {products}
+    assert {row.why.partition(",")[0] for row in report if not row.left_alone} == {
+        products
+    }
 
 
 @pytest.mark.proves("Accelerate", "FP8RecipeKwargs", how="library")
@@ -263,15 +292,21 @@ def test_layers_of_another_library_and_a_level(te, backend):
     other = copy.deepcopy(model)
     accelerator = library.Accelerator(cpu=True)
     options = {"recipe": "tensor", "backend": backend}
-    prepared = accelerate.prepare(accelerator, model, adam(model), **options, opt_level="O2")
+    prepared = accelerate.prepare(
+        accelerator, model, adam(model), **options, opt_level="O2"
+    )
     got = accelerated(accelerator, *prepared, batches(6))
-    assert isinstance(prepared[0].up, te.Linear if backend == "transformer_engine" else nn.Linear)
+    assert isinstance(
+        prepared[0].up, te.Linear if backend == "transformer_engine" else nn.Linear
+    )
     state = prepared[1].state[prepared[0].up.weight]
     assert {t.dtype for t in state.values() if t.numel() > 100} == {
         torch.float8_e4m3fn,
         torch.float16,
     }
-    want = plain_loop(fp8.convert(other, "tensor", backend="simulate"), adam(other), batches(6))
+    want = plain_loop(
+        fp8.convert(other, "tensor", backend="simulate"), adam(other), batches(6)
+    )
     assert got == pytest.approx(want, rel=0.02)
     with pytest.raises(ValueError, match="'O3' keeps weights in FP8"):
         accelerate.prepare(accelerator, other, adam(other), **options, opt_level="O3")

@@ -54,7 +54,9 @@ def test_quantized_weights_stay_and_what_is_beside_them_is_converted(kind):
     trained = [p for p in model.parameters() if p.requires_grad]
     losses = train(model, torch.optim.AdamW(trained, lr=1e-2), 20)
     assert losses[-1] < losses[0]
-    with pytest.raises(ValueError, match=r"base is quantized: its weight is a .* of bitsandbytes"):
+    with pytest.raises(
+        ValueError, match=r"base is quantized: its weight is a .* of bitsandbytes"
+    ):
         unit_scale(model)
     model, optimizer = fp8.initialize(model, torch.optim.AdamW(trained, lr=1e-2))
     assert isinstance(model.beside.weight, fp8.ScaledTensor)
@@ -62,7 +64,9 @@ def test_quantized_weights_stay_and_what_is_beside_them_is_converted(kind):
     train(model, optimizer, 1)
 
 
-@pytest.mark.parametrize(("size", "level"), [(16, "O3"), (128, "O1")])  # small: states of 32 bits
+@pytest.mark.parametrize(
+    ("size", "level"), [(16, "O3"), (128, "O1")]
+)  # small: states of 32 bits
 def test_at_a_level_small_steps_count(level, size):
     """It writes to the weights by an operation of its own, which no table of torch's has."""
     model, _ = fp8.initialize(nn.Linear(size, size), opt_level=level, recipe=None)

@@ -86,7 +86,11 @@ def test_lightning(tmp_path):
     data[BAD, 0, 0] = 500.0
     module = fp8.convert(Module(), UNSCALED, backend="simulate")
     callback = lightning_callback(library="lightning", every=1)
-    quiet_options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet_options = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -103,7 +107,9 @@ def test_lightning(tmp_path):
     assert not torch.isfinite(module.layers[0].weight).all()
     good.restore(module)
     result = fp8.blame(module, good.batches[-1], loss=lambda loss: loss)
-    assert [(rule.layers, rule.product) for rule in result.rules] == [("layers.0", "input")]
+    assert [(rule.layers, rule.product) for rule in result.rules] == [
+        ("layers.0", "input")
+    ]
 
 
 def test_transformers(tmp_path):

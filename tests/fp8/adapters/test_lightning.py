@@ -114,7 +114,10 @@ DTYPES = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat
 @parametrize(
     ("library", "optimizer", "precision"),
     [
-        *(("lightning", "torch", precision) for precision in ("32-true", "16-mixed", "bf16-mixed")),
+        *(
+            ("lightning", "torch", precision)
+            for precision in ("32-true", "16-mixed", "bf16-mixed")
+        ),
         ("pytorch_lightning", "torch", "32-true"),
         *(("lightning", name, "bf16-mixed") for name in BITS),
     ],
@@ -159,27 +162,42 @@ def test_what_follows_a_fit(recipe, precision, tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in lit.named_buffers())
     best = run.checkpoint_callback.best_model_path
     for call in (run.validate, run.test, run.predict):
-        call(lit, loader(), ckpt_path="best", **({} if call == run.predict else {"verbose": False}))
+        call(
+            lit,
+            loader(),
+            ckpt_path="best",
+            **({} if call == run.predict else {"verbose": False}),
+        )
     models = [fitted(recipe, tmp_path, 4, **how)[0]] if isinstance(recipe, str) else []
-    for model in (lit, module("lightning", Net())):  # a switch comes later in a longer training
+    for model in (
+        lit,
+        module("lightning", Net()),
+    ):  # a switch comes later in a longer training
         plugin = FP8Precision(recipe, precision=precision)
         trainer("lightning", plugin, tmp_path, 4).fit(model, loader(), ckpt_path=best)
         models.append(model)
     weights = models[0].state_dict()
     for model in models[1:]:
         assert model.losses[-8:] == models[0].losses[-8:]
-        assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+        assert all(
+            torch.equal(x, weights[name]) for name, x in model.state_dict().items()
+        )
 
 
 @parametrize("recipe", ["unit", "static"])
 def test_checkpoints_are_those_of_the_plain_model(recipe, tmp_path):
     """Whose weights may be in 16 bits."""
     lit = module("lightning", Model())
-    plugin = FP8Precision(recipe, precision="bf16-true", where=lambda name, _: "up" not in name)
+    plugin = FP8Precision(
+        recipe, precision="bf16-true", where=lambda name, _: "up" not in name
+    )
     run = trainer("lightning", plugin, tmp_path, 1)
     run.fit(lit, loader())
     assert {p.dtype for p in lit.parameters()} == {torch.bfloat16}
-    assert {row.path for row in fp8.report(lit) if row.left_alone} == {"net.embed", "net.up"}
+    assert {row.path for row in fp8.report(lit) if row.left_alone} == {
+        "net.embed",
+        "net.up",
+    }
     run.save_checkpoint(tmp_path / "checkpoint.ckpt")
     saved = torch.load(tmp_path / "checkpoint.ckpt", weights_only=True)
     module("lightning", Model()).load_state_dict(saved["state_dict"])  # strict
@@ -189,7 +207,9 @@ def test_checkpoints_are_those_of_the_plain_model(recipe, tmp_path):
     assert all(bool((history > 0).any()) for history in histories.values())
 
 
-POLICY = fp8.Policy("tensor", rules=[("*.head", "grad_weight", None)], switch=[(0.4, "bf16")])
+POLICY = fp8.Policy(
+    "tensor", rules=[("*.head", "grad_weight", None)], switch=[(0.4, "bf16")]
+)
 
 
 def test_a_policy_and_its_switch(tmp_path):
@@ -229,8 +249,12 @@ def test_another_recipe_is_said(first, second, message, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.fit(lit, loader(), ckpt_path=tmp_path / "checkpoint.ckpt")
-    said = [str(w.message) for w in caught if "the checkpoint was trained" in str(w.message)]
-    assert [bool(re.search(message or "", text)) for text in said] == [True] * (message is not None)
+    said = [
+        str(w.message) for w in caught if "the checkpoint was trained" in str(w.message)
+    ]
+    assert [bool(re.search(message or "", text)) for text in said] == [True] * (
+        message is not None
+    )
 
 
 def fabric_loop(fabric, model, optimizer, max_norm=None):
@@ -289,7 +313,11 @@ def test_pickled(make):
     ("recipe", "options", "message"),
     [
         *(  # Lightning's short forms are not taken, but named
-            ("unit", {"precision": precision}, r"unknown precision .*'16-mixed', 'bf16-mixed'")
+            (
+                "unit",
+                {"precision": precision},
+                r"unknown precision .*'16-mixed', 'bf16-mixed'",
+            )
             for precision in ("fp8", 16, "bf16", None, [])
         ),
         ("unit", {"library": "keras"}, "unknown library 'keras'"),

@@ -51,7 +51,9 @@ def initialize(model, optimizer=None, opt_level="O1", use_te=False):
 
 def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False):
     """With the signature of msamp/nn/clip_grad.py of MS-AMP 0.4.0 (commit 9746ea8)."""
-    CALLS.append({"max_norm": max_norm, "norm_type": norm_type, "error": error_if_nonfinite})
+    CALLS.append(
+        {"max_norm": max_norm, "norm_type": norm_type, "error": error_if_nonfinite}
+    )
     return torch.tensor(2.0)
 
 
@@ -69,7 +71,9 @@ def library(monkeypatch):
 @parametrize("function", [initialize, clip_grad_norm_], ids=lambda f: f.__name__)
 def test_the_signatures_are_its_own(function):
     def described(function):
-        return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+        return [
+            (p.name, p.default) for p in inspect.signature(function).parameters.values()
+        ]
 
     assert described(getattr(msamp, function.__name__)) == described(function)
 
@@ -80,13 +84,17 @@ def test_it_is_called_where_it_imports(model, library):
     assert result == (model, "its optimizer")
     assert CALLS == [{"opt_level": "O2", "use_te": False}]
     report = fp8.report(model)
-    assert [(row.path, row.what, row.why) for row in report] == [("0", "FP8Linear", "MS-AMP")]
+    assert [(row.path, row.what, row.why) for row in report] == [
+        ("0", "FP8Linear", "MS-AMP")
+    ]
     assert report.notes == ["level O2, by msamp.initialize of MS-AMP unknown"]
     norm = msamp.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     assert norm == 2
     assert CALLS[1] == {"max_norm": 1.0, "norm_type": 2.0, "error": True}
     for function in (fp8.revert, fp8.convert):
-        with pytest.raises(ValueError, match="MS-AMP replaced weights of the Sequential"):
+        with pytest.raises(
+            ValueError, match="MS-AMP replaced weights of the Sequential"
+        ):
             function(model)
 
 
@@ -119,7 +127,9 @@ def test_ours_is_called_where_it_does_not(model, level):
 
 def test_a_broken_library_is_said(model, tmp_path, monkeypatch):
     """As where its NCCL is missing: it raises a RuntimeError when it is imported."""
-    (tmp_path / "msamp.py").write_text("raise RuntimeError('libmsamp_dist.so is missing')")
+    (tmp_path / "msamp.py").write_text(
+        "raise RuntimeError('libmsamp_dist.so is missing')"
+    )
     monkeypatch.delitem(sys.modules, "msamp", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     msamp.initialize(model, opt_level="O1")

@@ -22,7 +22,10 @@ SURGERY = "composer/algorithms/low_precision_layernorm/low_precision_layernorm.p
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    return {name: unpacked(name, tmp_path_factory.mktemp("wheel")) for name in (COMPOSER, TIMM)}
+    return {
+        name: unpacked(name, tmp_path_factory.mktemp("wheel"))
+        for name in (COMPOSER, TIMM)
+    }
 
 
 def parameters(text):
@@ -79,7 +82,12 @@ def real_composer(wheels, monkeypatch):
     top = package(monkeypatch, "composer", root)
     top.core = package(monkeypatch, "composer.core", root / "core")
     utils = package(monkeypatch, "composer.utils", root / "utils")
-    for name in ("utils.string_enum", "core.serializable", "core.event", "core.algorithm"):
+    for name in (
+        "utils.string_enum",
+        "core.serializable",
+        "core.event",
+        "core.algorithm",
+    ):
         monkeypatch.delitem(sys.modules, f"composer.{name}", raising=False)
         module = importlib.import_module(f"composer.{name}")
         monkeypatch.setitem(sys.modules, f"composer.{name}", module)
@@ -142,7 +150,11 @@ def test_layer_norm_2d_as_timms(timm_norms, low):
     sys.modules["timm.layers.fast_norm"].set_fast_norm(low)
     theirs, mine = timm_norms.LayerNorm2d(6), fp8.LayerNorm2d(6)
     assert repr(mine) == repr(theirs)
-    assert mine.normalized_shape == fp8.LayerNorm2d([6]).normalized_shape == theirs.normalized_shape
+    assert (
+        mine.normalized_shape
+        == fp8.LayerNorm2d([6]).normalized_shape
+        == theirs.normalized_shape
+    )
     if low:
         fp8.apply_low_precision_layernorm(mine)
     nn.init.normal_(theirs.weight)

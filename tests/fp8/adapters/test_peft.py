@@ -17,7 +17,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     peft = pytest.importorskip("peft", reason="the adapters")
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # of transformers, by peft
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -114,7 +116,9 @@ def test_a_stored_weight_is_rounded_once_also_when_loaded():
     with torch.no_grad():
         plain.lm_head.weight.mul_(3.3)
     model.load_state_dict(plain.state_dict())
-    assert torch.equal(weight.dequantize(), fp8.scaled(plain.lm_head.weight, "e4m3").dequantize())
+    assert torch.equal(
+        weight.dequantize(), fp8.scaled(plain.lm_head.weight, "e4m3").dequantize()
+    )
     assert weight.nbytes == weight.numel() + 4
     fp8.store_frozen(model, None)
     assert not any(isinstance(p, ScaledTensor) for p in model.parameters())

@@ -33,7 +33,9 @@ X = normal(32, 16, seed=1)
 def test_what_torchao_does_not_have():
     pytest.importorskip("torchao.float8")
     model = nn.Sequential(nn.Conv1d(16, 16, 1), nn.Linear(16, 16))
-    parts, notes = for_torchao(Policy("row", switch=[(0.9, "bf16")]), model, emulate=True)
+    parts, notes = for_torchao(
+        Policy("row", switch=[(0.9, "bf16")]), model, emulate=True
+    )
     assert [names for _, names in parts] == [{"1"}]
     assert "at 0.9 of the steps" in notes[0]
     assert "'bf16'" in notes[0]
@@ -65,7 +67,9 @@ def enabled(policy):
 
 
 def test_transformer_engine_runs_each_layer_in_its_context(te):
-    policy = Policy("mxfp8", rules=[("*.down", None, "tensor")], first=1, keep=["readout"])
+    policy = Policy(
+        "mxfp8", rules=[("*.down", None, "tensor")], first=1, keep=["readout"]
+    )
     assert enabled(policy) == {
         "patch": "MXFP8BlockScaling",
         **{f"blocks.0.{part}": None for part in ("up", "down")},
@@ -81,8 +85,12 @@ def test_transformer_engine_runs_each_layer_in_its_context(te):
         with pytest.raises(RuntimeError):
             module(torch.randn(2, 3))
     assert recipe_in_force() is None
-    with pytest.raises(ValueError, match="layer 'head': TransformerEngine has no recipe"):
-        for_transformer_engine(Policy("mxfp8", rules=[("head", "grad_weight", None)]), net())
+    with pytest.raises(
+        ValueError, match="layer 'head': TransformerEngine has no recipe"
+    ):
+        for_transformer_engine(
+            Policy("mxfp8", rules=[("head", "grad_weight", None)]), net()
+        )
     _, notes = for_transformer_engine(Policy("mxfp8", switch=[(0.9, "bf16")]), net())
     assert "TransformerEngine does not switch" in notes[0]
 
@@ -117,9 +125,16 @@ def megatron(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in modules.items():
             patch.setitem(sys.modules, name, fake)
-        exec((core / "quantization/quant_config.py").read_text(encoding="utf-8"), vars(module))
+        exec(
+            (core / "quantization/quant_config.py").read_text(encoding="utf-8"),
+            vars(module),
+        )
         _classes(core / "enums.py", ["Fp8Recipe", "Fp4Recipe"], module)
-        names = ["_TE_CONFIG_TYPE_KEY", "TransformerEngineConfigType", "TEQuantizationRecipe"]
+        names = [
+            "_TE_CONFIG_TYPE_KEY",
+            "TransformerEngineConfigType",
+            "TEQuantizationRecipe",
+        ]
         names.append("TEQuantizationParams")
         _classes(core / "extensions/transformer_engine.py", names, module)
     return module
@@ -164,7 +179,11 @@ def test_megatron_reads_the_rules_as_they_were_meant(megatron, tmp_path):
     for name, found in read(megatron, files.yaml, tmp_path).items():
         assert found.override_quantized_autocast
         assert not found.override_nonquantized_autocast
-        fields = (found.fp8_quantization_recipe, found.fp4_quantization_recipe, found.fp8_format)
+        fields = (
+            found.fp8_quantization_recipe,
+            found.fp4_quantization_recipe,
+            found.fp8_format,
+        )
         if not name.endswith("qkv"):
             assert fields[:2] == (None, None), name
         elif ".layers.1." in name:
@@ -174,13 +193,18 @@ def test_megatron_reads_the_rules_as_they_were_meant(megatron, tmp_path):
 
 
 def test_megatron_enables_rules_of_a_model_in_high_precision(megatron, tmp_path):
-    files = for_megatron(Policy(None, rules=[('*"x', None, "bf16"), ("*.mlp.*", None, "block")]))
+    files = for_megatron(
+        Policy(None, rules=[('*"x', None, "bf16"), ("*.mlp.*", None, "block")])
+    )
     assert files.flags == []
     for name, found in read(megatron, files.yaml, tmp_path).items():
         assert (found is not None) == (".mlp." in name)
         if found is not None:
             assert found.override_nonquantized_autocast is True
-            assert (found.fp8_quantization_recipe, found.fp8_format) == ("blockwise", "e4m3")
+            assert (found.fp8_quantization_recipe, found.fp8_format) == (
+                "blockwise",
+                "e4m3",
+            )
 
 
 def test_the_flags_of_megatron():
@@ -193,7 +217,9 @@ def test_the_flags_of_megatron():
     assert delayed.yaml == ""
     assert delayed.flags[:2] == ["--fp8-format=hybrid", "--fp8-recipe=delayed"]
     assert "--fp8-amax-history-len=16" in delayed.flags
-    assert any("not powers of two" in note for note in for_megatron(Policy("tensor")).notes)
+    assert any(
+        "not powers of two" in note for note in for_megatron(Policy("tensor")).notes
+    )
     assert any("output layer" in note for note in delayed.notes)
 
 
@@ -201,9 +227,15 @@ def test_the_flags_of_megatron():
     ("policy", "message"),
     [
         (Policy("row"), "the policy: Megatron has no recipe 'row'; it has 'tensor'"),
-        (Policy("mxfp8", rules=[("*", None, "unit")]), r"rule 1 \('\*'\): .* no recipe 'unit'"),
+        (
+            Policy("mxfp8", rules=[("*", None, "unit")]),
+            r"rule 1 \('\*'\): .* no recipe 'unit'",
+        ),
         (Policy("mxfp8", rules=[("*", "forward", None)]), "no recipe for single casts"),
-        (Policy("mxfp8", rules=[("*", None, "delayed")]), "'delayed' for the whole model only"),
+        (
+            Policy("mxfp8", rules=[("*", None, "delayed")]),
+            "'delayed' for the whole model only",
+        ),
         (Policy("delayed", first=1), "does not combine these with 'delayed'"),
         (Policy(None, first=1), "only with a recipe for the others"),
     ],
@@ -221,8 +253,17 @@ def test_what_megatron_does_not_have(policy, message):
     "policy",
     [
         Policy(),
-        Policy("mxfp8", rules=[("*.up", "grad", None)], first=1, keep=["readout"], name='a "b"'),
-        Policy(fp8.Recipe(name="own", input=fp8.Cast(format="e4m3")), switch=[(0.9, "bf16")]),
+        Policy(
+            "mxfp8",
+            rules=[("*.up", "grad", None)],
+            first=1,
+            keep=["readout"],
+            name='a "b"',
+        ),
+        Policy(
+            fp8.Recipe(name="own", input=fp8.Cast(format="e4m3")),
+            switch=[(0.9, "bf16")],
+        ),
     ],
 )
 def test_the_code_makes_the_policy(policy):
@@ -241,8 +282,18 @@ def test_the_code_for_torchao_and_transformer_engine_runs(te):
     space = {"model": net(), "te_model": net()}
     code = as_code(Policy("tensor", rules=[("*.up", None, "mxfp8")], keep=["readout"]))
     exec(code["transformer_engine"], space)
-    assert space["contexts"].keys() == {"", "head", *(f"blocks.{i}.up" for i in range(4))}
+    assert space["contexts"].keys() == {
+        "",
+        "head",
+        *(f"blocks.{i}.up" for i in range(4)),
+    }
     policy = Policy("tensor", rules=[("*.up", None, "row")], keep=["readout"])
     exec(as_code(policy)["torchao"], space)
-    kinds = {n for n, m in space["model"].named_modules() if isinstance(m, layers.Float8Linear)}
-    assert kinds == {n for n, m in net().named_modules() if isinstance(m, nn.Linear)} - {"head"}
+    kinds = {
+        n
+        for n, m in space["model"].named_modules()
+        if isinstance(m, layers.Float8Linear)
+    }
+    assert kinds == {
+        n for n, m in net().named_modules() if isinstance(m, nn.Linear)
+    } - {"head"}

@@ -75,11 +75,20 @@ def test_what_the_recipes_say(library):
     assert not transformer_engine.te_recipe("nvfp4_nvidia").disable_rht
     unit, scale = transformer_engine.te_recipe("unit"), torch.tensor([3.0, 0.5])
     algorithm = unit.scaling_factor_compute_algo
-    assert algorithm(torch.tensor([100.0, 0.0]), scale, 448.0, None).tolist() == [1.0, 1.0]
+    assert algorithm(torch.tensor([100.0, 0.0]), scale, 448.0, None).tolist() == [
+        1.0,
+        1.0,
+    ]
     assert not unit.reduce_amax
     cast = Cast(format="e4m3", scaling="delayed", history=1, margin=3)
-    own = transformer_engine.te_recipe(Recipe(name="own", input=cast, weight=cast, grad=cast))
-    assert (own.margin, own.amax_history_len, own.amax_compute_algo) == (3, 1, "most_recent")
+    own = transformer_engine.te_recipe(
+        Recipe(name="own", input=cast, weight=cast, grad=cast)
+    )
+    assert (own.margin, own.amax_history_len, own.amax_compute_algo) == (
+        3,
+        1,
+        "most_recent",
+    )
 
 
 @pytest.mark.proves("TransformerEngine", "margin", how="library")
@@ -91,16 +100,31 @@ def test_what_the_recipes_say(library):
 def test_documented_options_are_honoured_or_refused(library):
     """None is dropped for being some default, and none ignored for being unknown."""
     made = delayed_scaling(
-        margin=2, fp8_format="E4M3", amax_history_len=32, amax_compute_algo="most_recent"
+        margin=2,
+        fp8_format="E4M3",
+        amax_history_len=32,
+        amax_compute_algo="most_recent",
     )
     assert (made.margin, made.fp8_format) == (2, library.Format.E4M3)
     assert (made.amax_history_len, made.amax_compute_algo) == (32, "most_recent")
     delayed_scaling(interval=1, override_linear_precision=(False, False, False))
     for option, value, message in (
         ("interval", 4, r"interval must be 1, got 4: .* at each step"),
-        ("override_linear_precision", (False, False, True), r"got \(False, False, True"),
-        ("fp8_format", "E5M2", "unknown fp8_format 'E5M2'; choose one of 'E4M3', 'HYBRID'"),
-        ("amax_compute_algo", "mean", "unknown amax_compute_algo 'mean'; choose one of 'max'"),
+        (
+            "override_linear_precision",
+            (False, False, True),
+            r"got \(False, False, True",
+        ),
+        (
+            "fp8_format",
+            "E5M2",
+            "unknown fp8_format 'E5M2'; choose one of 'E4M3', 'HYBRID'",
+        ),
+        (
+            "amax_compute_algo",
+            "mean",
+            "unknown amax_compute_algo 'mean'; choose one of 'max'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             delayed_scaling(**{option: value})
@@ -120,4 +144,6 @@ def test_recipes_that_it_does_not_have(library):
     ]
     for cast in odd:
         with pytest.raises(ValueError, match="no recipe for 'odd'"):
-            transformer_engine.te_recipe(Recipe(name="odd", input=cast, weight=cast, grad=cast))
+            transformer_engine.te_recipe(
+                Recipe(name="odd", input=cast, weight=cast, grad=cast)
+            )

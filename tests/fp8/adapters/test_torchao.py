@@ -61,7 +61,9 @@ def test_a_report_and_the_way_back():
     calls = []
     model[0].register_forward_hook(lambda *_: calls.append(1))
     before = [(name, id(p)) for name, p in model.named_parameters()]
-    fp8.convert(model, "tensor", backend="torchao", where=lambda name, layer: name != "2")
+    fp8.convert(
+        model, "tensor", backend="torchao", where=lambda name, layer: name != "2"
+    )
     rows = {row.path: (row.done, row.why) for row in fp8.report(model)}
     assert rows == {
         "0": ("converted", "torchao, Float8Linear"),
@@ -84,11 +86,18 @@ def test_a_report_and_the_way_back():
     converted = fp8.convert(layer, "row", backend="torchao")
     assert type(converted) is Float8Linear
     assert type(fp8.revert(converted)) is nn.Linear
-    rows = fp8.report(torchao.convert(nn.Sequential(nn.Linear(10, 6)), "tensor", emulate=True))
-    assert (rows[0].done, rows[0].why) == ("converted", "torchao, Float8Linear, emulated")
+    rows = fp8.report(
+        torchao.convert(nn.Sequential(nn.Linear(10, 6)), "tensor", emulate=True)
+    )
+    assert (rows[0].done, rows[0].why) == (
+        "converted",
+        "torchao, Float8Linear, emulated",
+    )
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather must be False"):
-        torchao.convert(mlp(), config)  # optimizers would hold weights that are not the model's
+        torchao.convert(
+            mlp(), config
+        )  # optimizers would hold weights that are not the model's
 
 
 @parametrize("recipe", ["tensor", "row"])
@@ -104,7 +113,9 @@ def test_any_number_of_tokens(recipe):
 def test_what_it_does_not_have():
     known = {"tensor", "row", "row_gw_hp"}
     for name in RECIPES.keys() - known:
-        with pytest.raises(ValueError, match=rf"torchao has no .* for recipe '{name}'; it has"):
+        with pytest.raises(
+            ValueError, match=rf"torchao has no .* for recipe '{name}'; it has"
+        ):
             torchao.ao_config(name)
     stochastic = Cast(format="e4m3", scaling="tensor", rounding="stochastic")
     own = Recipe(name="own", input=stochastic, weight=stochastic, grad=stochastic)

@@ -126,7 +126,9 @@ def test_there_and_back_a_model_with_fused_layers_stays_itself():
     model, x = Block(), INPUTS[Block]
     model.norm.comment = "mine"
     model.norm.eval()
-    modules = {name: (type(m), set(vars(m)), m.training) for name, m in model.named_modules()}
+    modules = {
+        name: (type(m), set(vars(m)), m.training) for name, m in model.named_modules()
+    }
     parameters = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
     plain, keys, state = model(x), list(model.state_dict()), torch.get_rng_state()
     assert transformer_engine.convert(model, "unit", fuse=FUSED) is model
@@ -134,31 +136,48 @@ def test_there_and_back_a_model_with_fused_layers_stays_itself():
         assert torch.allclose(module(x), plain, rtol=1e-5, atol=1e-5)
         assert list(module.state_dict()) == keys
         assert (module.norm.comment, module.norm.training) == ("mine", False)
-    assert [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)] == parameters
+    assert [
+        (n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)
+    ] == parameters
     assert torch.equal(torch.get_rng_state(), state)
     assert fp8.revert(model) is model
-    found = {name: (type(m), set(vars(m)), m.training) for name, m in model.named_modules()}
+    found = {
+        name: (type(m), set(vars(m)), m.training) for name, m in model.named_modules()
+    }
     assert found == modules
-    assert [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)] == parameters
+    assert [
+        (n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)
+    ] == parameters
     assert torch.allclose(model(x), plain, rtol=1e-5, atol=1e-5)
 
 
 @parametrize("bias", [True, False])
 def test_fused(te, bias):
     """As accurate as apart, gradients too, with the weights that were loaded or assigned last."""
-    model, x = transformer_engine.convert(Block(bias), "tensor", fuse=FUSED), INPUTS[Block]
+    model, x = (
+        transformer_engine.convert(Block(bias), "tensor", fuse=FUSED),
+        INPUTS[Block],
+    )
     kinds = (te.LayerNormLinear, te.LayerNormMLP, te.LayerNormLinear)
     how = "TransformerEngine, Float8CurrentScaling, in te."
-    rows = {n: how + k.__name__ for names, k in zip(FUSED, kinds, strict=True) for n in names}
+    rows = {
+        n: how + k.__name__
+        for names, k in zip(FUSED, kinds, strict=True)
+        for n in names
+    }
     assert {row.path: row.why for row in fp8.report(model)} == rows
-    assert all(isinstance(model.get_submodule(n[1]), k) for n, k in zip(FUSED, kinds, strict=True))
+    assert all(
+        isinstance(model.get_submodule(n[1]), k)
+        for n, k in zip(FUSED, kinds, strict=True)
+    )
     for assign in (False, True):
         plain = Block(bias)
         model.load_state_dict(plain.state_dict(), assign=assign)
         assert ran(model, x) == {"Float8CurrentScaling"}
         assert len(RAN) == 4
         both = [
-            torch.autograd.grad(m(x).square().sum(), tuple(m.parameters())) for m in (model, plain)
+            torch.autograd.grad(m(x).square().sum(), tuple(m.parameters()))
+            for m in (model, plain)
         ]
         for one, other in zip(*both, strict=True):
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -185,27 +204,46 @@ def test_neighbours_in_a_sequential_are_fused(te, monkeypatch):
 @parametrize(
     ("names", "message"),
     [
-        (("mix", "norm"), "expected a norm and a linear layer, or these, an activation and a"),
+        (
+            ("mix", "norm"),
+            "expected a norm and a linear layer, or these, an activation and a",
+        ),
         (("norm", "odd"), "odd: 10 is no multiple of 16"),
         (("wide", "mix"), r"the norm is over \(4, 32\), not \(32,\)"),
         (("norm", "short"), "the weights have several dtypes"),
         (("norm", "twice"), "twice has two names"),
         (("norm", "hooked"), "hooked has hooks, which would see other values"),
-        (("norm", "mlp.1", "gelu", "mlp.3"), r"its activations are nn.GELU\('tanh'\), nn.ReLU"),
+        (
+            ("norm", "mlp.1", "gelu", "mlp.3"),
+            r"its activations are nn.GELU\('tanh'\), nn.ReLU",
+        ),
         (("norm", "mlp.1", "mlp.2", "back"), "does not return to the size of the norm"),
         (("norm", "mlp.1", "mlp.2", "unbiased"), "one linear layer has a bias"),
     ],
 )
 def test_what_is_not_fused(names, message):
     model = Block()
-    layers = {"odd": nn.Linear(32, 10), "short": nn.Linear(32, 32).half(), "gelu": nn.GELU()}
-    layers |= {"twice": nn.Linear(32, 32), "hooked": nn.Linear(32, 32), "back": nn.Linear(64, 16)}
-    layers |= {"wide": nn.LayerNorm((4, 32)), "plain": nn.LayerNorm(32, elementwise_affine=False)}
+    layers = {
+        "odd": nn.Linear(32, 10),
+        "short": nn.Linear(32, 32).half(),
+        "gelu": nn.GELU(),
+    }
+    layers |= {
+        "twice": nn.Linear(32, 32),
+        "hooked": nn.Linear(32, 32),
+        "back": nn.Linear(64, 16),
+    }
+    layers |= {
+        "wide": nn.LayerNorm((4, 32)),
+        "plain": nn.LayerNorm(32, elementwise_affine=False),
+    }
     layers["unbiased"] = nn.Linear(64, 32, bias=False)
     layers["hooked"].register_forward_hook(lambda *_: None)
     for name, layer in (*layers.items(), ("again", layers["twice"])):
         model.add_module(name, layer)
-    with pytest.raises(ValueError, match=f"cannot fuse {', '.join(names)}: .*{message}"):
+    with pytest.raises(
+        ValueError, match=f"cannot fuse {', '.join(names)}: .*{message}"
+    ):
         transformer_engine.convert(model, "tensor", fuse=[names])
     assert type(model.mix) is nn.Linear
     with pytest.raises(ValueError, match="norm is in another group"):
@@ -216,7 +254,9 @@ def test_what_is_not_fused(names, message):
         transformer_engine.convert(model, fuse=[("nrm", "mix")])
 
 
-@pytest.mark.proves("TransformerEngine", "FP8 products, everything else as it is", how="library")
+@pytest.mark.proves(
+    "TransformerEngine", "FP8 products, everything else as it is", how="library"
+)
 @parametrize("recipe", KINDS)
 def test_under_its_recipe_in_training_and_in_evaluation_if_asked(te, recipe):
     """TransformerEngine checks at the entry of its context whether the device has the recipe."""
@@ -247,7 +287,12 @@ def test_back_from_layers_that_others_put_there(te):
         nn.init.normal_(parameter)
     want = model[:2](x)
     back = transformer_engine.revert(model)
-    assert [type(m) for m in back] == [nn.Linear, nn.LayerNorm, te.RMSNorm, te.LayerNormLinear]
+    assert [type(m) for m in back] == [
+        nn.Linear,
+        nn.LayerNorm,
+        te.RMSNorm,
+        te.LayerNormLinear,
+    ]
     assert back[0].bias is None
     assert torch.equal(back[:2](x), want)
 

@@ -33,7 +33,9 @@ WAYS = {
 def data():
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(64, (16,), generator=generator) for _ in range(32)]
-    first = torch.arange(16) == 0  # has nothing before it; not all models leave it out of a count
+    first = (
+        torch.arange(16) == 0
+    )  # has nothing before it; not all models leave it out of a count
     return [{"input_ids": row, "labels": row.masked_fill(first, -100)} for row in rows]
 
 
@@ -46,7 +48,12 @@ def optimizer(model):
 def trainer(model, folder, **options):
     arguments = TrainingArguments(
         folder,
-        **{"max_steps": 4, "per_device_train_batch_size": 8, "logging_steps": 1, **options},
+        **{
+            "max_steps": 4,
+            "per_device_train_batch_size": 8,
+            "logging_steps": 1,
+            **options,
+        },
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
@@ -55,7 +62,9 @@ def trainer(model, folder, **options):
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
     )
-    return Trainer(model, arguments, train_dataset=data(), optimizers=(optimizer(model), None))
+    return Trainer(
+        model, arguments, train_dataset=data(), optimizers=(optimizer(model), None)
+    )
 
 
 def losses(trained):
@@ -81,7 +90,9 @@ def test_the_same_as_a_plain_loop(name, way, tmp_path):
     trained = trainer(model, tmp_path)
     batches = list(copy.deepcopy(trained).get_train_dataloader())
     trained.train()
-    assert losses(trained) == plain_loop(other.train(), optimizer(other), batches, loss_of)
+    assert losses(trained) == plain_loop(
+        other.train(), optimizer(other), batches, loss_of
+    )
     assert same_weights(model, other)
 
 
@@ -99,4 +110,6 @@ def test_saved_and_loaded(name, tmp_path):
     assert same_weights(loaded, model)
     embedding = loaded.get_input_embeddings().weight
     assert (loaded.lm_head.weight is embedding) == (name == "gpt2")
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == (name == "gpt2")
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == (
+        name == "gpt2"
+    )

@@ -9,9 +9,18 @@ from fp8.casts.casting import cast_forward
 X = torch.tensor([[1.0, 0.3, -500.0, 0.0], [2.0**-12, 3.0, -0.4, 7.0]])
 FIRST = [1.0, 0.3125, -512.0, 0.0]  # under the scale 2
 CASES = {
-    "no scale": ({"format": "e4m3"}, [[1.0, 0.3125, -448.0, 0.0], [0.0, 3.0, -0.40625, 7.0]]),
-    "tensor": ({"format": "e4m3", "scaling": "tensor"}, [FIRST, [0.0, 3.0, -0.40625, 7.0]]),
-    "row": ({"format": "e4m3", "scaling": "row"}, [FIRST, [2.0**-12, 3.0, -0.40625, 7.0]]),
+    "no scale": (
+        {"format": "e4m3"},
+        [[1.0, 0.3125, -448.0, 0.0], [0.0, 3.0, -0.40625, 7.0]],
+    ),
+    "tensor": (
+        {"format": "e4m3", "scaling": "tensor"},
+        [FIRST, [0.0, 3.0, -0.40625, 7.0]],
+    ),
+    "row": (
+        {"format": "e4m3", "scaling": "row"},
+        [FIRST, [2.0**-12, 3.0, -0.40625, 7.0]],
+    ),
     "toward zero": (
         {"format": "e4m3", "scaling": "row", "rounding": "toward_zero"},
         [[1.0, 0.28125, -480.0, 0.0], [2.0**-12, 3.0, -0.375, 7.0]],
@@ -31,11 +40,15 @@ def test_a_cast_by_hand(name):
 
 def test_the_other_axis_is_the_transpose():
     cast = Cast(format="e4m3", scaling="row")
-    assert torch.equal(cast_forward(X, cast, -2), cast_forward(X.mT.contiguous(), cast).mT)
+    assert torch.equal(
+        cast_forward(X, cast, -2), cast_forward(X.mT.contiguous(), cast).mT
+    )
 
 
 def test_gradients_pass_straight_through_and_no_cast_is_the_operand():
     x, g = X.clone().requires_grad_(), torch.randn(2, 4)
-    (grad,) = torch.autograd.grad(cast_forward(x, Cast(format="e2m1", scaling="tensor")), x, g)
+    (grad,) = torch.autograd.grad(
+        cast_forward(x, Cast(format="e2m1", scaling="tensor")), x, g
+    )
     assert torch.equal(grad, g)
     assert cast_forward(x, None) is x

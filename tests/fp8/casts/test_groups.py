@@ -28,7 +28,9 @@ def test_pieces_are_views(shape, axis, shapes):
 
 @parametrize("ends", [[2, 1, 3], [1, 2, 6]])
 def test_ends_ascend_within_the_axis(ends):
-    with pytest.raises(ValueError, match=r"offs must ascend from 0 to at most 5, got \["):
+    with pytest.raises(
+        ValueError, match=r"offs must ascend from 0 to at most 5, got \["
+    ):
         pieces(torch.zeros(5, 2), torch.tensor(ends), 0)
 
 

@@ -29,7 +29,9 @@ each_backend = parametrize("backend", ["simulate", "native"])
 @each_backend
 def test_operands_are_kept_in_bytes(backend, function, name, dtype):
     """A quarter of float32 and half of bfloat16, and as many bytes for the scales."""
-    shapes = ((32, 64, 8), (48, 64, 3)) if function is F.conv1d else ((64, 32), (48, 32))
+    shapes = (
+        ((32, 64, 8), (48, 64, 3)) if function is F.conv1d else ((64, 32), (48, 32))
+    )
     x, w = (randn(*shape).to(dtype) for shape in shapes)
 
     def run():
@@ -47,7 +49,9 @@ def test_operands_are_kept_in_bytes(backend, function, name, dtype):
 def test_what_was_in_bytes_is_the_same_to_the_bit(dtype, format, rule):
     """For every number of the format under a scale, NaN and Inf among them."""
     cast = Cast(format=format, scaling="tensor", rule=rule, overflow="nonfinite")
-    codes = torch.arange(256, dtype=torch.uint8).view(fp8.FORMATS[format].dtype).double()
+    codes = (
+        torch.arange(256, dtype=torch.uint8).view(fp8.FORMATS[format].dtype).double()
+    )
     x = (codes[codes.isfinite()] * 0.3).to(dtype).reshape(1, -1).requires_grad_()
     for extreme in ([], [float("nan")], [float("inf")]):
         a = torch.cat([x, torch.tensor([extreme], dtype=dtype)], dim=1)
@@ -71,7 +75,11 @@ def test_a_second_derivative_reads_bytes_straight_through_their_casts(name, agai
         return y.square().sum()
 
     def checkpointed(*args):
-        return checkpoint(function, *args, use_reentrant=False) if again else function(*args)
+        return (
+            checkpoint(function, *args, use_reentrant=False)
+            if again
+            else function(*args)
+        )
 
     def slope(*args):
         return torch.func.grad(function)(*args).square().sum()
@@ -79,8 +87,12 @@ def test_a_second_derivative_reads_bytes_straight_through_their_casts(name, agai
     want = torch.func.grad(slope, argnums=(0, 1, 2))(*tensors)
     leaves = [t.clone().requires_grad_() for t in tensors]
     with torch.autograd.graph.save_on_cpu():
-        (first,) = torch.autograd.grad(checkpointed(*leaves), leaves[0], create_graph=True)
-    for got, expected in zip(torch.autograd.grad(first.square().sum(), leaves), want, strict=True):
+        (first,) = torch.autograd.grad(
+            checkpointed(*leaves), leaves[0], create_graph=True
+        )
+    for got, expected in zip(
+        torch.autograd.grad(first.square().sum(), leaves), want, strict=True
+    ):
         assert torch.equal(got, expected)
 
 
@@ -88,7 +100,9 @@ def test_a_second_derivative_reads_bytes_straight_through_their_casts(name, agai
 def test_double_backward_of_kernels_is_refused():
     x, w = randn(16, 16), randn(16, 16)
     y = linear(x, w, recipe=RECIPES["unit"], backend="native")
-    with pytest.raises(RuntimeError, match="create_graph=True: products of backend='native'"):
+    with pytest.raises(
+        RuntimeError, match="create_graph=True: products of backend='native'"
+    ):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 

@@ -25,8 +25,20 @@ parametrize = pytest.mark.parametrize
 __all__ = ["emulated"]
 
 BAD = [math.inf, -math.inf, math.nan]
-EIGHT_BIT_SCALES = [name for name, r in RECIPES.items() if r.input.scaling in ("mx", "nv")]
-KINDS = ("unit", "tensor", "delayed", "static", "row", "block", "deepseek_v3", "mxfp8", "nvfp4")
+EIGHT_BIT_SCALES = [
+    name for name, r in RECIPES.items() if r.input.scaling in ("mx", "nv")
+]
+KINDS = (
+    "unit",
+    "tensor",
+    "delayed",
+    "static",
+    "row",
+    "block",
+    "deepseek_v3",
+    "mxfp8",
+    "nvfp4",
+)
 """A recipe of each scaling, one with the sums of an accelerator, one with rotations."""
 
 
@@ -135,7 +147,9 @@ def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale(recipe):
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     with torch.autocast("cpu", torch.float16), block(recipe):
         y = model(normal(16, 32))
-    loss = 100 * y.float().square().sum()  # its gradient, 200 * 65536 * y, is no float16
+    loss = (
+        100 * y.float().square().sum()
+    )  # its gradient, 200 * 65536 * y, is no float16
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 import fp8
-from fp8.casts.scaled_tensor import STORED, ScaledTensor, dequantized, keep_gradients_in, scaled
+from fp8.casts.scaled_tensor import (
+    STORED,
+    ScaledTensor,
+    dequantized,
+    keep_gradients_in,
+    scaled,
+)
 from tests.fp8.operands import normal
 
 parametrize = pytest.mark.parametrize
@@ -65,13 +71,21 @@ def test_sizes_zeros_and_values_of_the_format(format):
 def test_bad_input():
     with pytest.raises(ValueError, match="e4m3, e5m2, fp16, not 'bf16'"):
         scaled(torch.ones(2), "bf16")
-    with pytest.raises(TypeError, match=r"float32, bfloat16, float16, not torch\.float64"):
+    with pytest.raises(
+        TypeError, match=r"float32, bfloat16, float16, not torch\.float64"
+    ):
         scaled(torch.ones(2, dtype=torch.float64), "e4m3")
     x = scaled(normal(4, 4), "e4m3")
-    for change in (lambda: x.t_(), lambda: x.resize_(2, 2), lambda: x.set_(torch.ones(4, 4))):
+    for change in (
+        lambda: x.t_(),
+        lambda: x.resize_(2, 2),
+        lambda: x.set_(torch.ones(4, 4)),
+    ):
         with pytest.raises(NotImplementedError, match=r"assign x\.data = y"):
             change()
-    with pytest.raises(RuntimeError, match=r"bfloat16 has its values in torch\.float32"):
+    with pytest.raises(
+        RuntimeError, match=r"bfloat16 has its values in torch\.float32"
+    ):
         scaled(normal(4, 4).bfloat16(), "e4m3").data_ptr()
     with pytest.raises(ValueError, match="read-only"):
         x.numpy()[0] = 1
@@ -165,7 +179,13 @@ def test_its_memory_is_read_by_others():
     x = scaled(normal(4, 4), "e4m3")
     expected = x.dequantize()
     assert x.nbytes == 16 + 4
-    assert x.t().data_ptr() == x.data_ptr() == x.storage().data_ptr() == x.stored.data_ptr() != 0
+    assert (
+        x.t().data_ptr()
+        == x.data_ptr()
+        == x.storage().data_ptr()
+        == x.stored.data_ptr()
+        != 0
+    )
     assert torch.equal(x.stored, expected)
     assert x.nbytes == 64
     assert torch.equal(torch.tensor(x.numpy()), expected)
@@ -227,7 +247,11 @@ def test_gradients_of_one_pass(open, compiled):
 
 @parametrize(
     ("count", "equal", "dtype"),
-    [(1, True, torch.bfloat16), (128, True, torch.bfloat16), (1024, False, torch.float32)],
+    [
+        (1, True, torch.bfloat16),
+        (128, True, torch.bfloat16),
+        (1024, False, torch.float32),
+    ],
 )
 def test_gradients_add_up(count, equal, dtype):
     """Micro-batches: the first is rounded to e4m3, and then each sum to float32."""
@@ -238,7 +262,9 @@ def test_gradients_add_up(count, equal, dtype):
         (w * term).sum().backward()
     expected = torch.stack(terms).double().sum(0)
     error = (w.grad.dequantize(torch.float32) - expected).abs()
-    step = torch.maximum(terms[0].abs().double() * HALF_STEP["e4m3"], terms[0].abs().max() * 2**-18)
+    step = torch.maximum(
+        terms[0].abs().double() * HALF_STEP["e4m3"], terms[0].abs().max() * 2**-18
+    )
     sums = torch.stack(terms).double().abs().sum(0) * count * 2**-24
     assert (error <= step + sums).all()
     assert w.grad.dtype == dtype
@@ -326,7 +352,10 @@ def test_a_weight_that_is_no_longer_frozen():
 
 def test_data_is_shared():
     """Initializers, averages of weights and merged adapters assign to ``.data``."""
-    weight, numbers = nn.Parameter(scaled(torch.zeros(32, 16), "fp16")), torch.randn(34, 16)[2:]
+    weight, numbers = (
+        nn.Parameter(scaled(torch.zeros(32, 16), "fp16")),
+        torch.randn(34, 16)[2:],
+    )
     alias = weight.data
     weight.data = numbers
     with torch.no_grad():
@@ -338,7 +367,11 @@ def test_data_is_shared():
     part = weight.t()[3:].as_strided((2, 3), (1, 4), 40)
     assert torch.equal(part, weight.dequantize().as_strided((2, 3), (1, 4), 40))
     weight.data = numbers.mT.bfloat16()
-    assert (weight.shape, weight.dtype, weight.format) == ((16, 32), torch.bfloat16, "fp16")
+    assert (weight.shape, weight.dtype, weight.format) == (
+        (16, 32),
+        torch.bfloat16,
+        "fp16",
+    )
     assert torch.equal(weight, numbers.mT.bfloat16())
     assert not weight.data.requires_grad
     weight.data = alias
@@ -351,14 +384,18 @@ def test_shared_memory_is_refused():
         model.share_memory()
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+@pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="this torch is built without gloo"
+)
 def test_collectives_are_refused():
     """They return before the values have arrived, which would be stored too early."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         x = scaled(torch.ones(4), "e4m3")
         for collective in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
-            with pytest.raises(TypeError, match="cannot send or receive a ScaledTensor"):
+            with pytest.raises(
+                TypeError, match="cannot send or receive a ScaledTensor"
+            ):
                 collective(x)
     finally:
         dist.destroy_process_group()

@@ -8,10 +8,15 @@ from torch import Tensor, nn
 import fp8
 
 
-def loaded(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any]) -> nn.Module:
+def loaded(
+    model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any]
+) -> nn.Module:
     """A plain ``model`` with exported ``tensors`` under their quantization_config."""
     from compressed_tensors.compressors import compress_module, decompress_module
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+    )
 
     apply_quantization_config(model, QuantizationConfig.model_validate(config))
     quantized = [m for m in model.modules() if hasattr(m, "quantization_scheme")]

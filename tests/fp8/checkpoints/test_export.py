@@ -34,7 +34,9 @@ RECIPES = {
     "tensor": exact("tensor"),
     "row": exact("row"),
     "mixed": Recipe(
-        name="mixed", input=Cast(format="e4m3"), weight=Cast(format="e4m3", scaling="row")
+        name="mixed",
+        input=Cast(format="e4m3"),
+        weight=Cast(format="e4m3", scaling="row"),
     ),
 }
 
@@ -77,7 +79,9 @@ def test_served_as_it_was_trained(name, tmp_path):
     report = fp8.export(model, tmp_path)
     assert [row.done for row in report] == ["FP8"] * 14
     want = logits(model)
-    torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
+    torch.testing.assert_close(
+        logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want)
+    )
     plain = logits(fp8.revert(model))
     assert (want - plain).abs().max() > 1e-3 * plain.abs().max()
 
@@ -91,7 +95,9 @@ def test_weights_of_a_level(tmp_path):
     model.eval()
     fp8.export(model, tmp_path)
     want = logits(model)
-    torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
+    torch.testing.assert_close(
+        logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want)
+    )
 
 
 def test_mxfp8(tmp_path):
@@ -102,7 +108,10 @@ def test_mxfp8(tmp_path):
     assert {row.done for row in fp8.export(model, tmp_path)} == {"FP8"}
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     stored = safetensors.load_file(tmp_path / "model.safetensors")
-    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "mxfp8-quantized")
+    assert (config["quant_method"], config["format"]) == (
+        "compressed-tensors",
+        "mxfp8-quantized",
+    )
     scale = stored["model.layers.0.mlp.down_proj.weight_scale"]
     assert (scale.dtype, tuple(scale.shape)) == (torch.uint8, (32, 2))
     reader = served(tmp_path, torch.bfloat16)
@@ -116,11 +125,15 @@ def test_mxfp8(tmp_path):
         assert torch.equal(theirs(x)[same], ours(x)[same])
 
 
-@pytest.mark.proves("the field", "checkpoints for vLLM, SGLang, Transformers", how="library")
+@pytest.mark.proves(
+    "the field", "checkpoints for vLLM, SGLang, Transformers", how="library"
+)
 @parametrize("name", ["unit", "row", "block", "mxfp8"])
 def test_weights_are_read_bit_for_bit(name, tmp_path):
     """As the operands that the recipe casts them to."""
-    dtype = torch.bfloat16 if name == "mxfp8" else torch.float32  # compressed-tensors unpacks to it
+    dtype = (
+        torch.bfloat16 if name == "mxfp8" else torch.float32
+    )  # compressed-tensors unpacks to it
     model = trained(fp8.convert(llama(), fp8.Policy.hidden(name)))
     fp8.export(model, tmp_path)
     reader = served(tmp_path, dtype)
@@ -129,7 +142,9 @@ def test_weights_are_read_bit_for_bit(name, tmp_path):
         if isinstance(layer, nn.Linear):
             cast = layer.fp8_recipe.weight
             want = rounded(layer.weight.detach(), lowered(cast))[0].to(dtype)
-            assert torch.equal(reader.model.layers.get_submodule(path).weight, want), path
+            assert torch.equal(reader.model.layers.get_submodule(path).weight, want), (
+                path
+            )
 
 
 @parametrize("recipe", ["block", "mxfp8"])
@@ -161,7 +176,10 @@ class Zeros(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.zero = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.first, self.zero = (
+            nn.Linear(16, 32, bias=False),
+            nn.Linear(32, 16, bias=False),
+        )
         self.after = nn.Linear(16, 16, bias=False)
         nn.init.zeros_(self.zero.weight)
 
@@ -180,10 +198,15 @@ def test_a_layer_of_zeros(name, rate, tmp_path):
     report = {row.path: row for row in fp8.export(model, tmp_path)}
     assert report["first"].done == report["zero"].done == "FP8"
     assert report["after"].left_alone == (name != "row")
-    assert name == "row" or "has seen no input that is not all zeros" in report["after"].why
+    assert (
+        name == "row"
+        or "has seen no input that is not all zeros" in report["after"].why
+    )
     stored = safetensors.load_file(tmp_path / "model.safetensors")
     values = stored["zero.weight"].float() * stored["zero.weight_scale"]
-    torch.testing.assert_close(values, model.zero.weight.detach(), rtol=2**-4, atol=2.0**-10)
+    torch.testing.assert_close(
+        values, model.zero.weight.detach(), rtol=2**-4, atol=2.0**-10
+    )
 
 
 @parametrize("shape", [(8, 64), (2, 8, 64), (2, 2, 8, 64)])
@@ -221,7 +244,9 @@ def test_rows_of_experts(tmp_path):
 
 def test_one_layout_in_a_file(tmp_path):
     parts = [nn.Sequential(nn.Linear(32, 32)) for _ in range(2)]
-    model = nn.Sequential(fp8.convert(parts[0], "tensor"), fp8.convert(parts[1], "mxfp8"))
+    model = nn.Sequential(
+        fp8.convert(parts[0], "tensor"), fp8.convert(parts[1], "mxfp8")
+    )
     report = fp8.export(model, tmp_path)
     assert [row.done for row in report] == ["FP8", "left alone"]
     assert "layout 'float-quantized' and no other" in report[1].why
@@ -245,7 +270,12 @@ def test_a_model_of_ones_own(tmp_path):
     about = json.loads((tmp_path / "fp8.json").read_text())
     assert about["tied"] == {"head.weight": "embed.weight"}
     assert about["quantization_config"]["ignore"] == ["head"]
-    assert set(stored) == {"embed.weight", "layer.weight", "layer.weight_scale", "layer.bias"}
+    assert set(stored) == {
+        "embed.weight",
+        "layer.weight",
+        "layer.weight_scale",
+        "layer.bias",
+    }
     product = stored["layer.weight"].float() * stored["layer.weight_scale"]
     bias, identity = model.layer.bias, torch.eye(16)
     assert torch.equal(model.layer(identity) - bias, product.T + bias - bias)
@@ -255,8 +285,14 @@ def test_a_model_of_ones_own(tmp_path):
     ("make", "message"),
     [
         (llama, r"fp8\.convert was not called"),
-        (lambda: fp8.convert(llama(), "mxfp6"), "no layout for recipe 'mxfp6': e2m3, mx; convert"),
-        (lambda: fp8.convert(llama(), "nvfp4"), "no layout for recipe 'nvfp4': convert the model"),
+        (
+            lambda: fp8.convert(llama(), "mxfp6"),
+            "no layout for recipe 'mxfp6': e2m3, mx; convert",
+        ),
+        (
+            lambda: fp8.convert(llama(), "nvfp4"),
+            "no layout for recipe 'nvfp4': convert the model",
+        ),
         (
             lambda: fp8.convert(nn.Sequential(nn.Conv2d(16, 16, 3)), "tensor"),
             "layers of this kind: it stays in high precision",
@@ -265,10 +301,18 @@ def test_a_model_of_ones_own(tmp_path):
             lambda: fp8.convert(hub_models.gpt2(), fp8.Policy.hidden("tensor")),
             "transposed weights: it stays in high precision",
         ),
-        (lambda: fp8.convert(llama(), "delayed"), r"'delayed' has seen no .*: train the model"),
-        (lambda: fp8.convert(llama(), "static"), r"'static' has seen no .*: calibrate or train"),
         (
-            lambda: unit_scale(fp8.convert(llama(), "unit"), {F.silu: F.relu}, batch=(IDS,)),
+            lambda: fp8.convert(llama(), "delayed"),
+            r"'delayed' has seen no .*: train the model",
+        ),
+        (
+            lambda: fp8.convert(llama(), "static"),
+            r"'static' has seen no .*: calibrate or train",
+        ),
+        (
+            lambda: unit_scale(
+                fp8.convert(llama(), "unit"), {F.silu: F.relu}, batch=(IDS,)
+            ),
             "Replace is no part of the weights",
         ),
         (

@@ -113,7 +113,9 @@ BLOCKS = [
 
 def reference(file, block):
     """Each number times the scale of its block, rounded once to float32."""
-    rows, columns = (torch.arange(n) // by for n, by in zip(file.codes.shape, block, strict=True))
+    rows, columns = (
+        torch.arange(n) // by for n, by in zip(file.codes.shape, block, strict=True)
+    )
     return (file.codes * file.scales[rows[:, None], columns[None]]).float()
 
 
@@ -134,10 +136,14 @@ def test_blocks_of_the_configuration(make, shape, block, tmp_path):
     want = reference(file, block)
     path = tmp_path / "model.safetensors"
     safetensors.save_file(file.tensors, path)
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": file.config}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization_config": file.config})
+    )
     for source, config in ((tmp_path, None), (path, None), (file.tensors, file.config)):
         for frozen in (True, False):
-            weight = fp8.load(layer(shape), source, frozen=frozen, config=config)[0].weight
+            weight = fp8.load(layer(shape), source, frozen=frozen, config=config)[
+                0
+            ].weight
             torch.testing.assert_close(weight.detach() * 1, want, rtol=rtol, atol=0)
     state = fp8.load(layer(shape), tmp_path).state_dict()
     again = fp8.load(layer(shape), state)[0].weight
@@ -170,11 +176,15 @@ def test_without_a_configuration_shapes_decide_if_they_admit_one_answer():
     assert answers > 60
 
 
-@parametrize(("make", "group"), [(mxfp8, 32), (mxfp4, 32), (nvfp4, 16), (deepseek_ue8m0, 32)])
+@parametrize(
+    ("make", "group"), [(mxfp8, 32), (mxfp4, 32), (nvfp4, 16), (deepseek_ue8m0, 32)]
+)
 def test_formats_define_their_groups(make, group):
     file = make((64, 96), (1, group))
     weight = fp8.load(layer((64, 96)), file.tensors)[0].weight.dequantize()
-    torch.testing.assert_close(weight, reference(file, (1, group)), rtol=2.0**-23, atol=0)
+    torch.testing.assert_close(
+        weight, reference(file, (1, group)), rtol=2.0**-23, atol=0
+    )
 
 
 @parametrize("make", LAYOUTS)
@@ -227,10 +237,15 @@ def test_other_missing_scales():
     tensors = {name: x for name, x in file.tensors.items() if name != "0.weight_scale"}
     codes = {"0.weight": torch.ones(64, 96, dtype=torch.int32)}
     for dtype, given in ((torch.uint8, tensors), (torch.int32, codes)):
-        with pytest.raises(ValueError, match=rf"0\.weight is stored in {dtype} without a scale"):
+        with pytest.raises(
+            ValueError, match=rf"0\.weight is stored in {dtype} without a scale"
+        ):
             fp8.load(layer((64, 96)), given)
     file = deepseek((64, 96), (32, 32))
-    tensors = {"0.weight": file.tensors["0.weight"], "0.scales": file.tensors["0.weight_scale_inv"]}
+    tensors = {
+        "0.weight": file.tensors["0.weight"],
+        "0.scales": file.tensors["0.weight_scale_inv"],
+    }
     with pytest.raises(ValueError, match=r"unexpected: 0\.scales"):
         fp8.load(layer((64, 96)), tensors, config=file.config, unscaled=True)
 
@@ -254,7 +269,9 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(192, 192, bias=False) for _ in range(3))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(192, 192, bias=False) for _ in range(3)
+        )
         self.o_proj = nn.Linear(192, 192, bias=False)
 
 
@@ -264,7 +281,10 @@ def test_groups_of_compressed_tensors(order):
     """Each layer has the blocks that the library gives it; it decompresses the reference."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import compress_module, decompress_module
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+    )
 
     settings = {
         "q_proj": {"strategy": "group", "group_size": 96},
@@ -273,7 +293,10 @@ def test_groups_of_compressed_tensors(order):
         "Linear": {"strategy": "group", "group_size": 48},
     }
     groups = {
-        f"group_{i}": {"targets": [target], "weights": {"num_bits": 8, "type": "float"} | weights}
+        f"group_{i}": {
+            "targets": [target],
+            "weights": {"num_bits": 8, "type": "float"} | weights,
+        }
         for i, (target, weights) in enumerate(list(settings.items())[::order])
     }
     config = QuantizationConfig(config_groups=groups, format="float-quantized")
@@ -287,8 +310,12 @@ def test_groups_of_compressed_tensors(order):
     loaded = fp8.load(Attention(), state, config=file)
     for name, module in model.named_children():
         decompress_module(module)
-        assert torch.equal(getattr(loaded, name).weight.dequantize(), module.weight), name
-    with pytest.raises(ValueError, match=r"_proj\.weight of shape .* has scales of shape"):
+        assert torch.equal(getattr(loaded, name).weight.dequantize(), module.weight), (
+            name
+        )
+    with pytest.raises(
+        ValueError, match=r"_proj\.weight of shape .* has scales of shape"
+    ):
         fp8.load(Attention(), state)
 
 
@@ -305,9 +332,13 @@ def test_parts_that_were_fused_after_they_were_scaled(rows):
         for config in (None, {"quant_method": "fbgemm_fp8"}):
             with pytest.raises(ValueError, match=rf"0\.weight of shape \({n}, 64\)"):
                 fp8.load(
-                    layer((n, 64)), {"0.weight": codes, "0.weight_scale": scale}, config=config
+                    layer((n, 64)),
+                    {"0.weight": codes, "0.weight_scale": scale},
+                    config=config,
                 )
-    weight = fp8.load(layer((n, 64)), {"0.weight": codes, "0.weight_scale": want[:, :1]})[0].weight
+    weight = fp8.load(
+        layer((n, 64)), {"0.weight": codes, "0.weight_scale": want[:, :1]}
+    )[0].weight
     assert torch.equal(weight.dequantize(), want)
 
 
@@ -323,9 +354,14 @@ def test_experts_in_one_tensor():
     wide = codes.float()
     groups = arguments((1, 48), 8)
     groups["config_groups"]["group_0"]["targets"] = ["Experts"]
-    for block, config in (((50, 96), {"weight_block_size": [50, 96]}), ((1, 48), groups)):
+    for block, config in (
+        ((50, 96), {"weight_block_size": [50, 96]}),
+        ((1, 48), groups),
+    ):
         scales = torch.rand(3, 100 // block[0], 96 // block[1])
-        want = wide * scales.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
+        want = wide * scales.repeat_interleave(block[0], 1).repeat_interleave(
+            block[1], 2
+        )
         experts = fp8.load(Experts(), {"up": codes, "up_scale": scales}, config=config)
         assert torch.equal(experts.up.dequantize(), want)
     each = torch.rand(3, 1, 1)
@@ -333,7 +369,9 @@ def test_experts_in_one_tensor():
     assert torch.equal(experts.up.dequantize(), wide * each)
     config = arguments((1, 48), 8)  # of linear layers: it says nothing of these
     with pytest.raises(ValueError, match="fit no block size, or several"):
-        fp8.load(Experts(), {"up": codes, "up_scale": torch.rand(3, 100, 2)}, config=config)
+        fp8.load(
+            Experts(), {"up": codes, "up_scale": torch.rand(3, 100, 2)}, config=config
+        )
 
 
 def test_configurations_are_dicts():

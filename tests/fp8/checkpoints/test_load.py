@@ -74,7 +74,10 @@ def wide(tensors, name):
 @parametrize(
     ("recipe", "frozen"),
     [
-        *((recipe, True) for recipe in ("unit", "tensor", "static", "delayed", "row", "block")),
+        *(
+            (recipe, True)
+            for recipe in ("unit", "tensor", "static", "delayed", "row", "block")
+        ),
         *(("mxfp8", frozen) for frozen in (True, False)),
     ],
 )
@@ -100,7 +103,9 @@ def test_what_export_writes(recipe, frozen, tmp_path):
     assert again.embed.weight.requires_grad
     if recipe in ("static", "delayed"):
         return  # their scales are in a history, which no file of an export has
-    fp8.export(fp8.convert(again, recipe, where=lambda name, _: name in LAYERS), tmp_path / "2")
+    fp8.export(
+        fp8.convert(again, recipe, where=lambda name, _: name in LAYERS), tmp_path / "2"
+    )
     files = [path / "model.safetensors" for path in (tmp_path, tmp_path / "2")]
     first, second = map(safetensors.load_file, files)
     assert first.keys() == second.keys()
@@ -124,7 +129,11 @@ def test_sources(source, tmp_path):
         shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
         for shard, part in shards.items():
             safetensors.save_file({name: tensors[name] for name in part}, where / shard)
-        index = {"weight_map": {name: shard for shard, part in shards.items() for name in part}}
+        index = {
+            "weight_map": {
+                name: shard for shard, part in shards.items() for name in part
+            }
+        }
         (where / "model.safetensors.index.json").write_text(json.dumps(index))
     if source == "model":
         where = want.state_dict()
@@ -135,7 +144,9 @@ def test_sources(source, tmp_path):
         assert torch.equal(model.head.weight, model.embed.weight)
         assert model.head.weight is not model.embed.weight
     got = fp8.load(net(2), where)
-    assert torch.equal(got.first.weight.stored.float(), want.first.weight.stored.float())
+    assert torch.equal(
+        got.first.weight.stored.float(), want.first.weight.stored.float()
+    )
     assert torch.equal(got(X), want(X))
 
 
@@ -156,7 +167,10 @@ def scale_of(weight, args, limit):
 @parametrize(
     ("scheme", "dtype"),
     [
-        *((s, torch.float32) for s in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4", "NVFP4A16")),
+        *(
+            (s, torch.float32)
+            for s in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4", "NVFP4A16")
+        ),
         *((s, torch.bfloat16) for s in ("FP8_DYNAMIC", "MXFP8", "NVFP4A16")),
     ],
 )
@@ -164,7 +178,10 @@ def test_compressed_tensors(scheme, dtype, tmp_path):
     """Of a model that compressed-tensors compresses, the weights are those that it decompresses."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import compress_module, decompress_module
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+    )
 
     model = net(0, dtype)
     groups = {scheme: ["first", "second"]}
@@ -183,12 +200,16 @@ def test_compressed_tensors(scheme, dtype, tmp_path):
             scale = (scale * unit).to(torch.float8_e4m3fn)
         layer.weight_scale.data = scale.to(dtype)
         compress_module(layer)
-    checkpoint = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    checkpoint = {
+        name: tensor.contiguous() for name, tensor in model.state_dict().items()
+    }
     del checkpoint["head.weight"]
     safetensors.save_file(checkpoint, tmp_path / "model.safetensors")
     about = {"quantization_config": json.loads(config.model_dump_json())}
     (tmp_path / "config.json").write_text(json.dumps(about))
-    ours = [fp8.load(net(1, dtype), tmp_path, frozen=frozen) for frozen in (True, False)]
+    ours = [
+        fp8.load(net(1, dtype), tmp_path, frozen=frozen) for frozen in (True, False)
+    ]
     for name, layer in zip(LAYERS, layers, strict=True):
         decompress_module(layer)
         for loaded in ours:
@@ -203,14 +224,18 @@ def test_blocks_of_transformers(dtype):
     """DeepSeek's ``weight_scale_inv``, also as E8M0, of matrices and of experts in one tensor."""
     library = pytest.importorskip("transformers.integrations.finegrained_fp8")
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(3, 256, 384, generator=generator).mul(100).to(torch.float8_e4m3fn)
+    values = (
+        torch.randn(3, 256, 384, generator=generator).mul(100).to(torch.float8_e4m3fn)
+    )
     scales = (torch.rand(3, 2, 3, generator=generator) + 0.5).to(dtype)
     oracle = library.Fp8Dequantize(None)
 
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()
-            self.gate_up_proj = nn.Parameter(torch.empty(3, 256, 384, dtype=torch.bfloat16))
+            self.gate_up_proj = nn.Parameter(
+                torch.empty(3, 256, 384, dtype=torch.bfloat16)
+            )
 
     checkpoint = {"gate_up_proj": values, "gate_up_proj_scale_inv": scales}
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -231,11 +256,15 @@ def test_torchao(rows, flat):
     per = quantization.PerRow() if rows else quantization.PerTensor()
     for name in LAYERS:
         layer = model.get_submodule(name)
-        weight = quantization.Float8Tensor.from_hp(layer.weight.detach(), granularity=per)
+        weight = quantization.Float8Tensor.from_hp(
+            layer.weight.detach(), granularity=per
+        )
         layer.weight = nn.Parameter(weight, requires_grad=False)
     state = model.state_dict()
     if flat:
-        support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+        support = pytest.importorskip(
+            "torchao.prototype.safetensors.safetensors_support"
+        )
         state, _ = support.flatten_tensor_state_dict(
             {name: tensor for name, tensor in state.items() if name != "steps"}
         )
@@ -276,7 +305,12 @@ def test_a_frozen_weight_is_a_tensor(recipe, tmp_path):
     model = fp8.load(net(1), tmp_path)
     weight = model.first.weight
     want = weight.dequantize()
-    for view in (lambda x: x.t(), lambda x: x[3:70], lambda x: x.t()[5:9], lambda x: x.flatten()):
+    for view in (
+        lambda x: x.t(),
+        lambda x: x[3:70],
+        lambda x: x.t()[5:9],
+        lambda x: x.flatten(),
+    ):
         assert torch.equal(view(weight.detach()) * 1, view(want))
         assert torch.equal(saved(view(weight.detach())), view(want))
     for again in (copy.deepcopy(weight), saved(weight)):
@@ -323,7 +357,9 @@ def test_lora_on_a_checkpoint(recipe, tmp_path):
     assert torch.equal(merged.first.weight.dequantize(), plain.first.weight)
     files = [tmp_path / "merged", tmp_path / "plain"]
     for model, folder in zip((merged, plain), files, strict=True):
-        fp8.export(fp8.convert(model, recipe, where=lambda name, _: name in LAYERS), folder)
+        fp8.export(
+            fp8.convert(model, recipe, where=lambda name, _: name in LAYERS), folder
+        )
     assert len({(folder / "model.safetensors").read_bytes() for folder in files}) == 1
     fp8.store_frozen(fp8.revert(merged))
     assert merged.first.weight.stored.dtype == torch.float8_e4m3fn
@@ -344,16 +380,24 @@ UNREADABLE = [
     ),
     ({"first.weight_scale": torch.ones(2)}, r"has scales of shape \(2,\)"),
     ({"first.weight": torch.ones(128, 256).to(torch.int8)}, "is stored in torch.int8"),
-    ({"head.weight": torch.ones(32, 64)}, "embed.weight and head.weight are one parameter"),
+    (
+        {"head.weight": torch.ones(32, 64)},
+        "embed.weight and head.weight are one parameter",
+    ),
     (
         {
-            **dict.fromkeys(("embed.weight", "head.weight"), torch.ones(32, 64).to(FP8.dtype)),
+            **dict.fromkeys(
+                ("embed.weight", "head.weight"), torch.ones(32, 64).to(FP8.dtype)
+            ),
             "embed.weight_scale": torch.ones(1),
             "head.weight_scale": torch.full((1,), 2.0),
         },
         "embed.weight and head.weight are one parameter",
     ),
-    ({"first.weight_scale": None}, "first.weight is stored in torch.float8_e4m3fn without a scale"),
+    (
+        {"first.weight_scale": None},
+        "first.weight is stored in torch.float8_e4m3fn without a scale",
+    ),
 ]
 
 

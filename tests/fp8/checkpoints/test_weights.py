@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,7 +26,9 @@ from tests.launch import run_ranks
 def shared_net(recipe):
     """Rows that two processes do not share evenly, in one of its layers; a tie; a buffer."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 33), nn.Linear(33, 64))
+    model = nn.Sequential(
+        nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 33), nn.Linear(33, 64)
+    )
     model.append(nn.Embedding(10, 64))
     model.append(nn.Linear(64, 10, bias=False))
     model[5].weight = model[4].weight
@@ -62,7 +66,9 @@ def check_sharded(folder):
         model = shared_net(recipe)
         whole = copy.deepcopy(model)
         mesh = dist.init_device_mesh("cpu", (2,))
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        parallelize_module(
+            model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
         check_equal(whole, model, folder / f"{recipe} in parallel")
 
 
@@ -72,7 +78,9 @@ def check_sent(recipe):
     sizes = [(64, 48), (48, 64)]
     stream = optimizer = model = None
     if dist.get_rank() == 0:
-        model = fp8.convert(nn.Sequential(*(nn.Linear(*size) for size in sizes)), recipe)
+        model = fp8.convert(
+            nn.Sequential(*(nn.Linear(*size) for size in sizes)), recipe
+        )
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         stream = fp8.weights(model)
     for _ in range(2):
@@ -81,9 +89,13 @@ def check_sent(recipe):
         manifest, config = about[0]
         tensors = dict(stream) if stream else {}
         for name, entry in manifest.items():
-            tensor = tensors.setdefault(name, torch.empty(entry.shape, dtype=entry.dtype))
+            tensor = tensors.setdefault(
+                name, torch.empty(entry.shape, dtype=entry.dtype)
+            )
             dist.broadcast(tensor.detach().flatten().view(torch.uint8), 0)
-        plain = loaded(nn.Sequential(*(nn.Linear(*size) for size in sizes)), tensors, config)
+        plain = loaded(
+            nn.Sequential(*(nn.Linear(*size) for size in sizes)), tensors, config
+        )
         with torch.no_grad():
             y = plain(x)
         if model is None:
@@ -93,7 +105,9 @@ def check_sent(recipe):
         dist.recv(got, 1)
         assert torch.equal(got, y)
         want = model(x)
-        torch.testing.assert_close(got, want.detach(), rtol=0, atol=1e-5 * float(want.abs().max()))
+        torch.testing.assert_close(
+            got, want.detach(), rtol=0, atol=1e-5 * float(want.abs().max())
+        )
         want.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -144,7 +158,9 @@ def test_values_are_current_at_each_iteration():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter))
-    assert all(same(a, b) for (_, a), (_, b) in zip(stream, fp8.weights(model), strict=True))
+    assert all(
+        same(a, b) for (_, a), (_, b) in zip(stream, fp8.weights(model), strict=True)
+    )
     changed = [n for n, t in stream if not torch.equal(t.float(), before[n].float())]
     assert {"0.bias", "2.bias"} < set(changed)
 
@@ -157,7 +173,9 @@ def test_names_are_those_without_wrappers(tmp_path):
     inside[2] = checkpoint_wrapper(inside[2])
     assert list(fp8.weights(inside).manifest) == names
     assert "0.weight_scale" in names
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         wrapped = nn.parallel.DistributedDataParallel(net("row"))
         assert list(fp8.weights(wrapped).manifest) == names
@@ -166,7 +184,9 @@ def test_names_are_those_without_wrappers(tmp_path):
 
 
 @pytest.mark.proves("the field", "weights sent to a running engine", how="library")
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+@pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="this torch is built without gloo"
+)
 def test_two_processes(tmp_path):
     pytest.importorskip("compressed_tensors", reason="reads what is sent")
     run_ranks(check_ranks, 2, tmp_path / "store", warnings="default")

@@ -52,13 +52,17 @@ def by_global(mlp):
 WAYS = {
     "closure": lambda mlp: lambda x: mlp["down"](torch.relu(mlp["up"](x))),
     "default": lambda mlp: lambda x, m=mlp: m["down"](torch.relu(m["up"](x))),
-    "keyword default": lambda mlp: lambda x, *, m=mlp: m["down"](torch.relu(m["up"](x))),
+    "keyword default": lambda mlp: (
+        lambda x, *, m=mlp: m["down"](torch.relu(m["up"](x)))
+    ),
     "partial": lambda mlp: partial(through, mlp),
     "partial of a closure": lambda mlp: partial(lambda m, x: through(mlp, x), None),
     "bound method": lambda mlp: Runner(mlp).run,
     "method of a layer": lambda mlp: types.MethodType(through, mlp),
     "closure over an object": lambda mlp: (lambda r: lambda x: r.run(x))(Runner(mlp)),
-    "closure over a closure": lambda mlp: (lambda f: lambda x: f(x))(lambda x: through(mlp, x)),
+    "closure over a closure": lambda mlp: (lambda f: lambda x: f(x))(
+        lambda x: through(mlp, x)
+    ),
     "decorated": lambda mlp: logged(lambda x: through(mlp, x)),
     "compiled": lambda mlp: torch.compile(lambda x: through(mlp, x), backend="eager"),
     "global": by_global,
@@ -145,7 +149,9 @@ def test_what_cannot_be_copied_is_named():
     model = nn.Sequential(nn.Linear(4, 4))
     locked = Locked(model[0])
     model.run = lambda x: locked.run(x)
-    with pytest.raises(TypeError, match=r"copy of the Locked .* holds a part of the model"):
+    with pytest.raises(
+        TypeError, match=r"copy of the Locked .* holds a part of the model"
+    ):
         deep_copy(model)
 
 

@@ -28,7 +28,9 @@ def of_a_subclass():
 
 def of_accelerate():
     pytest.importorskip("accelerate")
-    return importlib.import_module("accelerate.utils").AORecipeKwargs(config=of_torchao())
+    return importlib.import_module("accelerate.utils").AORecipeKwargs(
+        config=of_torchao()
+    )
 
 
 def linear():
@@ -59,22 +61,33 @@ USES = {
 @parametrize("use", USES)
 def test_a_recipe_object_of_a_library_names_its_adapter(use, make):
     name = type(make()).__name__
-    with pytest.raises(TypeError, match=f"must be a name or a Recipe, not {name}") as raised:
+    with pytest.raises(
+        TypeError, match=f"must be a name or a Recipe, not {name}"
+    ) as raised:
         USES[use](make())
     assert raised.match(TAKERS[make])
 
 
 def test_so_do_those_of_transformer_engine(te):  # noqa: F811
-    recipe = importlib.import_module("transformer_engine.common.recipe").DelayedScaling()
-    with pytest.raises(TypeError, match=r"fp8.adapters.transformer_engine.convert\(model, recipe"):
+    recipe = importlib.import_module(
+        "transformer_engine.common.recipe"
+    ).DelayedScaling()
+    with pytest.raises(
+        TypeError, match=r"fp8.adapters.transformer_engine.convert\(model, recipe"
+    ):
         fp8.convert(linear(), recipe)
 
 
 def test_an_adapter_that_is_named_is_there():
-    said = [*ARGUMENTS.values(), *(f"{name}.{function}" for name, function in TAKES.items())]
+    said = [
+        *ARGUMENTS.values(),
+        *(f"{name}.{function}" for name, function in TAKES.items()),
+    ]
     for call in said:
         module, _, name = call.partition("(")[0].rpartition(".")
-        assert callable(getattr(importlib.import_module(f"fp8.adapters.{module}"), name))
+        assert callable(
+            getattr(importlib.import_module(f"fp8.adapters.{module}"), name)
+        )
     assert TAKES.keys() <= LIBRARIES.keys()
 
 

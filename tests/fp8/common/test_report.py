@@ -6,7 +6,10 @@ from torch import nn
 
 from fp8.common.report import LEFT_ALONE, Report, Row, finite, note, notes_on
 
-ROWS = [Row("", "Linear", "converted", "row"), Row("norm", "LayerNorm", LEFT_ALONE, "a norm")]
+ROWS = [
+    Row("", "Linear", "converted", "row"),
+    Row("norm", "LayerNorm", LEFT_ALONE, "a norm"),
+]
 TEXT = """\
 module   type       done        why
 (model)  Linear     converted   row
@@ -32,4 +35,7 @@ def test_notes_are_kept_on_the_model_in_order():
 
 
 def test_what_is_not_finite_is_none_in_json():
-    assert finite({"a": [1.5, math.nan], "b": -math.inf}) == {"a": [1.5, None], "b": None}
+    assert finite({"a": [1.5, math.nan], "b": -math.inf}) == {
+        "a": [1.5, None],
+        "b": None,
+    }

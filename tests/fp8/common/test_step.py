@@ -40,8 +40,14 @@ RESULTS = {
     "the loss alone": (lambda logits, loss, aux: loss, True),
     "logits, loss": (lambda logits, loss, aux: (logits, loss), True),
     "loss, probabilities": (lambda logits, loss, aux: (loss, logits.softmax(-1)), True),
-    "loss of two, both, logits": (lambda logits, loss, aux: (loss + aux, loss, aux, logits), True),
-    "loss by name": (lambda logits, loss, aux: {"aux": aux, "loss": loss, "logits": logits}, True),
+    "loss of two, both, logits": (
+        lambda logits, loss, aux: (loss + aux, loss, aux, logits),
+        True,
+    ),
+    "loss by name": (
+        lambda logits, loss, aux: {"aux": aux, "loss": loss, "logits": logits},
+        True,
+    ),
     "logits, auxiliary loss": (lambda logits, loss, aux: (logits, aux), False),
     "auxiliary losses, logits": (
         lambda logits, loss, aux: {"a": aux, "b": 2 * aux, "y": logits},

@@ -28,7 +28,13 @@ SPECIFIED = {
 
 
 def row(**changes):
-    fields = {"name": "custom", "exponent_bits": 4, "mantissa_bits": 3, "bias": 7, "max": 448.0}
+    fields = {
+        "name": "custom",
+        "exponent_bits": 4,
+        "mantissa_bits": 3,
+        "bias": 7,
+        "max": 448.0,
+    }
     return Format(**{**fields, **changes})
 
 
@@ -53,7 +59,10 @@ def test_values_are_those_of_torch_and_gfloat(format):
         assert limits.bits == format.bits
     if format.name in GFLOAT:
         other = GFLOAT[format.name]
-        assert (format.max, format.min_subnormal) == (other.max, other.smallest_subnormal)
+        assert (format.max, format.min_subnormal) == (
+            other.max,
+            other.smallest_subnormal,
+        )
         assert format.bits == (other.bits if hasattr(other, "bits") else other.k)
         assert (format.bias, format.mantissa_bits) == (other.bias, other.precision - 1)
 
@@ -62,7 +71,9 @@ def test_get_format():
     assert get_format("e4m3") is FORMATS["e4m3"]
     custom = row()
     assert get_format(custom) is custom
-    with pytest.raises(ValueError, match=r"unknown format 'e4m4'; choose one of 'e4m3', 'e5m2'"):
+    with pytest.raises(
+        ValueError, match=r"unknown format 'e4m4'; choose one of 'e4m3', 'e5m2'"
+    ):
         get_format("e4m4")
     with pytest.raises(TypeError, match="int"):
         get_format(8)
@@ -87,20 +98,34 @@ def test_a_format_is_frozen_and_prints_its_name():
         ({"max": 512.0}, "exponent of max 512.0 is 9, allowed are -6 to 8"),
         ({"max": 433.0}, "has more than 3 bits"),
         ({"dtype": torch.int8}, "torch.int8 lacks its values"),
-        ({"dtype": torch.float8_e5m2}, "torch.float8_e5m2 lacks its values"),  # too coarse
-        ({"dtype": torch.float8_e4m3fn, "max": 480.0}, "float8_e4m3fn lacks its values"),
+        (
+            {"dtype": torch.float8_e5m2},
+            "torch.float8_e5m2 lacks its values",
+        ),  # too coarse
+        (
+            {"dtype": torch.float8_e4m3fn, "max": 480.0},
+            "float8_e4m3fn lacks its values",
+        ),
         ({"dtype": torch.float8_e4m3fn, "bias": 8, "max": 240.0}, "lacks its values"),
-        ({"dtype": torch.float8_e8m0fnu, "mantissa_bits": 0, "max": 256.0}, "lacks its values"),
+        (
+            {"dtype": torch.float8_e8m0fnu, "mantissa_bits": 0, "max": 256.0},
+            "lacks its values",
+        ),
         ({"name": 3}, "name cannot be"),
         ({"exponent_bits": 4.0}, "exponent_bits cannot be"),
         ({"bias": "7"}, "bias cannot be"),
         ({"max": "448"}, "max cannot be"),
         ({"dtype": "float8_e4m3fn"}, "dtype cannot be"),
-        ({"name": "e4m3", "max": 240.0}, "'e4m3': fp8.FORMATS has other values of that name"),
+        (
+            {"name": "e4m3", "max": 240.0},
+            "'e4m3': fp8.FORMATS has other values of that name",
+        ),
     ],
 )
 def test_contradictions_and_types_are_refused(changes, message):
-    with pytest.raises(TypeError if "cannot be" in message else ValueError, match=message):
+    with pytest.raises(
+        TypeError if "cannot be" in message else ValueError, match=message
+    ):
         row(**changes)
 
 

@@ -18,12 +18,16 @@ def of_another_device(function, *args):
         return graph.forward
 
     torch.compiler.reset()
-    torch.compile(function, backend=record, fullgraph=True)(*(x.to("meta") for x in args))
+    torch.compile(function, backend=record, fullgraph=True)(
+        *(x.to("meta") for x in args)
+    )
     (graph,) = graphs
     return graph(*args)[0]
 
 
-ONE_BYTE = [name for name, f in FORMATS.items() if f.dtype is not None and f.dtype.itemsize == 1]
+ONE_BYTE = [
+    name for name, f in FORMATS.items() if f.dtype is not None and f.dtype.itemsize == 1
+]
 
 
 def equal(found, wanted, bits):

@@ -54,7 +54,9 @@ def test_millions_of_float32_patterns(format):
     overflow = "saturate" if format.nonfinite is None else "nonfinite"
     for seed in range(4 if format.name in ("e4m3", "e5m2") else 1):
         x = random_patterns(250_000, seed)
-        assert_same(quantize(x, format, overflow=overflow), nearest(x, format, overflow), x)
+        assert_same(
+            quantize(x, format, overflow=overflow), nearest(x, format, overflow), x
+        )
 
 
 @pytest.mark.exhaustive
@@ -65,13 +67,17 @@ def test_every_float32_pattern(name):
     for start in range(-(2**31), 2**31, size):
         x = torch.arange(start, start + size, dtype=torch.int32).view(torch.float32)
         for overflow in ("saturate", "nonfinite"):
-            assert_same(quantize(x, format, overflow=overflow), nearest(x, format, overflow), x)
+            assert_same(
+                quantize(x, format, overflow=overflow), nearest(x, format, overflow), x
+            )
 
 
 @parametrize("name", GFLOAT)
 def test_float64_is_that_of_gfloat(name):
     generator = np.random.default_rng(7)
-    numbers = generator.standard_normal(10_000) * 2.0 ** generator.integers(-160, 150, 10_000)
+    numbers = generator.standard_normal(10_000) * 2.0 ** generator.integers(
+        -160, 150, 10_000
+    )
     x = torch.from_numpy(numbers)
     for rounding, mode in MODES.items():
         want = with_gfloat(x, FORMATS[name], mode, "saturate")
@@ -91,7 +97,9 @@ def test_toward_zero_is_that_of_gfloat(format, overflow, dtype):
     beyond = finite.abs().max()
     if overflow == "nonfinite":
         beyond = torch.tensor(format.nonfinite).double()
-    want = torch.where(x.isinf(), torch.copysign(beyond, x), want.where(x.isnan(), finite))
+    want = torch.where(
+        x.isinf(), torch.copysign(beyond, x), want.where(x.isnan(), finite)
+    )
     assert_same(got, want, x)
 
 
@@ -106,10 +114,16 @@ def test_stochastic_is_that_of_gfloat_on_the_same_bits(name):
     mantissas = random_patterns(len(exponents) * 300, 2).view(torch.int32) & -0x7F800001
     one = (mantissas | 0x3F800000).view(torch.float32).view(-1, 300).double()
     x = (one * 2.0 ** exponents[:, None].double()).float().flatten()
-    x = torch.cat([x[x.abs() >= 2.0**-126], torch.tensor([0.0, -0.0, math.inf, -math.inf])])
+    x = torch.cat(
+        [x[x.abs() >= 2.0**-126], torch.tensor([0.0, -0.0, math.inf, -math.inf])]
+    )
     bits = random_bits(x.shape, seed) & 0x7FFFFFFF
     got = quantize(x, format, rounding="stochastic", seed=seed)
-    assert_same(got, with_gfloat(x, format, RoundMode.Stochastic, "saturate", 2**31 - 1 - bits), x)
+    assert_same(
+        got,
+        with_gfloat(x, format, RoundMode.Stochastic, "saturate", 2**31 - 1 - bits),
+        x,
+    )
 
 
 @parametrize("rounding", ROUNDINGS)
@@ -152,7 +166,9 @@ def test_custom_formats_are_exact(exponent_bits, mantissa_bits):
     x = random_patterns(1500, 8)
     x = torch.cat([x, normal(500, seed=8)])
     x = x[x.isfinite()]
-    want = torch.tensor([_nearest_by_fractions(v, format) for v in x.tolist()], dtype=torch.float64)
+    want = torch.tensor(
+        [_nearest_by_fractions(v, format) for v in x.tolist()], dtype=torch.float64
+    )
     assert_same(quantize(x, format), want.float(), x)
 
 
@@ -161,7 +177,9 @@ def _nearest_by_fractions(value, format):
     are float32's."""
     exponent = max(math.frexp(value)[1] - 1, format.min_exponent)
     step = Fraction(2) ** max(exponent - format.mantissa_bits, -149)
-    rounded = float(min(round(abs(Fraction(value)) / step) * step, Fraction(format.max)))
+    rounded = float(
+        min(round(abs(Fraction(value)) / step) * step, Fraction(format.max))
+    )
     return math.copysign(rounded, value)
 
 
@@ -198,10 +216,15 @@ def layouts():
 @parametrize("layout", layouts())
 def test_layouts(layout, rounding, chunk, monkeypatch):
     x = layouts()[layout]
-    options = {"rounding": rounding, "seed": (1, 2) if rounding == "stochastic" else None}
+    options = {
+        "rounding": rounding,
+        "seed": (1, 2) if rounding == "stochastic" else None,
+    }
     before = x.clone()
     for scale in (None, 0.5, torch.tensor(3.0)):
-        want = quantize(x.contiguous().view(-1), "e4m3", scale=scale, **options).view(x.shape)
+        want = quantize(x.contiguous().view(-1), "e4m3", scale=scale, **options).view(
+            x.shape
+        )
         with monkeypatch.context() as patch:
             patch.setattr(sys.modules["fp8.formats.quantize"], "CHUNK", chunk)
             got = quantize(x, "e4m3", scale=scale, **options)
@@ -214,7 +237,9 @@ def test_layouts(layout, rounding, chunk, monkeypatch):
 def test_scale_is_the_size_of_one_unit():
     x = normal(8, 16, seed=14)
     rows = x.abs().amax(1, keepdim=True) / 448
-    assert torch.equal(quantize(x, "e4m3", scale=rows), quantize(x / rows, "e4m3") * rows)
+    assert torch.equal(
+        quantize(x, "e4m3", scale=rows), quantize(x / rows, "e4m3") * rows
+    )
     assert torch.equal(quantize(x, "e4m3", scale=0.25), quantize(x * 4, "e4m3") / 4)
     half = x.bfloat16()
     want = (quantize(half.float() / 0.3, "e4m3") * torch.tensor(0.3)).bfloat16()
@@ -227,15 +252,38 @@ def test_scale_is_the_size_of_one_unit():
         ({"x": torch.ones(2).int()}, TypeError, "cannot quantize torch.int32; allowed"),
         ({"x": torch.ones(2, dtype=torch.complex64)}, TypeError, "complex64"),
         ({"x": [1.0, 2.0]}, TypeError, "cannot quantize a list; give a tensor"),
-        ({"x": torch.eye(3).to_sparse()}, TypeError, r"layout torch.sparse_coo; give x.to_dense"),
+        (
+            {"x": torch.eye(3).to_sparse()},
+            TypeError,
+            r"layout torch.sparse_coo; give x.to_dense",
+        ),
         ({"x": NESTED}, NotImplementedError, "nested tensor cannot be quantized"),
         ({"format": "fp7"}, ValueError, "unknown format 'fp7'"),
-        ({"rounding": "up"}, ValueError, "unknown rounding 'up'; choose one of 'nearest'"),
-        ({"overflow": "wrap"}, ValueError, "unknown overflow 'wrap'; choose one of 'saturate'"),
-        ({"format": "e2m1", "overflow": "nonfinite"}, ValueError, "'e2m1' has neither Inf nor"),
-        *(({"scale": bad}, ValueError, f"scale is {bad}, not positive") for bad in BAD_SCALES),
+        (
+            {"rounding": "up"},
+            ValueError,
+            "unknown rounding 'up'; choose one of 'nearest'",
+        ),
+        (
+            {"overflow": "wrap"},
+            ValueError,
+            "unknown overflow 'wrap'; choose one of 'saturate'",
+        ),
+        (
+            {"format": "e2m1", "overflow": "nonfinite"},
+            ValueError,
+            "'e2m1' has neither Inf nor",
+        ),
         *(
-            ({"scale": torch.full((1, 2), bad)}, ValueError, f"scale has {bad}, not positive")
+            ({"scale": bad}, ValueError, f"scale is {bad}, not positive")
+            for bad in BAD_SCALES
+        ),
+        *(
+            (
+                {"scale": torch.full((1, 2), bad)},
+                ValueError,
+                f"scale has {bad}, not positive",
+            )
             for bad in BAD_SCALES
         ),
         ({"scale": "1"}, TypeError, "scale is a str; give a number or a tensor"),
@@ -258,7 +306,13 @@ def test_few_random_bits(random_bits):
     """The chance of rounding up is the nearest of the odd multiples of 2**-(random_bits + 1)."""
     for share in (0.1, 0.3, 0.5, 0.9):
         x = torch.full((100_000,), 1 + share / 8)  # e4m3 has steps of 1/8 here
-        up = quantize(x, "e4m3", rounding="stochastic", seed=1, random_bits=random_bits) > 1
+        up = (
+            quantize(x, "e4m3", rounding="stochastic", seed=1, random_bits=random_bits)
+            > 1
+        )
         chance = round(share * 2**random_bits) / 2**random_bits
         error = 5 * (0.25 / len(x)) ** 0.5
-        assert abs(up.double().mean().item() - chance) <= error + (2.0**-31), (share, chance)
+        assert abs(up.double().mean().item() - chance) <= error + (2.0**-31), (
+            share,
+            chance,
+        )

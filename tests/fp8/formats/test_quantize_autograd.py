@@ -13,7 +13,11 @@ OPTIONS = [
     {"overflow": "nonfinite"},
     {"scale": 0.5},
     {"rounding": "stochastic", "seed": (1, 2)},
-    {"rounding": "stochastic", "seed": torch.tensor(3), "scale": torch.full((1, 8), 2.0)},
+    {
+        "rounding": "stochastic",
+        "seed": torch.tensor(3),
+        "scale": torch.full((1, 8), 2.0),
+    },
 ]
 
 EQUAL = {"rtol": 0, "atol": 0, "equal_nan": True}
@@ -21,7 +25,9 @@ EQUAL = {"rtol": 0, "atol": 0, "equal_nan": True}
 # torch's compiler does what torch deprecates.
 TORCH_DEPRECATES = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
-CUSTOM = Format(name="custom", exponent_bits=3, mantissa_bits=4, bias=3, max=28.0, infinity=True)
+CUSTOM = Format(
+    name="custom", exponent_bits=3, mantissa_bits=4, bias=3, max=28.0, infinity=True
+)
 
 
 def tensors(*shape):

@@ -17,7 +17,9 @@ CPU = torch.device("cpu")
 
 def ones(bits):
     """How often each of the 32 bits is set, along the last dimension: shape (..., 32)."""
-    unpacked = np.unpackbits(bits.contiguous().numpy().view(np.uint8), bitorder="little")
+    unpacked = np.unpackbits(
+        bits.contiguous().numpy().view(np.uint8), bitorder="little"
+    )
     return torch.from_numpy(unpacked.reshape(*bits.shape, 32).sum(-2)).double()
 
 
@@ -30,7 +32,21 @@ def assert_fair(bits):
 
 # Seeds that differ as little as seeds do in use: by one in one part, in order, in length, in sign,
 # in the high word.
-SEEDS = [0, 1, 2, -1, 2**32, 2**62, (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
+SEEDS = [
+    0,
+    1,
+    2,
+    -1,
+    2**32,
+    2**62,
+    (0, 0),
+    (0, 1),
+    (1, 0),
+    (1, 1),
+    (0, 0, 1),
+    (0, 1, 0),
+    (1, 0, 0),
+]
 
 
 @parametrize("seed", SEEDS, ids=str)
@@ -56,8 +72,15 @@ def test_streams_are_independent():
 def test_values_and_successive_pairs_are_uniform():
     """Chi-squared over 2**12 buckets of the top bits, of the bottom ones, and of pairs: mean 4095,
     deviation sqrt(2 * 4095)."""
-    bits, pairs = random_bits((1 << 20,), (1, 2, 3)), random_bits((1 << 21,), 17).view(-1, 2) >> 26
-    for bucket in ((bits >> 20) & 4095, bits & 4095, (pairs[:, 0] + 32) * 64 + pairs[:, 1] + 32):
+    bits, pairs = (
+        random_bits((1 << 20,), (1, 2, 3)),
+        random_bits((1 << 21,), 17).view(-1, 2) >> 26,
+    )
+    for bucket in (
+        (bits >> 20) & 4095,
+        bits & 4095,
+        (pairs[:, 0] + 32) * 64 + pairs[:, 1] + 32,
+    ):
         counts = torch.bincount(bucket, minlength=4096).double()
         statistic = float(((counts - 256) ** 2 / 256).sum())
         assert abs(statistic - 4095) <= 5 * (2 * 4095) ** 0.5
@@ -66,7 +89,9 @@ def test_values_and_successive_pairs_are_uniform():
 def test_bits_depend_on_the_row_major_index_alone():
     whole = random_bits((60,), 5)
     assert torch.equal(random_bits((3, 4, 5), 5).flatten(), whole)
-    pieces = [bits_from_key((20,), random_key(5), device=CPU, start=i) for i in (0, 20, 40)]
+    pieces = [
+        bits_from_key((20,), random_key(5), device=CPU, start=i) for i in (0, 20, 40)
+    ]
     assert torch.equal(torch.cat(pieces), whole)
 
 

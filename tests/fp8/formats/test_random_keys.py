@@ -19,7 +19,9 @@ CPU = torch.device("cpu")
 
 NUMBERS = {
     "rand": lambda: torch.rand(3),
-    "randn of one": lambda: torch.randn(1),  # torch keeps the second of a pair for the next call
+    "randn of one": lambda: torch.randn(
+        1
+    ),  # torch keeps the second of a pair for the next call
     "randn of many": lambda: torch.randn(100),
     "double": lambda: torch.randn(3, dtype=torch.float64),
     "randint": lambda: torch.randint(2**63 - 1, (3,)),
@@ -31,7 +33,9 @@ NUMBERS = {
 }
 """Random numbers of torch."""
 
-HOW = Cast(format="e2m1", scaling="tensor", rounding="stochastic", hadamard=16, signs="random")
+HOW = Cast(
+    format="e2m1", scaling="tensor", rounding="stochastic", hadamard=16, signs="random"
+)
 RANDOM = Recipe(name="random", input=HOW, weight=HOW, grad=HOW)
 """Every choice of every cast is random, in the forward pass and in the backward pass."""
 
@@ -94,7 +98,9 @@ def test_what_restores_the_generator_restores_the_draws(number):
 
 
 @pytest.mark.vmap
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # quantize works in place
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop"
+)  # quantize works in place
 @parametrize("randomness", ["error", "different"])
 def test_under_vmap_the_samples_share_their_bits_or_are_refused(randomness):
     """As torch refuses a number that all samples share, unless asked for it."""
@@ -195,7 +201,9 @@ def test_a_checkpoint_recomputes_with_the_same_bits(backend, reentrant):
         return y * y / 2, y.detach()
 
     def two(x):
-        return [t for _ in range(2) for t in checkpoint(segment, x, use_reentrant=reentrant)]
+        return [
+            t for _ in range(2) for t in checkpoint(segment, x, use_reentrant=reentrant)
+        ]
 
     run = two if backend is None else torch.compile(two, backend=backend)
     for _ in range(3):

@@ -32,11 +32,15 @@ from fp8.recipes.cast import Cast
 TARGET = GPUTarget("cuda", 90, 32)
 _SIZES = "multi_processor_count warp_size max_threads_per_multi_processor max_threads_per_block"
 _SIZES += " regs_per_multiprocessor total_memory shared_memory_per_block_optin"
-SIZES = dict(zip(_SIZES.split(), (132, 32, 2048, 1024, 65536, 80 << 30, 232448), strict=True))
+SIZES = dict(
+    zip(_SIZES.split(), (132, 32, 2048, 1024, 65536, 80 << 30, 232448), strict=True)
+)
 CARD = SimpleNamespace(name="H100", major=9, minor=0, **SIZES)
 ANSWERS: dict[str, Any] = {
     **dict.fromkeys(("is_available", "device_count"), 1),
-    **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0),
+    **dict.fromkeys(
+        ("current_device", "_exchange_device", "_maybe_exchange_device"), 0
+    ),
     **dict.fromkeys(("synchronize", "_lazy_init", "set_rng_state", "set_device"), None),
     **dict.fromkeys(("get_device_properties", "_get_device_properties"), CARD),
     "get_device_capability": (9, 0),

@@ -38,7 +38,9 @@ def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
     assert scale.numel() == -(-rows // 128) * 128 * -(-columns // 4) * 4
     i, j = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     tile = (i // 128) * -(-columns // 4) + j // 4
-    return scale.double().flatten()[512 * tile + 16 * (i % 32) + 4 * (i % 128 // 32) + j % 4]
+    return scale.double().flatten()[
+        512 * tile + 16 * (i % 32) + 4 * (i % 128 // 32) + j % 4
+    ]
 
 
 def spread(scale: Tensor, across: int, along: int) -> Tensor:
@@ -119,7 +121,9 @@ def checked_by_torch(*given) -> None:
                 return [fake(y) for y in x]
             if not isinstance(x, Tensor):
                 return x
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+            return torch.empty_strided(
+                x.shape, x.stride(), dtype=x.dtype, device="cuda"
+            )
 
         REAL(*map(fake, arguments), output_dtype=output_dtype)
 

@@ -30,7 +30,10 @@ DTYPES = {
 def scales_of(recipe):
     """Kind and layout of an operand's scales, as in the generated code."""
     types, swizzles = F.ScalingType, F.SwizzleType
-    kinds = {"mxfp8": [types.BlockWise1x32], "nvfp4": [types.BlockWise1x16, types.TensorWise]}
+    kinds = {
+        "mxfp8": [types.BlockWise1x32],
+        "nvfp4": [types.BlockWise1x16, types.TensorWise],
+    }
     layouts = [swizzles.SWIZZLE_32_4_4, swizzles.NO_SWIZZLE][: len(kinds[recipe])]
     return f"{[kind.value for kind in kinds[recipe]]}, {[layout.value for layout in layouts]}"
 
@@ -44,13 +47,20 @@ def test_a_step_compiles_and_assembles_for_sm_100(recipe):
         layer = fp8.convert(layer, recipe, backend="native")
         x = torch.empty(72, 96, dtype=torch.bfloat16, requires_grad=True)
         made = graphs(layer, x)
-        codes = {name: code for graph in made for name, code in assembled(graph, B200).items()}
+        codes = {
+            name: code
+            for graph in made
+            for name, code in assembled(graph, B200).items()
+        }
     source = "\n".join(graph.source for graph in made)
     cast = sum(
-        None not in pair for pair in zip(*[iter(fp8.RECIPES[recipe].casts)] * 2, strict=True)
+        None not in pair
+        for pair in zip(*[iter(fp8.RECIPES[recipe].casts)] * 2, strict=True)
     )
     assert [k.kind for graph in made for k in graph.kernels].count("fp8") == cast == 3
-    calls = re.findall(r"^ +buf\d+ = torch\.ops\.aten\._scaled_mm_v2\.default\(.*", source, re.M)
+    calls = re.findall(
+        r"^ +buf\d+ = torch\.ops\.aten\._scaled_mm_v2\.default\(.*", source, re.M
+    )
     assert [call.count(scales_of(recipe)) for call in calls] == [2] * cast
     assert all(dtype in source for dtype in DTYPES[recipe])
     assert codes

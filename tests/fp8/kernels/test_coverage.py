@@ -22,7 +22,9 @@ CALLS = {
     "einsum": lambda: torch.einsum("bik,jk->bij", randn(2, 32, 64), randn(64, 64)),
     "grouped product": lambda: F.grouped_mm(randn(48, 64), randn(2, 64, 64), offs=ENDS),
     "batch of matrices": lambda: torch.bmm(randn(2, 64, 64), randn(2, 64, 64)),
-    "attention": lambda: F.scaled_dot_product_attention(*(randn(1, 2, 64, 64) for _ in range(3))),
+    "attention": lambda: F.scaled_dot_product_attention(
+        *(randn(1, 2, 64, 64) for _ in range(3))
+    ),
     "convolution": lambda: F.conv2d(randn(2, 16, 8, 8), randn(16, 16, 1, 1)),
 }
 

@@ -12,7 +12,11 @@ import torch
 parametrize = pytest.mark.parametrize
 
 ROOT = Path(__file__).parents[3]
-NO_BUILD = "" if torch.version.cuda else "torch is no CUDA build, whose Triton compiles for GPUs"
+NO_BUILD = (
+    ""
+    if torch.version.cuda
+    else "torch is no CUDA build, whose Triton compiles for GPUs"
+)
 
 pytestmark = pytest.mark.skipif(bool(NO_BUILD), reason=NO_BUILD)
 
@@ -26,7 +30,13 @@ CASTS = {
     "e4m3 by tensor, exact": {"format": "e4m3", "scaling": "tensor", "rule": "exact"},
 }
 NAMES = ["e5m2, saved", "selftest", *CASTS]
-ONE_SCALE = ["e5m2", "e5m2 by tensor", "e5m2 by tensor, saturated", "e4m3", "e4m3 by tensor, exact"]
+ONE_SCALE = [
+    "e5m2",
+    "e5m2 by tensor",
+    "e5m2 by tensor, saturated",
+    "e4m3",
+    "e4m3 by tensor, exact",
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +54,9 @@ def converted(ptx, format):
     """The instructions whose results are converted to an FP8 format. Of a single value, the second
     of the pair is undefined."""
     lines = dict(re.findall(r"^\s+(?=\S+\s+(%r\d+), )(.*);$", ptx, re.M))
-    pairs = re.findall(rf"cvt\.rn\.satfinite\.{format}x2\.f32\s+\S+, (%r\d+), (%r\d+);", ptx)
+    pairs = re.findall(
+        rf"cvt\.rn\.satfinite\.{format}x2\.f32\s+\S+, (%r\d+), (%r\d+);", ptx
+    )
     return [lines[name] for pair in pairs for name in pair if name in lines]
 
 
@@ -54,7 +66,9 @@ def test_inf_is_nan_where_e5m2_would_saturate(name, emitted):
     found = [line for ptx in emitted[name] for line in converted(ptx, "e5m2")]
     assert found
     for line in found:
-        assert re.fullmatch(r"fma\.rn\.f32\s+%r\d+, %r\d+, 0f00000000, %r\d+", line), line
+        assert re.fullmatch(r"fma\.rn\.f32\s+%r\d+, %r\d+, 0f00000000, %r\d+", line), (
+            line
+        )
 
 
 @parametrize("name", [name for name in NAMES if "e4m3" in name])

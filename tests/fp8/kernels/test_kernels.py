@@ -42,7 +42,9 @@ def decode(stored, kind):
 @parametrize("shape", [(128, 4), (1, 1), (130, 19), (256, 8), (31, 5), (257, 12)])
 def test_swizzled_is_the_documents_formula_and_torchaos(shape):
     utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
-    scale = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scale = torch.randint(
+        256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     got = swizzled(scale)
     assert torch.equal(unswizzled(got, *shape), scale.double())
     assert torch.equal(got, utils.to_blocked(scale).flatten())
@@ -74,12 +76,19 @@ def test_operands_are_those_of_the_simulation(recipe, shape, axis):
 @parametrize("rule", ["up", "floor"])
 def test_mx_operands_are_torchaos_to_the_byte(rule):
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-    modes = {"up": mx.ScaleCalculationMode.RCEIL, "floor": mx.ScaleCalculationMode.FLOOR}
+    modes = {
+        "up": mx.ScaleCalculationMode.RCEIL,
+        "floor": mx.ScaleCalculationMode.FLOOR,
+    }
     x = (randn(130, 96, seed=1) * torch.logspace(-9, 5, 130)[:, None]).detach()
-    theirs = mx.MXTensor.to_mx(x, torch.float8_e4m3fn, 32, modes[rule], is_swizzled_scales=True)
+    theirs = mx.MXTensor.to_mx(
+        x, torch.float8_e4m3fn, 32, modes[rule], is_swizzled_scales=True
+    )
     ours = store(x, lowered(Cast(format="e4m3", scaling="mx", rule=rule)))
     assert torch.equal(ours.values.view(torch.uint8), theirs.qdata.view(torch.uint8))
-    got, want = (unswizzled(scale.flatten(), 130, 3) for scale in (ours.scale, theirs.scale))
+    got, want = (
+        unswizzled(scale.flatten(), 130, 3) for scale in (ours.scale, theirs.scale)
+    )
     assert torch.equal(got, want)
 
 
@@ -87,9 +96,13 @@ def test_nvfp4_operands_are_torchaos_to_the_byte():
     nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     x = (randn(130, 96, seed=1) * torch.logspace(-2, 1, 130)[:, None]).detach()
     ours = store(x, lowered(RECIPES["nvfp4"].input))
-    theirs = nv.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=ours.unit, is_swizzled_scales=True)
+    theirs = nv.NVFP4Tensor.to_nvfp4(
+        x, per_tensor_scale=ours.unit, is_swizzled_scales=True
+    )
     assert torch.equal(ours.unit, nv.per_tensor_amax_to_scale(x.abs().max()))
-    assert torch.equal(ours.scale.view(torch.uint8), theirs.scale.flatten().view(torch.uint8))
+    assert torch.equal(
+        ours.scale.view(torch.uint8), theirs.scale.flatten().view(torch.uint8)
+    )
     ties = (ours.values != theirs.qdata.view(torch.uint8)).float().mean()
     assert ties < 1e-3  # x / (q * unit) here, x * (1 / unit / q) there
 
@@ -122,15 +135,21 @@ def test_which_kernel_multiplies_what():
         (mx, cast("mx", "e2m1"), "e4m3 by e2m1 with scales by mx"),
     ):
         assert why in kernel(a, b)[1]
-    assert kernel_of(None, lowered(mx))[1] == "one operand of a product stays in high precision"
+    assert (
+        kernel_of(None, lowered(mx))[1]
+        == "one operand of a product stays in high precision"
+    )
     assert kernel_of(None, None) == ("high", "")
 
 
 def test_what_each_device_is_expected_to_have(monkeypatch):
     device, found = torch.device("cuda", 0), {}
     for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)  # noqa: B023
-        found[capability] = {kind for kind in KERNELS if not why_not_kernel(kind, device)}
+        answer = lambda device, answer=capability: answer  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "get_device_capability", answer)
+        found[capability] = {
+            kind for kind in KERNELS if not why_not_kernel(kind, device)
+        }
     assert found == {
         (8, 9): {"tensor", "row"},
         (9, 0): {"tensor", "row", "block"},
@@ -138,7 +157,9 @@ def test_what_each_device_is_expected_to_have(monkeypatch):
         (12, 0): {"tensor", "row", "mx", "nv"},
     }
     why = why_not_kernel("block", device)
-    assert why == "scales by block need CUDA devices of compute capability 9.0, not 12.0"
+    assert (
+        why == "scales by block need CUDA devices of compute capability 9.0, not 12.0"
+    )
     assert not why_not_kernel("row", torch.device("cpu"))
 
 

@@ -68,7 +68,9 @@ def test_some_recipes_have_kernels_and_the_others_say_why_not():
     assert "e2m1 by e2m1 with scales by mx" in reasons["mxfp4"]
     assert reasons["row_gw_hp"] == ""
     assert "bf16 by bf16 with scales by tensor" in reasons["bf16"]
-    assert "by rule 'e4m3_eden'" in native.why_not_recipe(unrotated(RECIPES["quartet2"]))
+    assert "by rule 'e4m3_eden'" in native.why_not_recipe(
+        unrotated(RECIPES["quartet2"])
+    )
     for cast, why in (
         (Cast(format="e5m2"), "e5m2 by e5m2"),
         (Cast(format="e4m3", hadamard=32, signs="random"), "random signs"),
@@ -86,10 +88,14 @@ def check(recipe, shape, size, scales, device):
     """
     x, w, b = (t.to(device) for t in tensors(*shape))
     given = (x * size, w, b)
-    got, want = (run(backend, recipe, given, scales) for backend in ("native", "simulate"))
+    got, want = (
+        run(backend, recipe, given, scales) for backend in ("native", "simulate")
+    )
     rows, inner, outer = shape
     sums = (inner, outer, rows, rows)
-    x, w, b, grad = (float(t.detach().norm()) for t in (*given, randn(rows, outer, seed=9)))
+    x, w, b, grad = (
+        float(t.detach().norm()) for t in (*given, randn(rows, outer, seed=9))
+    )
     norms = (x * w + b * rows**0.5, grad * w, grad * x, grad * rows**0.5)
     unit = 2.0 ** (-24 if device == "cpu" else -13)
     for g, w, n, norm in zip(got, want, sums, norms, strict=True):
@@ -120,7 +126,9 @@ def test_native_is_the_simulation(recipe, shape, scales, size, request):
 @pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)
 @each_case
 def test_native_is_the_simulation_on_a_gpu(recipe, shape, scales, size):
-    if why := native.why_not_here(RECIPES[recipe], torch.device("cuda", 0), torch.float32):
+    if why := native.why_not_here(
+        RECIPES[recipe], torch.device("cuda", 0), torch.float32
+    ):
         pytest.skip(why)
     check(recipe, shape, size, scales, "cuda:0")
 
@@ -143,8 +151,12 @@ def numbers(format):
     row = FORMATS[format]
     values = torch.arange(128, dtype=torch.uint8).view(row.dtype).double()
     values = values[values.isfinite()]
-    ties = torch.cat([(values[1:] + values[:-1]) / 2, row.max * (1 + torch.tensor([4, 8]) / 128)])
-    near = (ties.float().nextafter(torch.tensor(end)).double() for end in (0.0, torch.inf))
+    ties = torch.cat(
+        [(values[1:] + values[:-1]) / 2, row.max * (1 + torch.tensor([4, 8]) / 128)]
+    )
+    near = (
+        ties.float().nextafter(torch.tensor(end)).double() for end in (0.0, torch.inf)
+    )
     yield torch.cat([ties, *near]).float()
 
 
@@ -165,7 +177,10 @@ def test_a_conversion_rounds_as_the_simulation(format, compiled):
         assert_same(got.float(), want, x)
 
 
-FP8, HOPPER = "native on CUDA devices with FP8", "native on CUDA devices of compute capability 9.0"
+FP8, HOPPER = (
+    "native on CUDA devices with FP8",
+    "native on CUDA devices of compute capability 9.0",
+)
 LATER = "native on CUDA devices of compute capability 10.0 and up"
 
 
@@ -173,7 +188,11 @@ LATER = "native on CUDA devices of compute capability 10.0 and up"
     ("recipe", "sizes", "why"),
     [
         ("tensor", (32, 16), FP8),
-        ("mxfp6", (32, 16), "simulated: no kernel multiplies e2m3 by e2m3 with scales by mx"),
+        (
+            "mxfp6",
+            (32, 16),
+            "simulated: no kernel multiplies e2m3 by e2m3 with scales by mx",
+        ),
         ("row_gw_hp", (32, 16), FP8),
         ("block", (96, 128), "simulated: 96 is no multiple of 128"),
         ("block", (256, 128), HOPPER),
@@ -201,13 +220,19 @@ def test_native_without_a_kernel_on_the_device_simulates_and_says_so():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="unknown backend 'gpu'; choose one of 'simulate', "):
+    with pytest.raises(
+        ValueError, match="unknown backend 'gpu'; choose one of 'simulate', "
+    ):
         fp8.autocast("unit", backend="gpu")
-    with pytest.raises(ValueError, match=r"recipe 'mxfp6' has no kernels: .* e2m3 by e2m3"):
+    with pytest.raises(
+        ValueError, match=r"recipe 'mxfp6' has no kernels: .* e2m3 by e2m3"
+    ):
         fp8.autocast("mxfp6", backend="native")
     assert fp8.autocast("mxfp6", backend="auto").backend == "simulate"
     x, w, _ = tensors(16, 16, 16)
-    with pytest.raises(RuntimeError, match="'native': no FP8 product is known for meta"):
+    with pytest.raises(
+        RuntimeError, match="'native': no FP8 product is known for meta"
+    ):
         linear(x.to("meta"), w.to("meta"), recipe=RECIPES["unit"], backend="native")
 
 

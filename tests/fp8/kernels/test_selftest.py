@@ -73,11 +73,17 @@ def in_bfloat16(*args, output_dtype, **kwargs):
 
 OFF = "the kernel is off by"
 LIES = {
-    "refuses": (refuses, "the kernel raised NotImplementedError: only supported in CUDA for SM90"),
+    "refuses": (
+        refuses,
+        "the kernel raised NotImplementedError: only supported in CUDA for SM90",
+    ),
     "reversed scales": (reversed_scales, OFF),
     "2 % off": (lambda *args, **kwargs: REAL(*args, **kwargs) * 1.02, OFF),
     "one element off": (one_element_off, OFF),
-    "NaN": (lambda *args, **kwargs: REAL(*args, **kwargs) * torch.nan, f"{OFF} inf times"),
+    "NaN": (
+        lambda *args, **kwargs: REAL(*args, **kwargs) * torch.nan,
+        f"{OFF} inf times",
+    ),
     "dtype": (in_bfloat16, "the kernel gives torch.bfloat16, asked for torch.float32"),
 }
 
@@ -90,7 +96,9 @@ def test_what_a_lying_kernel_would_compute_is_simulated(lie, monkeypatch):
     want = fp8.convert(layer, recipe)(x)
     monkeypatch.setattr(F, "scaled_mm", kernel)
     fp8.convert(layer, recipe, backend="native")
-    with pytest.warns(RuntimeWarning, match=f"simulated on cpu: output: {words}") as seen:
+    with pytest.warns(
+        RuntimeWarning, match=f"simulated on cpu: output: {words}"
+    ) as seen:
         got = [layer(x) for _ in range(2)]
     assert all(torch.equal(one, want) for one in got)
     assert len(seen) == 1
@@ -98,7 +106,11 @@ def test_what_a_lying_kernel_would_compute_is_simulated(lie, monkeypatch):
     assert row.why.startswith(f"{recipe}, simulated: output: {words}")
     assert "and more" not in row.why
     if lie == "refuses":
-        rows = {row["recipe"]: row for row in doctor.examine()["recipes"] if row["device"] == "cpu"}
+        rows = {
+            row["recipe"]: row
+            for row in doctor.examine()["recipes"]
+            if row["device"] == "cpu"
+        }
         assert rows[recipe]["runs"] == "simulated"
         assert words in rows[recipe]["why"]
 
@@ -141,7 +153,9 @@ def test_a_sum_of_14_bits_is_no_lie(emulated, monkeypatch):
         result = torch.zeros(len(x), len(y), dtype=torch.float64)
         for i, row in enumerate(x):
             terms = row * y
-            step = 2.0 ** (terms.abs().amax(1, keepdim=True).clamp(min=1e-9).log2().floor() - 13)
+            step = 2.0 ** (
+                terms.abs().amax(1, keepdim=True).clamp(min=1e-9).log2().floor() - 13
+            )
             result[i] = ((terms / step).trunc() * step).sum(1)
         return (result * left.double() * right.double()).to(output_dtype)
 
@@ -171,7 +185,10 @@ def saturated(function, x):
 
 FAULTS = {
     "a value": (corrupt(0, 0x55), "a cast to e4m3 has 1 wrong bytes of 262144"),
-    "a transposed value": (corrupt(3, 0x7E), "the transpose of a cast to e5m2 has 1 wrong bytes"),
+    "a transposed value": (
+        corrupt(3, 0x7E),
+        "the transpose of a cast to e5m2 has 1 wrong bytes",
+    ),
     "Inf": (saturated, "a cast to e4m3 has 8 wrong bytes"),
     "no compiler": (raises, "the compiler raised RuntimeError: no compiler"),
 }
@@ -183,11 +200,17 @@ def test_what_is_compiled_wrongly_is_simulated_in_graphs_alone(fault, monkeypatc
     run, why = FAULTS[fault]
     monkeypatch.setattr(inductor, "run_compiled", run)
     layer, x = fp8.convert(nn.Linear(48, 64), "row", backend="native"), normal(16, 48)
-    with pytest.warns(RuntimeWarning, match=f"of compiled code are simulated on cpu: {why}"):
+    with pytest.warns(
+        RuntimeWarning, match=f"of compiled code are simulated on cpu: {why}"
+    ):
         y = torch.compile(layer, fullgraph=True, backend="eager")(x)
-    torch.testing.assert_close(y, fp8.convert(copy.deepcopy(layer), "row", backend="simulate")(x))
+    torch.testing.assert_close(
+        y, fp8.convert(copy.deepcopy(layer), "row", backend="simulate")(x)
+    )
     calls = []
-    monkeypatch.setattr(F, "scaled_mm", lambda *a, **k: calls.append(a) or REAL(*a, **k))
+    monkeypatch.setattr(
+        F, "scaled_mm", lambda *a, **k: calls.append(a) or REAL(*a, **k)
+    )
     torch.compile(layer, fullgraph=True, backend="eager")(x)
     assert not calls
     layer(x)
@@ -203,7 +226,9 @@ def test_auto_on_the_cpu_tests_nothing(monkeypatch):
 
 def test_every_configuration_of_every_kernel_runs(monkeypatch):
     """Those of two kernels, of which one has fewer."""
-    kind = pytest.importorskip("torch._inductor.runtime.triton_heuristics").CachingAutotuner
+    kind = pytest.importorskip(
+        "torch._inductor.runtime.triton_heuristics"
+    ).CachingAutotuner
     first, second = object.__new__(kind), object.__new__(kind)
     first.launchers, second.launchers = ["a", "b", "c"], ["d", "e"]
 

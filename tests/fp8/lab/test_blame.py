@@ -27,7 +27,9 @@ class Network(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)
+        )
         for layer in self.layers:
             nn.init.zeros_(layer.weight[0].detach())
         self.inputs: dict[int, float] = {}
@@ -92,15 +94,29 @@ def _nothing(network, x):
 
 
 # The gradient of the batch is not computed: casts of the first layer's second product do not run.
-WEIGHTS, GRADS = ["forward.weight", *["weight"] * 3], ["grad_weight.grad", *["grad"] * 3]
+WEIGHTS, GRADS = (
+    ["forward.weight", *["weight"] * 3],
+    ["grad_weight.grad", *["grad"] * 3],
+)
 CASES = {
-    **{f"weight of layer {i}": Case(_large_weight(i), [(i, WEIGHTS[i])]) for i in range(4)},
     **{
-        f"weights of layers {which}": Case(_large_weight(*which), [(i, WEIGHTS[i]) for i in which])
+        f"weight of layer {i}": Case(_large_weight(i), [(i, WEIGHTS[i])])
+        for i in range(4)
+    },
+    **{
+        f"weights of layers {which}": Case(
+            _large_weight(*which), [(i, WEIGHTS[i]) for i in which]
+        )
         for which in [(1, 3), (0, 2), (0, 1, 2, 3)]
     },
-    **{f"input of layer {i}": Case(_large("inputs", i, 1e4), [(i, "input")]) for i in range(4)},
-    **{f"gradient of layer {i}": Case(_large("grads", i, 1e9), [(i, GRADS[i])]) for i in range(4)},
+    **{
+        f"input of layer {i}": Case(_large("inputs", i, 1e4), [(i, "input")])
+        for i in range(4)
+    },
+    **{
+        f"gradient of layer {i}": Case(_large("grads", i, 1e9), [(i, GRADS[i])])
+        for i in range(4)
+    },
     **{
         f"heavy tail of layer {i}": Case(
             _large_weight(i, value=1e9), [(i, "forward.weight")], "tensor"
@@ -108,14 +124,18 @@ CASES = {
         for i in range(4)
     },
     **{
-        f"stuck scale of layer {i}": Case(_stuck(i), [(i, "input")], "static", is_late=True)
+        f"stuck scale of layer {i}": Case(
+            _stuck(i), [(i, "input")], "static", is_late=True
+        )
         for i in range(4)
     },
     **{
         f"an unlucky batch under {recipe}": Case(lambda network, x: 100 * x, [], recipe)
         for recipe in ("tensor", "row", "mxfp8")
     },
-    "a batch with Inf": Case(lambda network, x: x.index_fill(0, torch.tensor(0), math.inf), []),
+    "a batch with Inf": Case(
+        lambda network, x: x.index_fill(0, torch.tensor(0), math.inf), []
+    ),
     "no scales, no fault": Case(_nothing, []),
     "scales of blocks, no fault": Case(_nothing, [], "mxfp8"),
     "static scales, no fault": Case(_nothing, [], "static"),
@@ -136,7 +156,9 @@ def near(model, x):
 
 
 def named(result):
-    return sorted((int(r.layers.removeprefix("layers.")), r.product) for r in result.rules)
+    return sorted(
+        (int(r.layers.removeprefix("layers.")), r.product) for r in result.rules
+    )
 
 
 @parametrize("name", CASES)
@@ -160,7 +182,9 @@ def test_the_casts_at_fault_are_named(name):
         assert result.repaired is not None
         assert all(map(math.isfinite, result.repaired.judged))
         assert str(result).startswith("Low precision: the fault is gone with ")
-        assert f"('layers.{case.rules[0][0]}', {case.rules[0][1]!r}, None)" in str(result)
+        assert f"('layers.{case.rules[0][0]}', {case.rules[0][1]!r}, None)" in str(
+            result
+        )
     else:
         assert result.repaired is None
         assert str(result).startswith("Not low precision")
@@ -205,7 +229,9 @@ def test_operands_that_are_rotated_alike_are_named_together(name, layer):
     model, x = network()
     loss = near(model, x)
     with quiet():
-        fp8.convert(model, dataclasses.replace(recipe, **casts, **again), backend="simulate")
+        fp8.convert(
+            model, dataclasses.replace(recipe, **casts, **again), backend="simulate"
+        )
     _large("grads", layer, 1e9)(model, x)
     other = (layer + 1) % LAYERS
     _large_weight(other)(model, x)
@@ -250,6 +276,8 @@ WRONG = {
 def test_bad_input(message):
     make, arguments = WRONG[message]
     with pytest.raises(ValueError, match=message):
-        fp8.blame(make(), torch.ones(2, WIDTH), **{"loss": lambda y: y.sum(), **arguments})
+        fp8.blame(
+            make(), torch.ones(2, WIDTH), **{"loss": lambda y: y.sum(), **arguments}
+        )
     with pytest.raises(TypeError, match=r"needs an nn\.Module"):
         fp8.blame(3, torch.ones(2))

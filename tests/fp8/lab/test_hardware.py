@@ -21,13 +21,26 @@ def test_the_constants_are_those_of_their_tables():
     exact = (0.000101, 0.000788, 0.006351, 0.049498)
 
     def share(times, unit):
-        return [2 * m**3 / t / H100.peak[unit] for m, t in zip(sizes, times, strict=True)]
+        return [
+            2 * m**3 / t / H100.peak[unit] for m, t in zip(sizes, times, strict=True)
+        ]
 
     assert hardware.ACHIEVED["bf16"] == round(median(share(bf16, "bf16")), 2)
     both = share(fast, "fp8") + share(exact, "fp8")
     assert hardware.ACHIEVED["fp8"] == round(median(both), 2)
     # torchao, blockwise_fp8_training/README.md: GB/s of its casts, of 3352.3.
-    casts = (2633.9, 2675.2, 2696.8, 2736.0, 2777.3, 2768.1, 2772.5, 2798.7, 2892.8, 2900.7)
+    casts = (
+        2633.9,
+        2675.2,
+        2696.8,
+        2736.0,
+        2777.3,
+        2768.1,
+        2772.5,
+        2798.7,
+        2892.8,
+        2900.7,
+    )
     assert hardware.ACHIEVED["memory"] == round(median(casts) / 3352.3, 2)
     # torchao #3675, bench_matmul on a B200, after the change: shares of the peak.
     b200 = (0.657785, 0.749135, 0.743115, 0.761527, 0.773520, 0.689166)
@@ -62,11 +75,31 @@ def test_time_is_the_longer_of_arithmetic_and_memory():
         (lambda: get_hardware("h101"), ValueError, "unknown hardware 'h101'.*'h100'"),
         (lambda: get_hardware(5), TypeError, "hardware is a int; give a name"),
         (lambda: replace(H100, peak={"fp8": 1e15}), ValueError, "'h100' needs 'bf16'"),
-        (lambda: replace(H100, peak={"bf16": 1, "fp7": 1}), ValueError, "unknown unit in peak"),
-        (lambda: replace(H100, achieved={"fp7": 1}), ValueError, "unknown unit in achieved"),
-        (lambda: replace(H100, bandwidth=0), ValueError, "bandwidth of 'h100' must be positive"),
-        (lambda: replace(H100, bandwidth="1"), TypeError, "bandwidth of 'h100' must be a number"),
-        (lambda: replace(H100, achieved={"fp8": 1.2}), ValueError, "above 0 and at most 1"),
+        (
+            lambda: replace(H100, peak={"bf16": 1, "fp7": 1}),
+            ValueError,
+            "unknown unit in peak",
+        ),
+        (
+            lambda: replace(H100, achieved={"fp7": 1}),
+            ValueError,
+            "unknown unit in achieved",
+        ),
+        (
+            lambda: replace(H100, bandwidth=0),
+            ValueError,
+            "bandwidth of 'h100' must be positive",
+        ),
+        (
+            lambda: replace(H100, bandwidth="1"),
+            TypeError,
+            "bandwidth of 'h100' must be a number",
+        ),
+        (
+            lambda: replace(H100, achieved={"fp8": 1.2}),
+            ValueError,
+            "above 0 and at most 1",
+        ),
     ],
 )
 def test_what_it_refuses(call, error, message):

@@ -27,7 +27,10 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.named = named
         self.tokens = nn.Embedding(WORDS, 64)
-        blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)]
+        blocks = [
+            nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+            for _ in range(2)
+        ]
         self.blocks = nn.ModuleList([*blocks, blocks[1]])
         self.head = nn.Linear(64, WORDS)
         self.dropout = nn.Dropout(0.5)
@@ -43,7 +46,8 @@ class Model(nn.Module):
 def prompts():
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.randint(WORDS, shape, generator=generator) for shape in ((3, 8), (5,), (2, 2, 4)[1:])
+        torch.randint(WORDS, shape, generator=generator)
+        for shape in ((3, 8), (5,), (2, 2, 4)[1:])
     ]
 
 
@@ -54,17 +58,23 @@ def logits(model, recipe, ids):
         return own(ids).double()
 
 
-@pytest.mark.proves("the field", "trainer and FP8 engine compared by log-probability", how="own")
+@pytest.mark.proves(
+    "the field", "trainer and FP8 engine compared by log-probability", how="own"
+)
 @parametrize("named", [False, True])
 def test_the_figures_are_those_of_the_distributions(named):
     """By the definitions, from models that are converted here."""
     model, ids = Model(), prompts()
-    found = fp8.parity(Model(named), ids, train="tensor", rollout="engine_row", bound=1.0)
+    found = fp8.parity(
+        Model(named), ids, train="tensor", rollout="engine_row", bound=1.0
+    )
     divergences, squares, changed, differences = [], [], [], []
     for each in ids:
         log_q = logits(model, "tensor", each).log_softmax(-1)
         log_p = logits(model, ENGINES["engine_row"], each).log_softmax(-1)
-        divergences += F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).flatten()
+        divergences += (
+            F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).flatten()
+        )
         squares += (log_q.exp() ** 2 / log_p.exp()).sum(-1).flatten()
         changed += (log_q.argmax(-1) != log_p.argmax(-1)).double().flatten()
         of_tokens = (log_p - log_q)[..., :-1, :].gather(-1, each[..., 1:, None])[..., 0]
@@ -90,7 +100,9 @@ def test_two_runs_are_equal_and_change_nothing():
     assert not first.ok
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
     assert {row.done for row in fp8.report(model)} == {"left alone"}
 
 
@@ -99,7 +111,9 @@ def test_the_trainer_s_model_as_it_is():
     model, ids = fp8.convert(Model(), "static"), prompts()
     fp8.calibrate(model, ids[0], lambda y: y.square().mean())
     found = fp8.parity(model, ids, rollout=fp8.Policy(None), bound=1.0)
-    named = fp8.parity(Model(), ids, train=fp8.Policy(None), rollout="engine_row", bound=1.0)
+    named = fp8.parity(
+        Model(), ids, train=fp8.Policy(None), rollout="engine_row", bound=1.0
+    )
     assert found.train == "as it is"
     assert found.kl > 0
     assert fp8.parity(model, ids, rollout="engine_row", bound=1.0).kl != named.kl
@@ -144,7 +158,9 @@ class Fixed(nn.Module):
 
 
 def test_nan_is_beyond_every_bound():
-    found = fp8.parity(Fixed(math.nan), torch.arange(16), rollout="engine_row", bound=math.inf)
+    found = fp8.parity(
+        Fixed(math.nan), torch.arange(16), rollout="engine_row", bound=math.inf
+    )
     assert math.isnan(found.kl)
     assert not found.ok
     values = found.to_dict()
@@ -159,10 +175,14 @@ def of_rounded(attend, axes):
         scale = (x.abs().amax(axes, keepdim=True) / 448).log2().ceil().exp2()
         return fp8.quantize(x, "e4m3", scale=scale)
 
-    return lambda query, key, value, **how: attend(query, rounded(key), rounded(value), **how)
+    return lambda query, key, value, **how: attend(
+        query, rounded(key), rounded(value), **how
+    )
 
 
-@parametrize(("scaling", "axes"), [("tensor", (0, 1, 2, 3)), ("head", (2, 3)), ("token", (3,))])
+@parametrize(
+    ("scaling", "axes"), [("tensor", (0, 1, 2, 3)), ("head", (2, 3)), ("token", (3,))]
+)
 def test_a_cache_in_fp8(scaling, axes, monkeypatch):
     """It rounds what attention reads. Its part is what is left without it, and the layers' that
     without each."""
@@ -180,7 +200,9 @@ def test_a_cache_in_fp8(scaling, axes, monkeypatch):
         wanted = model(ids).logits
     monkeypatch.undo()
     log_p, log_q = (x.double().log_softmax(-1) for x in (wanted, plain))
-    divergence = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).mean()
+    divergence = (
+        F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).mean()
+    )
     assert found.kl == pytest.approx(float(divergence), rel=1e-6)
     if scaling != "token":
         return
@@ -202,10 +224,22 @@ def test_a_cache_in_fp8(scaling, axes, monkeypatch):
         ({"prompts": []}, ValueError, "needs prompts, got none"),
         ({"prompts": [[1, 2]]}, TypeError, "int64, got list"),
         ({"prompts": torch.ones(4)}, TypeError, "int64, got torch.float32"),
-        ({"prompts": torch.ones(4, 1).long()}, ValueError, r"two tokens or more, got \(4, 1\)"),
+        (
+            {"prompts": torch.ones(4, 1).long()},
+            ValueError,
+            r"two tokens or more, got \(4, 1\)",
+        ),
         ({"model": nn.Embedding(WORDS, 4).weight}, TypeError, "parity"),
-        ({"model": nn.Flatten(0)}, ValueError, r"must return logits of shape .* got \(24,\)"),
-        ({"cache": "token"}, ValueError, "cache is for models of transformers, not a Model"),
+        (
+            {"model": nn.Flatten(0)},
+            ValueError,
+            r"must return logits of shape .* got \(24,\)",
+        ),
+        (
+            {"cache": "token"},
+            ValueError,
+            "cache is for models of transformers, not a Model",
+        ),
         ({"by_layer": 1}, TypeError, "by_layer"),
     ],
 )

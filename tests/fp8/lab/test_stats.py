@@ -27,7 +27,9 @@ def by_operand(seen):
 
 
 def wide(*shape, seed=0):
-    return (randn(*shape, seed=seed) * torch.exp2(4 * randn(*shape, seed=seed + 9))).detach()
+    return (
+        randn(*shape, seed=seed) * torch.exp2(4 * randn(*shape, seed=seed + 9))
+    ).detach()
 
 
 @pytest.mark.proves("the field", "statistics of casts", how="own")
@@ -49,13 +51,19 @@ def test_shares_are_what_a_count_by_hand_gives(name):
     for operand, (t, how, axis) in expected.items():
         row, ok = rows["(model)", operand], t.isfinite()
         q = cast(t, how, axis)
-        assert (row.format, row.elements, row.nonfinite) == (how.format, t.numel(), (~ok).sum())
+        assert (row.format, row.elements, row.nonfinite) == (
+            how.format,
+            t.numel(),
+            (~ok).sum(),
+        )
         assert row.zero == float(((q == 0) & (t != 0)).double().mean())
         kept = ok & q.isfinite()
         clean, rounded = t[kept].double(), q[kept]
         if (clean - rounded).any():
             noise = (clean - rounded).square().sum()
-            assert row.sqnr == pytest.approx(10 * math.log10(clean.square().sum() / noise))
+            assert row.sqnr == pytest.approx(
+                10 * math.log10(clean.square().sum() / noise)
+            )
     second = {operand for _, operand in rows if operand.endswith("again")}
     along = [how for how in (recipe.forward[0], recipe.grad_weight[1]) if how]
     assert ("input again" in second) == (len(along) == 2 and along[0].tile != (0, 0))
@@ -68,7 +76,12 @@ def test_subnormal_and_saturated():
     with seen, fp8.autocast("unit"):
         layer(x)
     row = seen.rows()[0]
-    assert (row.zero, row.subnormal, row.saturated, row.nonfinite) == (1 / 8, 2 / 8, 2 / 8, 0)
+    assert (row.zero, row.subnormal, row.saturated, row.nonfinite) == (
+        1 / 8,
+        2 / 8,
+        2 / 8,
+        0,
+    )
 
 
 def test_one_inf_is_found_however_few_are_sampled():
@@ -125,8 +138,13 @@ def test_layers_have_their_names_compiled_or_not(how):
         y.sum().backward()
     names = [name for name in LAYERS if how != "converted" or " " not in name]
     rows = by_operand(seen)
-    assert list(dict.fromkeys(layer for layer, operand in rows if operand != "grad")) == names
-    assert rows["head", "input"].elements == 2 * 2 * 2 * 5 * 8  # two passes, and it is used twice
+    assert (
+        list(dict.fromkeys(layer for layer, operand in rows if operand != "grad"))
+        == names
+    )
+    assert (
+        rows["head", "input"].elements == 2 * 2 * 2 * 5 * 8
+    )  # two passes, and it is used twice
     assert rows["blocks.0", "grad"].elements == 2 * 2 * 5 * 8
 
 
@@ -209,7 +227,11 @@ def test_recomputed_elements_count_once(recipe, reentrant, compiled):
 
     def run(x, checkpointed):
         for _ in range(2):
-            x = checkpoint(model, x, use_reentrant=reentrant) if checkpointed else model(x)
+            x = (
+                checkpoint(model, x, use_reentrant=reentrant)
+                if checkpointed
+                else model(x)
+            )
         return x.square().sum()
 
     rows = []

@@ -12,7 +12,11 @@ from fp8.lab.trace import trace
 
 
 def flops(model, *args):
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
         model(*args)
     return counter.get_total_flops()
 
@@ -75,9 +79,15 @@ class OfWeights(nn.Module):
     def forward(self, x):
         if self.how == "mask":
             return F.linear(x, self.layer.weight.half() * self.mask)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.how == "autocast"):
+        with torch.autocast(
+            "cpu", dtype=torch.bfloat16, enabled=self.how == "autocast"
+        ):
             y = self.layer(x)
-        return torch.sparse.mm(torch.eye(3).to_sparse(), y) if self.how == "sparse" else y @ y.mT
+        return (
+            torch.sparse.mm(torch.eye(3).to_sparse(), y)
+            if self.how == "sparse"
+            else y @ y.mT
+        )
 
 
 @pytest.mark.parametrize(

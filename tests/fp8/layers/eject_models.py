@@ -22,7 +22,11 @@ class Model(nn.Module):
         self.first = Casting(16, WIDTH)
         self.tokens = nn.Embedding(TOKENS, WIDTH)
         blocks = [
-            nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH, bias=False))
+            nn.Sequential(
+                nn.Linear(WIDTH, HIDDEN),
+                nn.ReLU(),
+                nn.Linear(HIDDEN, WIDTH, bias=False),
+            )
             for _ in range(3)
         ]
         self.blocks = nn.ModuleList(blocks)
@@ -42,10 +46,14 @@ def batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 3, 5, 16, generator=generator)
     x[0] *= torch.tensor([0.0, 1e-30, 1e-3, 1.0, 1e4])[:, None]
-    return x.to(dtype).requires_grad_(), torch.randint(TOKENS, (2, 3, 5), generator=generator)
+    return x.to(dtype).requires_grad_(), torch.randint(
+        TOKENS, (2, 3, 5), generator=generator
+    )
 
 
-def step(model: nn.Module, dtype: torch.dtype, autocast: bool = False) -> list[torch.Tensor]:
+def step(
+    model: nn.Module, dtype: torch.dtype, autocast: bool = False
+) -> list[torch.Tensor]:
     """The output, and the gradients of the input and of all parameters that have one."""
     x, ids = batch(dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

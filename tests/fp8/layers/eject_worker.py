@@ -28,7 +28,11 @@ if __name__ == "__main__":
     sys.meta_path.insert(0, Guard())
     import torch
 
-    folder, models, threads = Path(sys.argv[1]), load(Path(sys.argv[2])), int(sys.argv[3])
+    folder, models, threads = (
+        Path(sys.argv[1]),
+        load(Path(sys.argv[2])),
+        int(sys.argv[3]),
+    )
     torch.set_num_threads(threads)
     different = {}
     for path in sorted(folder.glob("*.pt")):
@@ -38,6 +42,10 @@ if __name__ == "__main__":
         model = load(folder / f"{path.stem}.py").convert(model)
         found = models.step(model, case["dtype"], case["autocast"])
         pairs = zip(found, case["wanted"], strict=True)
-        different[path.stem] = [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
-    assert not any(name.partition(".")[0] in ("fp8", "unit_scaling") for name in sys.modules)
+        different[path.stem] = [
+            i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)
+        ]
+    assert not any(
+        name.partition(".")[0] in ("fp8", "unit_scaling") for name in sys.modules
+    )
     print(json.dumps(different))

@@ -45,17 +45,30 @@ def plain():
 
 
 def chosen(model):
-    return [layer.fp8_recipe.name for layer in model.modules() if hasattr(layer, "fp8_recipe")]
+    return [
+        layer.fp8_recipe.name
+        for layer in model.modules()
+        if hasattr(layer, "fp8_recipe")
+    ]
 
 
 MODELS = {
     "plain": (plain, ["tensor", "tensor"]),
     "pending": (lambda: unit_scale(plain()), ["static", "static"]),
-    "unit_scale": (lambda: unit_scale(plain(), batch=torch.randn(8, 32)), ["static", "static"]),
+    "unit_scale": (
+        lambda: unit_scale(plain(), batch=torch.randn(8, 32)),
+        ["static", "static"],
+    ),
     "simulated": (lambda: simulate_fp8(plain()), ["tensor", "tensor"]),
-    "uu": (lambda: nn.Sequential(uu.Linear(32, 32), uu.GELU(), uu.Linear(32, 32)), ["unit"] * 2),
+    "uu": (
+        lambda: nn.Sequential(uu.Linear(32, 32), uu.GELU(), uu.Linear(32, 32)),
+        ["unit"] * 2,
+    ),
     "uu simulated": (lambda: simulate_fp8(nn.Sequential(uu.Linear(32, 32))), ["unit"]),
-    "mixed": (lambda: nn.Sequential(uu.Linear(32, 32), nn.Linear(32, 32)), ["unit", "tensor"]),
+    "mixed": (
+        lambda: nn.Sequential(uu.Linear(32, 32), nn.Linear(32, 32)),
+        ["unit", "tensor"],
+    ),
     "part": (
         lambda: nn.Sequential(unit_scale(plain()), nn.Linear(32, 8)),
         [*["static"] * 2, "tensor"],
@@ -133,7 +146,9 @@ def test_autocast_chooses_for_each_product(name):
 
 def test_unit_by_name_for_a_plain_model_warns_once():
     model = plain()
-    pattern = re.escape("recipe 'unit', given by name, casts without scales, and 2 of 2")
+    pattern = re.escape(
+        "recipe 'unit', given by name, casts without scales, and 2 of 2"
+    )
     with pytest.warns(fp8.warnings.RecipeWarning, match=pattern) as seen:
         model = fp8.convert(fp8.convert(model, "unit"), "unit")
     assert len(seen) == 1

@@ -89,7 +89,9 @@ def test_compiled(recipe, backend, monkeypatch):
     monkeypatch.setattr(
         module, "_compiled", lambda *args: casts.append("compiled") or compile(*args)
     )
-    monkeypatch.setattr(module.WeightCast, "cast", lambda *args: casts.append("all") or cast(*args))
+    monkeypatch.setattr(
+        module.WeightCast, "cast", lambda *args: casts.append("all") or cast(*args)
+    )
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     with fp8.cached_weights(model):
         compiled(normal(16, 32))
@@ -120,7 +122,9 @@ def test_changes_that_torch_counts_are_cast_in_eager_mode():
 def test_a_stale_cast_is_an_error(compiled, ends):
     """A write through .data, and any write between calls of a graph."""
     model, x = make(), normal(16, 32)
-    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    call = (
+        torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    )
 
     def run():
         with fp8.cached_weights(model):
@@ -150,7 +154,9 @@ def test_copies_carry_no_cast():
             with torch.no_grad():
                 other[0].weight.mul_(2)
             assert not torch.equal(other(x), model(x))
-            assert all(getattr(p, "fp8_cache", None) is None for p in other.parameters())
+            assert all(
+                getattr(p, "fp8_cache", None) is None for p in other.parameters()
+            )
     assert not any(hasattr(p, "fp8_cache") for p in model.parameters())
 
 
@@ -163,7 +169,10 @@ def test_what_is_not_cached():
         fp8.convert(nn.Linear(16, 16), "delayed", backend="native"),
         fp8.convert(nn.Linear(16, 16), "static", backend="native"),  # not set yet
     ):
-        with pytest.raises(ValueError, match="no layer of Linear"), fp8.cached_weights(model):
+        with (
+            pytest.raises(ValueError, match="no layer of Linear"),
+            fp8.cached_weights(model),
+        ):
             pass
 
 

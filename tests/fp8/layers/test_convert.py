@@ -70,7 +70,11 @@ TOKENS = torch.arange(12).view(3, 4)
     ("kind", "recipe"),
     [
         *((kind, recipe) for kind in LAYERS for recipe in ("tensor", "mxfp8")),
-        *((nn.Linear, name) for name, recipe in RECIPES.items() if not recipe.keeps_history),
+        *(
+            (nn.Linear, name)
+            for name, recipe in RECIPES.items()
+            if not recipe.keeps_history
+        ),
     ],
 )
 def test_a_converted_layer_computes_what_autocast_does(kind, recipe):
@@ -116,10 +120,16 @@ def test_the_model_stays_itself(model):
 
 
 def test_the_report_has_every_layer(model):
-    fp8.convert(model, "unit", backend="simulate", where=lambda name, layer: name != "frozen")
+    fp8.convert(
+        model, "unit", backend="simulate", where=lambda name, layer: name != "frozen"
+    )
     rows = {row.path: (row.what, row.done, row.why) for row in fp8.report(model)}
     assert rows == {
-        "": ("Tied", "left alone", "its products are its own: run the model under fp8.autocast"),
+        "": (
+            "Tied",
+            "left alone",
+            "its products are its own: run the model under fp8.autocast",
+        ),
         "embed": ("Embedding", "left alone", "a lookup, not a product"),
         "a": ("Linear", "converted", "unit"),
         "frozen": ("Linear", "left alone", "not chosen"),
@@ -144,7 +154,9 @@ def test_the_fast_path_of_an_encoder_does_not_skip_its_layers():
     plain, select = model(x), lambda name, layer: name.endswith("linear1")
     with fp8.autocast("unit"):
         cast = model(x)
-    torch.testing.assert_close(fp8.convert(model, fp8.Recipe(name="none"), where=select)(x), plain)
+    torch.testing.assert_close(
+        fp8.convert(model, fp8.Recipe(name="none"), where=select)(x), plain
+    )
     fp8.convert(model, "unit", where=select)
     calls = []
     model.layers[0].linear1.register_forward_hook(lambda m, a, y: calls.append(y))
@@ -161,7 +173,10 @@ def test_a_layer_with_another_forward_is_left_alone():
     """As hooks of other libraries set it: what they call is the forward that was there before."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[0].forward = lambda x, forward=model[0].forward: forward(x)
-    assert [row.done for row in fp8.report(fp8.convert(model))] == ["left alone", "converted"]
+    assert [row.done for row in fp8.report(fp8.convert(model))] == [
+        "left alone",
+        "converted",
+    ]
     assert "forward was replaced" in fp8.report(model)[0].why
 
 
@@ -179,7 +194,9 @@ def test_a_stored_weight_is_no_layer_that_was_not_chosen():
     model[0].requires_grad_(False)
     rows = fp8.report(fp8.store_frozen(model))
     assert [row.left_alone for row in rows] == [True, True]
-    assert rows[0].why == "frozen: its weight is stored in e4m3, its products are not cast"
+    assert (
+        rows[0].why == "frozen: its weight is stored in e4m3, its products are not cast"
+    )
     assert rows[1].why == "not chosen"
 
 

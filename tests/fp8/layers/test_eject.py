@@ -26,7 +26,11 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 
 MIXED = fp8.Policy(
     "tensor",
-    rules=[("blocks.1.*", "grad_weight", None), ("blocks.2.0", None, "row"), ("head", None, None)],
+    rules=[
+        ("blocks.1.*", "grad_weight", None),
+        ("blocks.2.0", None, "row"),
+        ("head", None, None),
+    ],
 )
 
 
@@ -76,9 +80,13 @@ def folder(tmp_path_factory):
         fp8.eject(model, folder / f"case_{i}.py")
         wanted = eject_models.step(model, case.dtype, case.autocast)
         assert all(tensor.isfinite().all() for tensor in wanted)
-        weights = {key: value.detach() for key, value in plain(model).state_dict().items()}
+        weights = {
+            key: value.detach() for key, value in plain(model).state_dict().items()
+        }
         told = {"dtype": case.dtype, "autocast": case.autocast}
-        torch.save({**told, "weights": weights, "wanted": wanted}, folder / f"case_{i}.pt")
+        torch.save(
+            {**told, "weights": weights, "wanted": wanted}, folder / f"case_{i}.pt"
+        )
     return folder
 
 
@@ -86,8 +94,15 @@ def folder(tmp_path_factory):
 def different(folder):
     """Case -> the tensors that differ in a fresh process."""
     arguments = [folder, HERE / "eject_models.py", torch.get_num_threads()]
-    command = [sys.executable, "-I", str(HERE / "eject_worker.py"), *map(str, arguments)]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
+    command = [
+        sys.executable,
+        "-I",
+        str(HERE / "eject_worker.py"),
+        *map(str, arguments),
+    ]
+    ran = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=250
+    )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
@@ -102,7 +117,16 @@ def test_the_file_is_short_and_clean(folder):
     pytest.importorskip("ruff", reason="the extra lint is not installed")
     config = str(ROOT / "pyproject.toml")
     for what in (["check", "--extend-ignore=D"], ["format", "--check"]):
-        command = [sys.executable, "-m", "ruff", *what, "--config", config, "--no-cache", "."]
+        command = [
+            sys.executable,
+            "-m",
+            "ruff",
+            *what,
+            "--config",
+            config,
+            "--no-cache",
+            ".",
+        ]
         ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stdout
     for path in folder.glob("case_*.py"):
@@ -134,7 +158,9 @@ def test_the_table_of_layers(tmp_path):
         if isinstance(layer, nn.Linear):
             roles = (f"{name}.{role}" for role in ("input", "weight", "grad"))
             fixed = (layer.fixed_x, layer.fixed_w, layer.fixed_g)
-            assert [bits.view(torch.float32) for bits in fixed] == [2.0 ** scales[r] for r in roles]
+            assert [bits.view(torch.float32) for bits in fixed] == [
+                2.0 ** scales[r] for r in roles
+            ]
     with pytest.raises(ValueError, match="1400 layers do not fit"):
         fp8.eject(many(200), tmp_path / "more.py")
 
@@ -171,7 +197,9 @@ def test_kernels(tmp_path, recipe):
     w = layer.weight.float()
     sums = [x.abs() @ w.abs().t(), g.abs() @ w.abs(), g.abs().t() @ x.abs()]
     for simulated, native, size in zip(*found, sums, strict=True):
-        assert ((simulated.float() - native.float()).abs() <= 2**-7 * size + 2**-7).all()
+        assert (
+            (simulated.float() - native.float()).abs() <= 2**-7 * size + 2**-7
+        ).all()
 
 
 def delayed():
@@ -201,14 +229,26 @@ HALF = fp8.Recipe(
 )
 
 REFUSED = {
-    "convolution": (lambda: fp8.convert(nn.Conv1d(4, 4, 3), "tensor"), r"\(model\): a Conv1d"),
+    "convolution": (
+        lambda: fp8.convert(nn.Conv1d(4, 4, 3), "tensor"),
+        r"\(model\): a Conv1d",
+    ),
     "history": (delayed, "0, 1: recipe 'delayed' casts to e4m3, delayed, history 16"),
     "blocks": (lambda: fp8.convert(nn.Linear(4, 4), "block"), "casts to e4m3, block"),
     "format": (lambda: fp8.convert(nn.Linear(4, 4), "bf16"), "casts to bf16, unit"),
-    "sums": (lambda: fp8.convert(nn.Linear(4, 4), "deepseek_v3"), "accumulate='hopper'"),
+    "sums": (
+        lambda: fp8.convert(nn.Linear(4, 4), "deepseek_v3"),
+        "accumulate='hopper'",
+    ),
     "no kernel": (lambda: fp8.convert(nn.Linear(4, 4), E5M2), "e5m2 by e5m2"),
-    "half static": (lambda: fp8.convert(nn.Linear(4, 4), HALF), "none for grad_weight_input"),
-    "not calibrated": (lambda: fp8.convert(nn.Linear(4, 4), "static"), "call fp8.calibrate"),
+    "half static": (
+        lambda: fp8.convert(nn.Linear(4, 4), HALF),
+        "none for grad_weight_input",
+    ),
+    "not calibrated": (
+        lambda: fp8.convert(nn.Linear(4, 4), "static"),
+        "call fp8.calibrate",
+    ),
     "switch": (switched, r"\(model\): its policy has a switch"),
     "dtype": (lambda: fp8.convert(nn.Linear(4, 4).double(), "tensor"), "torch.float64"),
     "norm": (low_norm, "1: "),
@@ -220,7 +260,10 @@ REFUSED = {
         lambda: parametrizations.orthogonal(fp8.convert(nn.Linear(4, 4), "tensor")),
         "computed by a parametrization",
     ),
-    "subclass": (lambda: fp8.convert(Doubled(4, 4), "tensor"), "a Doubled, whose forward"),
+    "subclass": (
+        lambda: fp8.convert(Doubled(4, 4), "tensor"),
+        "a Doubled, whose forward",
+    ),
     "nothing": (lambda: nn.Linear(4, 4), "no layer of the model is converted"),
 }
 

@@ -121,7 +121,11 @@ ALL = fp8.Recipe(name="all", input=E4M3, weight=E4M3, grad=E4M3)
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [*((name, "grouped_mm") for name in OWN), ("Mixtral", "eager"), ("Mixtral", "batched_mm")],
+    [
+        *((name, "grouped_mm") for name in OWN),
+        ("Mixtral", "eager"),
+        ("Mixtral", "batched_mm"),
+    ],
 )
 def test_every_product_of_the_experts_is_cast(name, implementation):
     """Forward and both gradients, at what ATen computes; the router's products are not."""
@@ -144,7 +148,9 @@ def test_the_router_is_found_and_stays(name):
     """By its role, although its product is its own: convert leaves it alone."""
     model = make(name)
     router = f"model.layers.1.mlp.{ROUTER.get(name, 'gate')}"
-    found = with_role("router", model, {name: layer for name, layer, _ in layers_of(model)})
+    found = with_role(
+        "router", model, {name: layer for name, layer, _ in layers_of(model)}
+    )
     assert router in found
     assert "model.layers.1.mlp.experts" not in found
     fp8.convert(model, fp8.Policy("tensor", keep=("router",)))
@@ -157,5 +163,7 @@ def test_umup_leaves_experts_as_their_down_projection_joins_the_residual_stream(
     model = fp8.convert(make("Mixtral"), fp8.Policy.umup("tensor"))
     rows = {r.path: r for r in fp8.report(model)}
     assert "down projections" in rows["model.layers.1.mlp.experts"].why
-    rows = {r.path: r for r in fp8.report(fp8.convert(model, fp8.Policy.hidden("tensor")))}
+    rows = {
+        r.path: r for r in fp8.report(fp8.convert(model, fp8.Policy.hidden("tensor")))
+    }
     assert rows["model.layers.1.mlp.experts"].done == "converted"

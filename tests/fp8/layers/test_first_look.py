@@ -47,7 +47,9 @@ def seen_in(run, times=3):
         for _ in range(times):
             run()
     return [
-        str(one.message) for one in seen if issubclass(one.category, fp8.warnings.RecipeWarning)
+        str(one.message)
+        for one in seen
+        if issubclass(one.category, fp8.warnings.RecipeWarning)
     ]
 
 
@@ -71,8 +73,13 @@ NATIVE = pytest.param("native", marks=pytest.mark.native)
 def test_one_warning_names_layer_operand_share_and_recipe(way):
     model, around = WAYS[way]()
     (message,) = seen_in(lambda: step(model, around=around))
-    names = {"autocast": "linear 2 (weight (32, 128))", "copy": "linear 2 (weight (32, 128))"}
-    assert f"of the grad of {names.get(way, repr('down'))} become zero in e5m2" in message
+    names = {
+        "autocast": "linear 2 (weight (32, 128))",
+        "copy": "linear 2 (weight (32, 128))",
+    }
+    assert (
+        f"of the grad of {names.get(way, repr('down'))} become zero in e5m2" in message
+    )
     share = int(message.partition("%")[0])
     assert 90 < share <= 100
     assert 'recipe "tensor" has a scale' in message
@@ -142,7 +149,8 @@ def test_static_scales_are_looked_at_again(way):
     with torch.no_grad():
         model[2].value.fill_(1.0)
     with pytest.warns(
-        fp8.warnings.ScaleWarning, match=r"grad of '1' is \d\.?\d*e\+07 times its static"
+        fp8.warnings.ScaleWarning,
+        match=r"grad of '1' is \d\.?\d*e\+07 times its static",
     ):
         summed(model, steps=3)
     fp8.calibrate(model, batch(), torch.sum)
@@ -162,7 +170,9 @@ def test_compiled_code_does_not_look():
         with fp8.autocast("unit"):
             return model(x)
 
-    assert not seen_in(lambda: (F.cross_entropy(run(batch()), TARGETS) * 1e-6).backward())
+    assert not seen_in(
+        lambda: (F.cross_entropy(run(batch()), TARGETS) * 1e-6).backward()
+    )
 
 
 @parametrize("factor", [1.0, 2.0**16])
@@ -177,4 +187,7 @@ def test_a_loss_that_is_not_the_calibrated_one_is_named(factor):
         (factor * model(x).square().mean()).backward()
     found = [str(w.message) for w in caught]
     assert len(found) == (factor != 1)
-    assert all("the RMS of the grad of '2' is" in text and "GradScaler" in text for text in found)
+    assert all(
+        "the RMS of the grad of '2' is" in text and "GradScaler" in text
+        for text in found
+    )

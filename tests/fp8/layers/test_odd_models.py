@@ -23,7 +23,9 @@ def layer(cls=nn.Linear, **options):
 
 
 @pytest.mark.parametrize("undo", ["revert", "convert"])
-@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
+@pytest.mark.parametrize(
+    "wrap", [parametrizations.weight_norm, parametrizations.spectral_norm]
+)
 def test_parametrized_after_it_was_converted(wrap, undo):
     """Torch derives a class from ours, with a property for the weight, which has to stay."""
     model = nn.Sequential(fp8.convert(layer(), "unit"))
@@ -37,7 +39,9 @@ def test_parametrized_after_it_was_converted(wrap, undo):
         fp8.convert(model, "tensor")
         assert fp8.report(model)[0].done == "converted"
     fp8.revert(model)
-    assert torch.equal(model(X), nn.functional.linear(X, model[0].weight, model[0].bias))
+    assert torch.equal(
+        model(X), nn.functional.linear(X, model[0].weight, model[0].bias)
+    )
     parametrize.remove_parametrizations(model[0], "weight")
     assert type(model[0]) is nn.Linear
 
@@ -47,7 +51,9 @@ class LowRank(nn.Module):
 
     def __init__(self, rows, columns):
         super().__init__()
-        self.up, self.down = (nn.Parameter(torch.randn(s)) for s in ((rows, 2), (2, columns)))
+        self.up, self.down = (
+            nn.Parameter(torch.randn(s)) for s in ((rows, 2), (2, columns))
+        )
 
     def forward(self, weight):
         return weight + (self.up @ self.down).view_as(weight)
@@ -60,10 +66,17 @@ class LowRank(nn.Module):
     [
         (layer, X, "weight", None),
         (lambda: nn.Conv1d(4, 6, 3), torch.randn(2, 4, 8), "weight", (6, 12)),
-        (lambda: nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8), "in_proj_weight", (24, 8)),
+        (
+            lambda: nn.MultiheadAttention(8, 2),
+            torch.randn(3, 2, 8),
+            "in_proj_weight",
+            (24, 8),
+        ),
     ],
 )
-def test_products_that_compute_a_weight_are_not_the_layer_s(make, x, name, sizes, recipe, after):
+def test_products_that_compute_a_weight_are_not_the_layer_s(
+    make, x, name, sizes, recipe, after
+):
     """They are not cast, and do not enter the scales of the layer."""
 
     def run(module):
@@ -86,7 +99,9 @@ def test_products_that_compute_a_weight_are_not_the_layer_s(make, x, name, sizes
     for found, expected in zip(run(module), run(merged), strict=True):
         assert torch.equal(found, expected)
     buffers = dict(module.named_buffers())
-    assert all(torch.equal(buffers[key], value) for key, value in merged.named_buffers())
+    assert all(
+        torch.equal(buffers[key], value) for key, value in merged.named_buffers()
+    )
     kept = type(fp8.revert(module).parametrizations[name])
     assert kept is parametrize.ParametrizationList
 
@@ -103,7 +118,10 @@ def test_a_class_that_another_derived_from_ours_stays_on_top():
     fp8.convert(converted, "tensor")
     assert (converted.hello(), fp8.report(converted)[0].done) == ("Mixed", "converted")
     fp8.revert(converted)
-    assert (converted.hello(), type(converted).__bases__) == ("Mixed", (Mixin, nn.Linear))
+    assert (converted.hello(), type(converted).__bases__) == (
+        "Mixed",
+        (Mixin, nn.Linear),
+    )
 
 
 @pytest.mark.parametrize("cls", [nn.Linear, nn.Conv1d, nn.LayerNorm])
@@ -151,7 +169,9 @@ class Reduced(nn.Linear):
 
 @pytest.mark.parametrize("recipe", ["tensor", "static", "delayed"])
 @pytest.mark.parametrize("cls", [nn.Linear, Reduced])
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
 def test_copies_have_the_settings_and_scales_of_the_layer(way, cls, recipe):
     model = fp8.convert(nn.Sequential(cls(16, 16)), recipe)
     x = normal(4, 16)
@@ -161,7 +181,9 @@ def test_copies_have_the_settings_and_scales_of_the_layer(way, cls, recipe):
     assert made.state_dict().keys() == model.state_dict().keys()
     assert all(map(torch.equal, made.buffers(), model.buffers()))
     assert made[0].fp8_recipe.keeps_history == any(True for _ in made.buffers())
-    assert not {b.data_ptr() for b in made.buffers()} & {b.data_ptr() for b in model.buffers()}
+    assert not {b.data_ptr() for b in made.buffers()} & {
+        b.data_ptr() for b in model.buffers()
+    }
     assert torch.equal(made(x), model(x))
     fp8.revert(made)
     assert not any(name.startswith("fp8_") for name in vars(made[0]))

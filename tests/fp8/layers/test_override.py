@@ -30,7 +30,9 @@ def equal(a, b):
     return [torch.equal(p, q) for p, q in zip(a, b, strict=True)]
 
 
-@pytest.mark.proves("the field", "single products in high precision, at run time", how="own")
+@pytest.mark.proves(
+    "the field", "single products in high precision, at run time", how="own"
+)
 @parametrize("concern", [None, *CONCERNS])
 def test_is_the_policy_with_these_rules_and_back(concern):
     """Every product, operand and cast: in the block as converted under that policy."""
@@ -70,7 +72,10 @@ def test_a_compiled_model_sees_each_block_close(order):
     model, x = model_and_input("tensor")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     before = step(compiled, x)
-    blocks = [fp8.override(model, rule) for rule in (("0", None, "mxfp8"), ("*", "input", None))]
+    blocks = [
+        fp8.override(model, rule)
+        for rule in (("0", None, "mxfp8"), ("*", "input", None))
+    ]
     for block in blocks:
         block.__enter__()
         assert all(equal(step(compiled, x), step(model, x)))
@@ -82,7 +87,9 @@ def test_a_compiled_model_sees_each_block_close(order):
 
 def test_bad_input():
     model, _ = model_and_input()
-    with pytest.raises(ValueError, match=r"'3' matches no converted layer; there are '0', '2'"):
+    with pytest.raises(
+        ValueError, match=r"'3' matches no converted layer; there are '0', '2'"
+    ):
         fp8.override(model, ("3", None, None))
     with pytest.raises(ValueError, match="needs a rule"):
         fp8.override(model)
@@ -94,12 +101,16 @@ def test_bad_input():
         fp8.override("model", ("*", None, None))
 
 
-@parametrize("rule", [("0", None, "mxfp8"), ("0", "grad_weight", None), ("*", None, None)])
+@parametrize(
+    "rule", [("0", None, "mxfp8"), ("0", "grad_weight", None), ("*", None, None)]
+)
 @parametrize("reentrant", [True, False])
 def test_a_checkpoint_is_on_one_side_of_the_block(rule, reentrant):
     """What is recomputed on the other side is not what the forward pass computed. A reentrant
     checkpoint is refused inside of the block."""
-    model = fp8.convert(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), "tensor")
+    model = fp8.convert(
+        nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), "tensor"
+    )
     x = torch.randn(8, 32, requires_grad=True)
 
     def run():
@@ -133,8 +144,16 @@ def test_a_checkpoint_is_on_one_side_of_the_block(rule, reentrant):
 
 NESTED = {
     "layers": [("0", None, None), ("2", None, "row"), ("*", "weight", "mxfp8")],
-    "one layer": [("0", None, "row"), ("0", "grad_weight", None), ("0", "forward.input", None)],
-    "static": [("0", None, "static"), ("0", "grad_weight", None), ("*", "weight", None)],
+    "one layer": [
+        ("0", None, "row"),
+        ("0", "grad_weight", None),
+        ("0", "forward.input", None),
+    ],
+    "static": [
+        ("0", None, "static"),
+        ("0", "grad_weight", None),
+        ("*", "weight", None),
+    ],
 }
 
 
@@ -152,7 +171,10 @@ def casts_in_force(model):
 @parametrize("recipe", ["tensor", "static", "delayed"])
 def test_blocks_are_closed_in_any_order(recipe, name, order):
     """What stays is what those that are still open do alone; after the last, what was before."""
-    if (recipe != "tensor" and name == "one layer") or (recipe, name) == ("delayed", "static"):
+    if (recipe != "tensor" and name == "one layer") or (recipe, name) == (
+        "delayed",
+        "static",
+    ):
         pytest.skip("a second cast with a history has no recipe")
     model, x = model_and_input(recipe)
     step(model, x)
@@ -171,7 +193,9 @@ def test_blocks_are_closed_in_any_order(recipe, name, order):
             assert casts_in_force(model) == casts_in_force(other)
     assert in_force(model) == before
     assert all(equal(step(model, x), numbers))
-    assert not any("fp8_overridden" in vars(m) or m._forward_pre_hooks for m in model.modules())
+    assert not any(
+        "fp8_overridden" in vars(m) or m._forward_pre_hooks for m in model.modules()
+    )
 
 
 def test_a_block_without_a_recipe_after_another_is_closed_is_named():
@@ -183,7 +207,9 @@ def test_a_block_without_a_recipe_after_another_is_closed_is_named():
     third = fp8.override(model, ("0", "grad_weight.grad", "nvfp4_nvidia"))
     for block in (second, third):
         block.__enter__()
-    with pytest.warns(fp8.warnings.RecipeWarning, match="needs a block that was closed"):
+    with pytest.warns(
+        fp8.warnings.RecipeWarning, match="needs a block that was closed"
+    ):
         first.__exit__(None, None, None)
     assert [cast is None for cast in model[0].fp8_recipe.casts] == [0, 1, 0, 1, 0, 0]
     second.__exit__(None, None, None)
@@ -213,9 +239,13 @@ def test_files_and_switches_are_refused_inside(tmp_path, part):
         fp8.override(switching, ("0", None, None)),
         fp8.override(model[0] if part else model, rule),
     ):
-        with pytest.raises(ValueError, match=r"eject inside of fp8\.override .* for '0'"):
+        with pytest.raises(
+            ValueError, match=r"eject inside of fp8\.override .* for '0'"
+        ):
             fp8.eject(model, tmp_path / "layers.py")
-        with pytest.raises(ValueError, match=r"export inside of fp8\.override .* for '0'"):
+        with pytest.raises(
+            ValueError, match=r"export inside of fp8\.override .* for '0'"
+        ):
             fp8.export(model, tmp_path)
         with pytest.raises(ValueError, match=r"export inside of fp8\.override"):
             fp8.weights(model)
@@ -252,4 +282,6 @@ def test_names_are_literal_but_for_two_wildcards(pattern, matching):
     names = ["a0", "a1", "a[0]", "a[01]", "[!a]b", "b"]
     model = fp8.convert(Named(names), "tensor")
     with fp8.override(model, (pattern, None, "row")):
-        assert [n for n in names if model._modules[n].fp8_recipe.name == "row"] == matching
+        assert [
+            n for n in names if model._modules[n].fp8_recipe.name == "row"
+        ] == matching

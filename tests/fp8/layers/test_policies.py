@@ -50,7 +50,10 @@ def net():
 
 def names(policy, model):
     """Layer -> the name of its recipe."""
-    return {n: d.recipe.name if d.recipe else None for n, d in resolve(policy, model).items()}
+    return {
+        n: d.recipe.name if d.recipe else None
+        for n, d in resolve(policy, model).items()
+    }
 
 
 def gradients(model, x):
@@ -64,7 +67,9 @@ def gradients(model, x):
 
 
 def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(one[k], other[k]) for k in one
+    )
 
 
 X = normal(24, 16, seed=1)
@@ -72,12 +77,18 @@ X = normal(24, 16, seed=1)
 
 @pytest.mark.proves("the field", "precision by layer", how="own")
 def test_later_rules_override_earlier_ones_and_exceptions_override_all():
-    rules = [("blocks.*", None, "row"), ("*.down", None, "tensor"), ("blocks.2.down", None, None)]
+    rules = [
+        ("blocks.*", None, "row"),
+        ("*.down", None, "tensor"),
+        ("blocks.2.down", None, None),
+    ]
     policy = Policy("mxfp8", rules=rules, first=1, last=1, keep=["readout"])
     found = names(policy, net())
     assert found == {
         "patch": "mxfp8",
-        **dict.fromkeys(["blocks.0.up", "blocks.0.down", "blocks.3.up", "blocks.3.down"]),
+        **dict.fromkeys(
+            ["blocks.0.up", "blocks.0.down", "blocks.3.up", "blocks.3.down"]
+        ),
         "blocks.1.up": "row",
         "blocks.1.down": "tensor",
         "blocks.2.up": "row",
@@ -88,7 +99,9 @@ def test_later_rules_override_earlier_ones_and_exceptions_override_all():
 
 
 def test_the_report_names_the_rule_that_decided():
-    policy = Policy("mxfp8", rules=[("*.up", "grad_weight", "row"), ("*.1.*", None, None)], first=1)
+    policy = Policy(
+        "mxfp8", rules=[("*.up", "grad_weight", "row"), ("*.1.*", None, None)], first=1
+    )
     model = fp8.convert(net(), policy, backend="simulate")
     rows = {row.path: (row.done, row.why) for row in fp8.report(model)}
     assert rows["blocks.0.up"] == ("left alone", "first=1: in blocks.0")
@@ -97,7 +110,9 @@ def test_the_report_names_the_rule_that_decided():
     assert rows["blocks.2.up"] == ("converted", f"{mixed} (rule 1: '*.up' grad_weight)")
     assert rows["head"] == ("converted", "mxfp8")
     kept = fp8.convert(net(), Policy(None, rules=[("head", None, "row")]))
-    assert {row.why for row in fp8.report(kept).left_alone} == {"the recipe of the policy is None"}
+    assert {row.why for row in fp8.report(kept).left_alone} == {
+        "the recipe of the policy is None"
+    }
 
 
 @parametrize("product", ["forward", "grad_input", "grad_weight"])
@@ -125,7 +140,12 @@ def test_others_take_their_recipe_whatever_the_switch(make):
     policy = make("row", others="bf16")
     assert Policy.from_json(policy.to_json()) == policy
     model = fp8.convert(net(), replace(policy, switch=[(0.5, "mxfp8"), (0.9, None)]))
-    for fraction, recipe in [(0, "row"), (0.5, "mxfp8"), (0.9, "high precision"), (0.1, "row")]:
+    for fraction, recipe in [
+        (0, "row"),
+        (0.5, "mxfp8"),
+        (0.9, "high precision"),
+        (0.1, "row"),
+    ]:
         fp8.advance(model, fraction)
         expected = {n: recipe if ".up" in n else "bf16" for n in candidates(model)}
         if make is Policy.hidden:
@@ -139,7 +159,9 @@ def test_a_role_is_found_or_refused_by_name(role):
     if role in ("readout", "embedding"):
         with_role(role, model, candidates(model))
     else:
-        with pytest.raises(ValueError, match=f"role '{role}' is not found in this Sequential"):
+        with pytest.raises(
+            ValueError, match=f"role '{role}' is not found in this Sequential"
+        ):
             resolve(Policy(keep=[role]), model)
 
 
@@ -150,8 +172,14 @@ def test_a_role_is_found_or_refused_by_name(role):
             Policy(rules=[LayerRule("haed")]),
             r"rule 1: 'haed' matches no layer; did you mean 'head'\?",
         ),
-        (Policy(rules=[("head", None, None), ("x*", None, "row")]), "rule 2: 'x*' matches no"),
-        (Policy(rules=[LayerRule("blocks")]), r'inside of that module, use "blocks\.\*"'),
+        (
+            Policy(rules=[("head", None, None), ("x*", None, "row")]),
+            "rule 2: 'x*' matches no",
+        ),
+        (
+            Policy(rules=[LayerRule("blocks")]),
+            r'inside of that module, use "blocks\.\*"',
+        ),
         (Policy(first=3, last=2), "first=3 and last=2 need .* Net has 4"),
         (
             Policy("nvfp4", rules=[("head", "grad_weight.grad", None)]),
@@ -173,7 +201,9 @@ def test_what_does_not_fit_the_model_is_an_error_and_changes_nothing(policy, mes
 
 def test_rules_for_layers_that_are_never_cast():
     model = nanogpt()
-    resolve(Policy("row", rules=[LayerRule("tokens")]), model)  # in high precision, as asked
+    resolve(
+        Policy("row", rules=[LayerRule("tokens")]), model
+    )  # in high precision, as asked
     with pytest.raises(ValueError, match=r"stay: 'tokens' \(a lookup, not a product\)"):
         resolve(Policy(rules=[LayerRule("tokens", "row")]), model)
 
@@ -189,7 +219,9 @@ def test_autocast_takes_a_policy_that_selects_no_layers():
         assert torch.equal(x @ x.mT, expected)
     with fp8.autocast(Policy(None)):
         assert torch.equal(x @ x.mT, torch.mm(x, x.mT))
-    with pytest.raises(ValueError, match=r"selects layers .* is for fp8.convert\(model, policy\)"):
+    with pytest.raises(
+        ValueError, match=r"selects layers .* is for fp8.convert\(model, policy\)"
+    ):
         fp8.autocast(Policy("row", rules=[LayerRule("head")]))
     with pytest.raises(ValueError, match=r"pass policy.at\(fraction\)"):
         fp8.autocast(Policy("row", switch=[(0.9, "bf16")]))
@@ -205,7 +237,15 @@ def test_the_switch_equals_a_model_converted_anew():
     rules = [("*.up", "grad_weight", None), ("head", None, "tensor")]
     policy = Policy("row", rules=rules, first=1, switch=[(0.5, "mxfp8"), (0.9, None)])
     model = fp8.convert(net(), policy)
-    for fraction, changed in [(0, 0), (0.4, 0), (0.5, 1), (0.6, 0), (0.95, 1), (0.5, 1), (0, 1)]:
+    for fraction, changed in [
+        (0, 0),
+        (0.4, 0),
+        (0.5, 1),
+        (0.6, 0),
+        (0.95, 1),
+        (0.5, 1),
+        (0, 1),
+    ]:
         assert fp8.advance(model, fraction) == changed
         anew = net() if fraction > 0.9 else fp8.convert(net(), policy.at(fraction))
         assert same(gradients(model, X), gradients(anew, X)), fraction
@@ -219,7 +259,11 @@ def test_the_switch_equals_a_model_converted_anew():
 @parametrize(("wrap", "name"), [(nn.DataParallel, "module"), (nn.Sequential, "0")])
 def test_names_inside_of_wrappers(wrap, name):
     found = names(Policy("row", keep=["readout"], first=1), wrap(net()))
-    for part, recipe in {"head": None, "blocks.0.up": None, "blocks.1.up": "row"}.items():
+    for part, recipe in {
+        "head": None,
+        "blocks.0.up": None,
+        "blocks.1.up": "row",
+    }.items():
         assert found[f"{name}.{part}"] == recipe
 
 
@@ -240,6 +284,8 @@ def test_the_report_states_name_and_switch_and_advance_needs_one():
 
 
 def test_a_switch_to_an_impossible_combination_is_refused_at_the_start():
-    policy = Policy("row", rules=[("head", "grad_weight.grad", None)], switch=[(0.5, "nvfp4")])
+    policy = Policy(
+        "row", rules=[("head", "grad_weight.grad", None)], switch=[(0.5, "nvfp4")]
+    )
     with pytest.raises(ValueError, match="the casts of 'head' by rule 1"):
         fp8.convert(net(), policy)

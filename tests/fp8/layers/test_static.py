@@ -91,12 +91,18 @@ def test_calibration_leaves_nothing_behind():
     model = fp8.convert(net(), "static")
     model.conv.weight.grad = grad = torch.ones_like(model.conv.weight)
     model.first.weight.requires_grad_(False)
-    before = {n: t.clone() for n, t in model.state_dict().items() if "fp8_scale" not in n}
+    before = {
+        n: t.clone() for n, t in model.state_dict().items() if "fp8_scale" not in n
+    }
     stepped = []
     model.second.weight.register_post_accumulate_grad_hook(stepped.append)
     states = torch.get_rng_state(), random.getstate(), numpy_state()
     drawn = []
-    model.norm.register_forward_hook(lambda *_: drawn.append(random.random() + np.random.rand()))  # noqa: NPY002
+
+    def draw(*_):
+        drawn.append(random.random() + np.random.rand())  # noqa: NPY002
+
+    model.norm.register_forward_hook(draw)
     with torch.no_grad():
         fp8.calibrate(model, batch(), loss_of)
     assert drawn
@@ -138,14 +144,22 @@ def test_forms_of_a_batch_and_of_a_loss():
 
 def test_refusals():
     model, x = fp8.convert(nn.Linear(8, 8), "static"), normal(4, 8)
-    for call in (lambda: fp8.calibrate(model), lambda: fp8.calibrate(model, x, scales={})):
-        with pytest.raises(ValueError, match="either a batch, to measure, or scales, to set"):
+    for call in (
+        lambda: fp8.calibrate(model),
+        lambda: fp8.calibrate(model, x, scales={}),
+    ):
+        with pytest.raises(
+            ValueError, match="either a batch, to measure, or scales, to set"
+        ):
             call()
     with pytest.raises(
-        ValueError, match=r"loss must return a tensor of one element, got a tensor of shape"
+        ValueError,
+        match=r"loss must return a tensor of one element, got a tensor of shape",
     ):
         fp8.calibrate(model, x, lambda y: y)
-    with pytest.raises(ValueError, match=r"no product of Linear has static scales\. fp8\.convert"):
+    with pytest.raises(
+        ValueError, match=r"no product of Linear has static scales\. fp8\.convert"
+    ):
         fp8.calibrate(nn.Linear(8, 8), x)
     with pytest.raises(TypeError, match=r"calibrate needs an nn\.Module, got int"):
         fp8.calibrate(5, x)
@@ -154,7 +168,9 @@ def test_refusals():
         fp8.calibrate(model, scales={"weight": 0, "grad": 0})
     with pytest.raises(ValueError, match="'other' is not in the model, one of 1"):
         fp8.calibrate(model, scales=good | {"other": 1})
-    with pytest.raises(ValueError, match=r"'weight' is a whole number from -126 to 126, got 0\.5"):
+    with pytest.raises(
+        ValueError, match=r"'weight' is a whole number from -126 to 126, got 0\.5"
+    ):
         fp8.calibrate(model, scales=good | {"weight": 0.5})
     assert fp8.calibration(model) == dict.fromkeys(ROLES)
 
@@ -165,13 +181,19 @@ def test_the_first_step_measures_by_itself():
         module.eval()  # no dropout
     with torch.no_grad():
         model(batch())
-    assert set(fp8.calibration(model).values()) == {None}  # what does not train does not set
+    assert set(fp8.calibration(model).values()) == {
+        None
+    }  # what does not train does not set
     step(model, batch())
     fp8.calibrate(twin, batch(), loss_of)
     for name, e in fp8.calibration(model).items():
-        assert abs(e - fp8.calibration(twin)[name]) <= 1  # from operands that were cast before
+        assert (
+            abs(e - fp8.calibration(twin)[name]) <= 1
+        )  # from operands that were cast before
     known = fp8.calibration(model)
-    with pytest.warns(fp8.warnings.ScaleWarning, match="RMS of the input of 'conv' is 97 times"):
+    with pytest.warns(
+        fp8.warnings.ScaleWarning, match="RMS of the input of 'conv' is 97 times"
+    ):
         step(model, 100 * batch(1))
     assert fp8.calibration(model) == known
 
@@ -199,15 +221,24 @@ def test_zeros_inf_and_nan_set_nothing_until_they_are_numbers(bad):
 def test_state_dict_json_copies_and_pickles(tmp_path):
     model, x = fp8.convert(net(), "static"), batch()
     scales = fp8.calibrate(model, x, loss_of)
-    assert set(scales) == {f"{layer}.{r}" for layer in ("conv", "first", "second") for r in ROLES}
+    assert set(scales) == {
+        f"{layer}.{r}" for layer in ("conv", "first", "second") for r in ROLES
+    }
     expected = step(model.eval(), x)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     loaded = fp8.convert(Net(), "static")
-    loaded.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=True)
+    loaded.load_state_dict(
+        torch.load(tmp_path / "model.pt", weights_only=True), strict=True
+    )
     written = fp8.convert(net(), "static")
     assert fp8.calibrate(written, scales=json.loads(json.dumps(scales))) == scales
     written.load_state_dict(model.state_dict())
-    for other in (loaded, written, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for other in (
+        loaded,
+        written,
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+    ):
         assert fp8.calibration(other) == scales
         assert_same(step(other.eval(), x), expected)
     plain = fp8.revert(copy.deepcopy(model))
@@ -250,7 +281,9 @@ def test_calibration_may_be_the_first_call_of_a_model_of_unit_scale():
     model, known = made(None), made(x)
     want = fp8.calibrate(known, x)
     assert fp8.calibrate(model, x) == want
-    assert want != fp8.calibrate(fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))), x)
+    assert want != fp8.calibrate(
+        fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))), x
+    )
     for one, two in zip(model.parameters(), known.parameters(), strict=True):
         assert torch.equal(one, two)
         assert not one.mup_pending
@@ -303,7 +336,10 @@ def test_layers_that_read_one_tensor_share_its_scale():
     want = copy.deepcopy(model)(x)
     fp8.calibrate(model, x)
     for each in (model, copy.deepcopy(model)):
-        read = [vars(layer.fp8_measured)["fp8_scale_input"] for layer in (each.q, each.k, each.o)]
+        read = [
+            vars(layer.fp8_measured)["fp8_scale_input"]
+            for layer in (each.q, each.k, each.o)
+        ]
         assert [read[0], read[2]] == [True, True]
         assert read[1] is each.q.fp8_scale_input
     assert torch.equal(model(x), want)
@@ -317,7 +353,10 @@ def test_stats_warn_where_an_operand_has_left_its_scale():
     seen = fp8.stats(model, every=1)
     with seen:
         model(2.0**5 * x).sum().backward()
-    with seen, pytest.warns(ScaleWarning, match="input of .model.*call fp8.calibrate again"):
+    with (
+        seen,
+        pytest.warns(ScaleWarning, match="input of .model.*call fp8.calibrate again"),
+    ):
         model(2.0**7 * x)
     with seen:  # once
         model(2.0**7 * x)
@@ -332,7 +371,9 @@ def one_of_two_processes(rank, store):
 
     def make():
         torch.manual_seed(0)
-        return fp8.convert(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), "static")
+        return fp8.convert(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), "static"
+        )
 
     def square(y):
         return y.square().sum()
@@ -347,6 +388,8 @@ def one_of_two_processes(rank, store):
     assert fp8.calibration(model) == whole
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+@pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="this torch is built without gloo"
+)
 def test_two_processes_have_the_scales_of_the_whole_batch(tmp_path):
     run_ranks(one_of_two_processes, 2, tmp_path / "store")

@@ -12,7 +12,9 @@ from tests.fp8.compare import outcome
 from tests.fp8.operands import randn
 
 OFF = fp8.autocast(enabled=False)
-REFUSED = pytest.raises(RuntimeError, match=r"outside of fp8\.autocast\(enabled=False\)")
+REFUSED = pytest.raises(
+    RuntimeError, match=r"outside of fp8\.autocast\(enabled=False\)"
+)
 
 
 class Net(nn.Module):
@@ -73,7 +75,9 @@ def test_the_innermost_block_decides():
     cast, expected = results(model), results(plain)
     inner = within(fp8.autocast("tensor"), model)  # of products outside of layers
     assert same(results(model, within(OFF, inner)), cast)
-    assert same(results(model, within(fp8.autocast("tensor"), within(OFF, model))), expected)
+    assert same(
+        results(model, within(fp8.autocast("tensor"), within(OFF, model))), expected
+    )
     for block in (fp8.autocast(fp8.Policy(None)), fp8.autocast(fp8.Policy("bf16"))):
         assert same(results(model, within(block, model)), cast)
     assert same(results(model, OFF(model.forward)), expected)
@@ -81,7 +85,9 @@ def test_the_innermost_block_decides():
 
 def test_an_override_inside_warns_that_it_has_no_effect():
     plain, model = both()
-    warns = pytest.warns(fp8.warnings.RecipeWarning, match="no effect inside of fp8.autocast")
+    warns = pytest.warns(
+        fp8.warnings.RecipeWarning, match="no effect inside of fp8.autocast"
+    )
     with OFF, warns, fp8.override(model, ("first", None, "tensor")):
         for one, expected in zip(results(model), results(plain), strict=True):
             assert torch.equal(one, expected)
@@ -114,7 +120,10 @@ def test_checkpoints(way):
     with OFF, REFUSED:
         y.sum().backward()
     nested = within(
-        OFF, lambda x: checkpoint(lambda x: checkpoint(model, x, **how), x, **WAYS["contexts"])
+        OFF,
+        lambda x: checkpoint(
+            lambda x: checkpoint(model, x, **how), x, **WAYS["contexts"]
+        ),
     )
     # Before torch 2.13 the contexts of a checkpoint that raises are open until it is collected.
     if way != "contexts" and torch.__version__ >= (2, 13):

@@ -83,5 +83,6 @@ def test_forward_mode_is_refused_without_gradients_too(recipe):
 
 
 REFUSED_FORWARD = pytest.raises(
-    NotImplementedError, match=r"no forward mode AD .* and for a Hessian torch.func.jacrev"
+    NotImplementedError,
+    match=r"no forward mode AD .* and for a Hessian torch.func.jacrev",
 )

@@ -17,22 +17,33 @@ parametrize = pytest.mark.parametrize
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+}
 TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 
 def gpt2():
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, **TOKENS)
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=50, **TOKENS
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama():
-    config = transformers.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
+    config = transformers.LlamaConfig(
+        **SIZES, num_attention_heads=4, num_key_value_heads=2
+    )
     return transformers.LlamaForCausalLM(config)
 
 
 def encoder():
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2
+    )
 
 
 def nanogpt():
@@ -49,18 +60,25 @@ class Flat(nn.Module):
 
 
 def flat():
-    return nn.Sequential(nn.Embedding(9, 32), nn.Sequential(Flat(), Flat()), nn.Linear(32, 9))
+    return nn.Sequential(
+        nn.Embedding(9, 32), nn.Sequential(Flat(), Flat()), nn.Linear(32, 9)
+    )
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 5))
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 5)
+    )
 
 
 def experts():
     """A list of blocks in each block."""
     expert = nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
     block = nn.ModuleDict(
-        {"router": nn.Linear(32, 2), "experts": nn.ModuleList([expert, copy.deepcopy(expert)])}
+        {
+            "router": nn.Linear(32, 2),
+            "experts": nn.ModuleList([expert, copy.deepcopy(expert)]),
+        }
     )
     return nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": nn.Linear(32, 9)})
 
@@ -88,7 +106,9 @@ def test_published_policies(make, policy):
     if policy is Policy.umup:
         outside = outside + joining
     if policy is Policy.umup and make is mlp:
-        with pytest.raises(ValueError, match=r"role 'residual' is not found in this Sequential"):
+        with pytest.raises(
+            ValueError, match=r"role 'residual' is not found in this Sequential"
+        ):
             fp8.convert(make(), policy("unit"))
         return
     model = fp8.convert(make(), policy("unit", others="bf16"))
@@ -97,7 +117,9 @@ def test_published_policies(make, policy):
     for row in rows:
         assert row.why.startswith("bf16" if any_of(row.path, outside) else "unit"), row
     left = fp8.report(fp8.convert(model, policy("unit"))).left_alone
-    assert {row.path for row in left} >= {r.path for r in rows if any_of(r.path, outside)}
+    assert {row.path for row in left} >= {
+        r.path for r in rows if any_of(r.path, outside)
+    }
 
 
 @parametrize("recipe", ["tensor", "block"])
@@ -111,7 +133,9 @@ def test_a_layer_of_gpt2_is_a_linear_layer(recipe):
     for module in (fp8.convert(layer, recipe), fp8.convert(plain, recipe)):
         y = module(x)
         grads = torch.autograd.grad(y.square().sum(), [x, module.weight, module.bias])
-        results.append([y, grads[0], grads[1].T if module is plain else grads[1], grads[2]])
+        results.append(
+            [y, grads[0], grads[1].T if module is plain else grads[1], grads[2]]
+        )
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
     assert "Conv1D" in repr(fp8.revert(layer))
@@ -135,7 +159,9 @@ def test_other_choices_are_refused_and_change_nothing(where, message):
     for call in (fp8.convert, fp8.store_frozen, gather_in_fp8, torchao.convert):
         with pytest.raises(TypeError, match=message):
             call(model.requires_grad_(False), where=where)
-    assert {module.fp8_recipe.name for module in model if hasattr(module, "fp8_recipe")} == {"row"}
+    assert {
+        module.fp8_recipe.name for module in model if hasattr(module, "fp8_recipe")
+    } == {"row"}
 
 
 def never(name, layer):
@@ -148,10 +174,14 @@ def with_norm():
 
 CHOOSE = {
     "convert": lambda model: fp8.convert(model, "tensor", where=never),
-    "a policy": lambda model: fp8.convert(model, Policy("tensor", first=0), where=never),
+    "a policy": lambda model: fp8.convert(
+        model, Policy("tensor", first=0), where=never
+    ),
     "torchao": lambda model: torchao.convert(model, "tensor", where=never),
     "store_frozen": lambda model: fp8.store_frozen(model, where=never),
-    "norms": lambda model: fp8.apply_low_precision_layernorm(model, "amp_bf16", where=never),
+    "norms": lambda model: fp8.apply_low_precision_layernorm(
+        model, "amp_bf16", where=never
+    ),
     "gather_in_fp8": lambda model: gather_in_fp8(model, where=never),
 }
 

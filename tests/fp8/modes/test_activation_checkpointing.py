@@ -50,9 +50,15 @@ def test_checkpointing_with_the_context_or_compiled_is_cast(compiled):
 
 def test_reentrant_checkpointing_is_refused_by_name():
     x = randn(5, 8)
-    with fp8.autocast("unit"), pytest.raises(RuntimeError, match=r"use_reentrant=True.*context_fn"):
+    with (
+        fp8.autocast("unit"),
+        pytest.raises(RuntimeError, match=r"use_reentrant=True.*context_fn"),
+    ):
         checkpoint(CHECKPOINTED, x, use_reentrant=True)
-    with torch.no_grad(), fp8.autocast("unit"):  # without gradients nothing is recomputed
+    with (
+        torch.no_grad(),
+        fp8.autocast("unit"),
+    ):  # without gradients nothing is recomputed
         CHECKPOINTED(x)
 
 
@@ -69,7 +75,10 @@ def test_outside_of_a_block_and_in_one_that_is_off_the_contexts_do_nothing(aroun
 def test_reentrant_checkpointing_of_modules_of_unit_scaling_is_refused_too():
     """Their products do not come by the block's mode."""
     scaled, x = uu.Linear(8, 8), randn(5, 8)
-    with fp8.autocast("unit"), pytest.raises(RuntimeError, match=r"use_reentrant=True.*context_fn"):
+    with (
+        fp8.autocast("unit"),
+        pytest.raises(RuntimeError, match=r"use_reentrant=True.*context_fn"),
+    ):
         checkpoint(scaled, x, use_reentrant=True)
 
 

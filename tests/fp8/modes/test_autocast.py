@@ -53,7 +53,9 @@ def test_gradients(function):
     """Of each operand: what the product's own backward makes of cast operands and gradient."""
     row = CALLS[function]
     casts = [getattr(COARSE, kind, None) for kind in row.kinds]
-    got, expected = ([t.double().requires_grad_() for t in operands(row)] for _ in range(2))
+    got, expected = (
+        [t.double().requires_grad_() for t in operands(row)] for _ in range(2)
+    )
     with fp8.autocast(COARSE):
         y = function(*row.before, *got, **row.kwargs)
     straight = [
@@ -65,7 +67,9 @@ def test_gradients(function):
     grads = torch.autograd.grad(y, got, g)
     wanted = torch.autograd.grad(z, expected, cast(g, COARSE.grad), retain_graph=True)
     exact = torch.autograd.grad(z, expected, g)
-    for one, rounded, untouched, kind in zip(grads, wanted, exact, row.kinds, strict=True):
+    for one, rounded, untouched, kind in zip(
+        grads, wanted, exact, row.kinds, strict=True
+    ):
         torch.testing.assert_close(one, untouched if kind == "none" else rounded)
 
 
@@ -88,7 +92,9 @@ def test_recurrent_layers_stay_in_high_precision(kind):
     layer, x = kind(4, 4), randn(3, 4)
     name = kind.__name__.lower().replace("rnn", "rnn_tanh").replace("cell", "_cell")
     expected = layer(x)[0]
-    warns = pytest.warns(fp8.warnings.RecipeWarning, match=f"^{name} stays .*step by step")
+    warns = pytest.warns(
+        fp8.warnings.RecipeWarning, match=f"^{name} stays .*step by step"
+    )
     with fp8.autocast("unit"), warns:
         assert torch.equal(layer(x)[0], expected)
 
@@ -96,7 +102,9 @@ def test_recurrent_layers_stay_in_high_precision(kind):
 LEFT_CALLS = {
     "linalg_multi_dot": lambda x: torch.linalg.multi_dot([x, x.mT, x]),
     "cdist": lambda x: torch.cdist(x, x),
-    "affine_grid": lambda x: F.affine_grid(x[:4].view(-1, 2, 3), (4, 1, 2, 2), align_corners=False),
+    "affine_grid": lambda x: F.affine_grid(
+        x[:4].view(-1, 2, 3), (4, 1, 2, 2), align_corners=False
+    ),
     "cov": lambda x: x.cov(),
     "corrcoef": torch.corrcoef,
     "linalg_solve_triangular": lambda x: torch.linalg.solve_triangular(
@@ -123,22 +131,33 @@ def test_calls_with_products_inside_are_left_and_named_once(name):
                 assert torch.equal(LEFT_CALLS[name](x), expected)
     (warning,) = shown
     assert issubclass(warning.category, fp8.warnings.RecipeWarning)
-    assert str(warning.message).startswith(f"{name} stays in high precision under fp8.autocast: ")
+    assert str(warning.message).startswith(
+        f"{name} stays in high precision under fp8.autocast: "
+    )
     assert warning.filename == __file__
-    with fp8.strict(), fp8.autocast("unit"), pytest.raises(fp8.warnings.RecipeWarning, match=name):
+    with (
+        fp8.strict(),
+        fp8.autocast("unit"),
+        pytest.raises(fp8.warnings.RecipeWarning, match=name),
+    ):
         LEFT_CALLS[name](x)
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
 @parametrize(
     "given",
-    [{}, {"reduction": "sum", "ignore_index": 1}, {"label_smoothing": 0.1, "linear_bias": True}],
+    [
+        {},
+        {"reduction": "sum", "ignore_index": 1},
+        {"label_smoothing": 0.1, "linear_bias": True},
+    ],
 )
 def test_a_loss_that_contains_the_last_product_is_composed(given):
     x, w, y = randn(7, 8), randn(5, 8, seed=1), torch.arange(7) % 5
     given = {**given, "linear_bias": normal(5)} if "linear_bias" in given else given
     torch.testing.assert_close(
-        COMPOSED[F.linear_cross_entropy](x, w, y, **given), F.linear_cross_entropy(x, w, y, **given)
+        COMPOSED[F.linear_cross_entropy](x, w, y, **given),
+        F.linear_cross_entropy(x, w, y, **given),
     )
     bias = given.pop("linear_bias", None)
     with fp8.autocast(COARSE):
@@ -184,13 +203,17 @@ def test_as_a_decorator(given):
 
     with fp8.autocast(COARSE):
         assert torch.equal(product(x), expected)
-    assert torch.equal(torch.compile(product, backend="eager", fullgraph=True)(x), expected)
+    assert torch.equal(
+        torch.compile(product, backend="eager", fullgraph=True)(x), expected
+    )
     assert product.__name__ == "product"
 
     def late():
         yield
 
-    with pytest.raises(TypeError, match="late goes on after its call: open the block inside"):
+    with pytest.raises(
+        TypeError, match="late goes on after its call: open the block inside"
+    ):
         fp8.autocast(**given)(late)
 
 
@@ -235,7 +258,9 @@ def test_everything_is_cast_once_also_when_backward_runs_inside(function, monkey
     tensors = [tensors[0] * 1, *tensors[1:]]
     with fp8.autocast(COARSE), fp8.autocast(COARSE):
         function(*row.before, *tensors, **row.kwargs).sum().backward()
-    kinds = Counter(getattr(COARSE, kind).format for kind in row.kinds if kind != "none")
+    kinds = Counter(
+        getattr(COARSE, kind).format for kind in row.kinds if kind != "none"
+    )
     assert counts == kinds + Counter([COARSE.grad.format])
 
 
@@ -267,8 +292,12 @@ def test_disabled_it_computes_as_torch_does(around):
             return a @ b
 
     assert torch.equal(product(a, b), a @ b)
-    assert torch.equal(torch.compile(product, backend="eager", fullgraph=True)(a, b), a @ b)
+    assert torch.equal(
+        torch.compile(product, backend="eager", fullgraph=True)(a, b), a @ b
+    )
     with around(), fp8.autocast(enabled=False):
         assert torch.equal(lstm(x)[0], lstm(x)[0])
         assert torch.equal(torch.mm(x, x.T, out=torch.empty(3, 3)), x @ x.T)
-        checkpoint(torch.matmul, a.requires_grad_(), b, use_reentrant=True).sum().backward()
+        checkpoint(
+            torch.matmul, a.requires_grad_(), b, use_reentrant=True
+        ).sum().backward()

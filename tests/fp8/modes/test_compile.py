@@ -21,7 +21,9 @@ def results(call, model, x):
 def assert_close(got, expected):
     for one, other in zip(got, expected, strict=True):
         # Fused code may round an operand to the other side of a tie: rare, and not far off.
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+        torch.testing.assert_close(
+            one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max())
+        )
 
 
 @parametrize("backend", ["eager", "inductor"])
@@ -29,7 +31,11 @@ def test_what_is_compiled_outside_is_compiled_anew_for_the_block(backend, monkey
     """Its kernels, which the mode sees at each call, are not cast once more."""
     model, x = nn.Linear(8, 4), randn(5, 8)
     compiled = torch.compile(model, backend=backend)
-    plain = results(compiled, model, x) if backend != "inductor" else results(model, model, x)
+    plain = (
+        results(compiled, model, x)
+        if backend != "inductor"
+        else results(model, model, x)
+    )
 
     def block(call):
         def run(x):
@@ -65,11 +71,14 @@ def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
 
 
 @parametrize(
-    ("recipe", "backend"), [("tensor", "auto"), ("delayed", "simulate"), ("static", "auto")]
+    ("recipe", "backend"),
+    [("tensor", "auto"), ("delayed", "simulate"), ("static", "auto")],
 )
 def test_a_converted_model_is_exported_for_any_batch(recipe, backend):
     """The look for kernels puts no guard on the number of tokens."""
-    model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.GELU()), recipe, backend=backend)
+    model = fp8.convert(
+        nn.Sequential(nn.Linear(32, 16), nn.GELU()), recipe, backend=backend
+    )
     model(randn(4, 5, 32)).sum().backward()
     model(randn(4, 5, 32))  # notes that static scales are set
     batch = {0: torch.export.Dim("batch", min=2, max=64)}
@@ -78,7 +87,9 @@ def test_a_converted_model_is_exported_for_any_batch(recipe, backend):
     with torch.no_grad():
         assert torch.equal(exported.module()(x), model(x))
     shapes = [n for n in exported.graph.nodes if "squeeze" in str(n.target)]
-    assert not shapes  # of a scale, which AOTInductor folds to a number: a number has no shape
+    assert (
+        not shapes
+    )  # of a scale, which AOTInductor folds to a number: a number has no shape
 
 
 @parametrize("backend", ["eager", "aot_eager"])

@@ -47,7 +47,9 @@ def one_of(x, factor=1.0):
 
 
 def looped(x):
-    return while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, step(x)), (torch.tensor(0), x))[1]
+    return while_loop(
+        lambda i, x: i < 2, lambda i, x: (i + 1, step(x)), (torch.tensor(0), x)
+    )[1]
 
 
 def mapped(x):

@@ -8,7 +8,18 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import fp8
 from fp8 import RECIPES
 from fp8.products.einsum import in_pairs
-from tests.fp8.calls import ADDMM, CALLS, COARSE, MATMUL, A, B, V, cast, name_of, operands
+from tests.fp8.calls import (
+    ADDMM,
+    CALLS,
+    COARSE,
+    MATMUL,
+    A,
+    B,
+    V,
+    cast,
+    name_of,
+    operands,
+)
 from tests.fp8.compare import assert_near, assert_same, outcome
 from tests.fp8.operands import normal, randn
 
@@ -25,14 +36,18 @@ def test_beta_and_alpha(function, beta, alpha):
     with fp8.autocast(COARSE):
         y = function(input, a, b, beta=beta, alpha=alpha)
     g = cast(normal(*y.shape), COARSE.grad)
-    exact = outcome(lambda: function(input, qa, qb, beta=beta, alpha=alpha), (qa, qb), g)
+    exact = outcome(
+        lambda: function(input, qa, qb, beta=beta, alpha=alpha), (qa, qb), g
+    )
     assert_near(outcome(lambda: y, (a, b), g), exact)
 
 
 def test_beta_zero_does_not_read_the_input():
     _, a, b = operands(ADDMM)
     with fp8.autocast("unit"):
-        assert torch.addmm(torch.full((6,), float("nan")), a, b, beta=0).isfinite().all()
+        assert (
+            torch.addmm(torch.full((6,), float("nan")), a, b, beta=0).isfinite().all()
+        )
 
 
 def test_what_torch_refuses_is_refused():
@@ -70,7 +85,9 @@ def test_an_einsum_of_two_is_the_same_product_as_matmul(equation, left, right):
     a, b, recipe = randn(*left), randn(*right, seed=1), RECIPES["nvfp4"]
     with fp8.autocast(recipe):
         y = torch.einsum(equation, a, b)
-    torch.testing.assert_close(y.detach(), torch.einsum(equation, a, b), atol=1.5, rtol=0.5)
+    torch.testing.assert_close(
+        y.detach(), torch.einsum(equation, a, b), atol=1.5, rtol=0.5
+    )
     g = normal(*y.shape, seed=2)
     as_matrices = {
         "ij,jk->ki": lambda: (a, b, g.mT),
@@ -84,7 +101,9 @@ def test_an_einsum_of_two_is_the_same_product_as_matmul(equation, left, right):
     seed = torch.get_rng_state()
     got = torch.autograd.grad(y, (a, b), g)
     torch.set_rng_state(seed)
-    for one, other in zip(got, torch.autograd.grad(z, (a, b), operands[2]), strict=True):
+    for one, other in zip(
+        got, torch.autograd.grad(z, (a, b), operands[2]), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 
@@ -95,7 +114,9 @@ def test_an_einsum_that_is_not_one_product_stays_in_high_precision():
         lambda: torch.einsum("ij,kj->ik", a[:, :1], a),
     ]
     for call in calls:
-        warns = pytest.warns(fp8.warnings.RecipeWarning, match="^einsum .*not one product of")
+        warns = pytest.warns(
+            fp8.warnings.RecipeWarning, match="^einsum .*not one product of"
+        )
         with fp8.autocast("tensor"), warns:
             y = call()
         assert torch.equal(y, call())
@@ -116,7 +137,10 @@ RARE = {
 @parametrize("name", RARE)
 def test_rare_products_stay_in_high_precision_with_a_warning(name):
     a, b = normal(5, 8), normal(5, 8, seed=1)
-    with fp8.autocast("tensor"), pytest.warns(fp8.warnings.RecipeWarning, match=f"{name} .*@"):
+    with (
+        fp8.autocast("tensor"),
+        pytest.warns(fp8.warnings.RecipeWarning, match=f"{name} .*@"),
+    ):
         y = RARE[name](a, b)
     assert torch.equal(y, RARE[name](a, b))
 
@@ -185,7 +209,12 @@ def test_integers_and_complex_numbers_are_left_alone(dtype):
     a, b = (torch.arange(n).reshape(s).to(dtype) * 100 for n, s in ((40, A), (48, B)))
     expected = a @ b
     with fp8.autocast("unit"):
-        for y in (a @ b, torch.mm(a, b), F.linear(a, b.mT), torch.einsum("ij,jk", a, b)):
+        for y in (
+            a @ b,
+            torch.mm(a, b),
+            F.linear(a, b.mT),
+            torch.einsum("ij,jk", a, b),
+        ):
             assert torch.equal(y, expected)
         assert torch.equal(torch.addmm(expected, a, b), 2 * expected)
 
@@ -197,12 +226,14 @@ def test_outer_products_are_left_alone_and_layers_are_not():
         assert torch.equal(column @ row, column * row)
         assert torch.equal(torch.addmm(row, column, row), added)
         assert torch.equal(
-            F.linear(column, row.mT), cast(column, COARSE.input) * cast(row, COARSE.weight)
+            F.linear(column, row.mT),
+            cast(column, COARSE.input) * cast(row, COARSE.weight),
         )
         image, kernel = normal(2, 4, 3, 1), normal(4, 1, 1, 1)
         y = F.conv2d(image, kernel, groups=4)
     assert torch.equal(
-        y, cast(image, COARSE.input) * cast(kernel, COARSE.weight)[:, 0, 0, 0, None, None]
+        y,
+        cast(image, COARSE.input) * cast(kernel, COARSE.weight)[:, 0, 0, 0, None, None],
     )
 
 
@@ -219,7 +250,10 @@ def test_sparse_products_are_left_alone():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
-@parametrize(("recipe", "is_causal", "compiled"), [("mxfp8", True, False), ("tensor", False, True)])
+@parametrize(
+    ("recipe", "is_causal", "compiled"),
+    [("mxfp8", True, False), ("tensor", False, True)],
+)
 def test_flex_attention_is_attention(recipe, is_causal, compiled):
     qkv = [normal(1, 2, 128, 32, seed=seed) for seed in range(3)]
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 2, 128, 128, device="cpu")
@@ -229,10 +263,14 @@ def test_flex_attention_is_attention(recipe, is_causal, compiled):
             return attention(*qkv, **arguments)
 
     wanted = run(F.scaled_dot_product_attention, is_causal=is_causal)
-    assert not torch.equal(wanted, F.scaled_dot_product_attention(*qkv, is_causal=is_causal))
+    assert not torch.equal(
+        wanted, F.scaled_dot_product_attention(*qkv, is_causal=is_causal)
+    )
     ours = torch.compile(run, backend="aot_eager") if compiled else run
     got = ours(flex_attention, block_mask=mask if is_causal else None)
-    torch.testing.assert_close(got, wanted)  # not to the bit: another order of the same sums
+    torch.testing.assert_close(
+        got, wanted
+    )  # not to the bit: another order of the same sums
 
 
 def test_an_einsum_of_too_few_operands_gets_torchs_error():

@@ -24,13 +24,19 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.project, self.out = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x):
         q, k, v = (
-            t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.project(x).chunk(3, dim=-1)
+            t.unflatten(-1, (4, 8)).transpose(1, 2)
+            for t in self.project(x).chunk(3, dim=-1)
         )
-        fused = F.scaled_dot_product_attention(q[:, :2], k[:, :2], v[:, :2], is_causal=True)
+        fused = F.scaled_dot_product_attention(
+            q[:, :2], k[:, :2], v[:, :2], is_causal=True
+        )
         composed = (q[:, 2:] @ k[:, 2:].mT * 8**-0.5).softmax(-1) @ v[:, 2:]
         return x + self.out(torch.cat([fused, composed], 1).transpose(1, 2).flatten(2))
 

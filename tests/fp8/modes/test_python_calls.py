@@ -17,7 +17,9 @@ import unit_scaling.functional as U
 from tests.transforms.models import GPT
 from unit_scaling.transforms import unit_scale
 
-OWN = tuple(str(Path(fp8.__file__).parents[1] / name) for name in ("fp8", "unit_scaling"))
+OWN = tuple(
+    str(Path(fp8.__file__).parents[1] / name) for name in ("fp8", "unit_scaling")
+)
 
 
 def calls(run: Callable[[], object], where: tuple[str, ...] = OWN) -> int:
@@ -44,7 +46,12 @@ CASES = {
     "row": (fp8.convert(nn.Linear(16, 16), "row"), nullcontext(), 45, 45),
     "autocast": (LAYER, fp8.autocast("tensor"), 55, 25),
     "U.linear": (lambda x: U.linear(x, LAYER.weight, None), nullcontext(), 18, 5),
-    "U.linear with bias": (lambda x: U.linear(x, LAYER.weight, LAYER.bias), nullcontext(), 20, 8),
+    "U.linear with bias": (
+        lambda x: U.linear(x, LAYER.weight, LAYER.bias),
+        nullcontext(),
+        20,
+        8,
+    ),
 }
 
 
@@ -53,7 +60,9 @@ def test_a_product_calls_few_functions(name):
     """In the steady state, forward and backward. The 4th and the 8th product of a weight are
     observed (`fp8.casts.counts`)."""
     layer, block, most, most_back = CASES[name]
-    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = torch.randn(
+        8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
     with block:
         for _ in range(4):
             y = layer(x)
@@ -78,7 +87,18 @@ def test_a_step_of_a_model_calls_few_functions():
     assert 0 < calls(step, ("",)) <= 2600
 
 
-ARITHMETIC = {"abs", "add", "amax", "clamp", "clamp_", "div", "mul", "mul_", "reciprocal", "where"}
+ARITHMETIC = {
+    "abs",
+    "add",
+    "amax",
+    "clamp",
+    "clamp_",
+    "div",
+    "mul",
+    "mul_",
+    "reciprocal",
+    "where",
+}
 
 
 def test_modes_see_a_product_as_a_whole():

@@ -27,7 +27,9 @@ def test_models_compute_the_same_and_results_have_the_class(way):
     found, x = [], torch.randn(8, 16)
     for given in (x, x.as_subclass(Image)):
         torch.manual_seed(0)
-        model = WAYS[way](nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)))
+        model = WAYS[way](
+            nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16))
+        )
         y = model(given.requires_grad_())
         y.backward(torch.ones(8, 16))
         found.append([y, given.grad, *(p.grad for p in model.parameters())])

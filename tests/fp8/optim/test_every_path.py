@@ -42,18 +42,26 @@ def gradients(seed, step, parameters):
     draw = torch.Generator().manual_seed(100 * seed + step)
     missing = step % 5 == 3
     for parameter in parameters:
-        grad = torch.randn(parameter.shape, generator=draw) * 10.0 ** choose.choice([-6, -2, 0, 1])
+        grad = torch.randn(parameter.shape, generator=draw) * 10.0 ** choose.choice(
+            [-6, -2, 0, 1]
+        )
         what = choose.choice(["none", "zeros", "sparse", "", "", "", ""])
         if what == "sparse":
             grad *= torch.rand(grad.shape, generator=draw) < 0.05
         grad *= what != "zeros"
-        yield None if what == "none" else (grad / 0 * 0 if missing else grad).to(parameter.dtype)
+        yield (
+            None
+            if what == "none"
+            else (grad / 0 * 0 if missing else grad).to(parameter.dtype)
+        )
 
 
 def stepped(seed, optimizer, steps):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for step in steps:
-        for parameter, grad in zip(parameters, gradients(seed, step, parameters), strict=True):
+        for parameter, grad in zip(
+            parameters, gradients(seed, step, parameters), strict=True
+        ):
             parameter.grad = grad
         for group in optimizer.param_groups:
             group["lr"] = 0.01 / (1 + step)
@@ -61,7 +69,9 @@ def stepped(seed, optimizer, steps):
 
 
 def same(ours, theirs):
-    pairs = zip(*(each.param_groups[0]["params"] for each in (ours, theirs)), strict=True)
+    pairs = zip(
+        *(each.param_groups[0]["params"] for each in (ours, theirs)), strict=True
+    )
     for a, b in pairs:
         state, other = ours.state[a], theirs.state[b]
         assert state.keys() == other.keys()
@@ -110,4 +120,7 @@ def test_steps(seed):
     for ours, exactly, start in zip(parameters, doubles, before, strict=True):
         moved = (exactly - start).norm()
         error = (ours.double() - exactly).norm()
-        assert error <= STEPS * unit * (start.norm() + moved) + (0 if exact else 0.6) * moved
+        assert (
+            error
+            <= STEPS * unit * (start.norm() + moved) + (0 if exact else 0.6) * moved
+        )

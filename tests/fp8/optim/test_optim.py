@@ -40,8 +40,12 @@ def run(cls, count=5, dtype=torch.float32, **settings):
 def distance(ours, theirs):
     """Of the changes since the start, relative to those of theirs."""
     start = parameters(theirs[0].dtype)
-    gap = torch.stack([(a - b).norm() for a, b in zip(ours, theirs, strict=True)]).norm()
-    way = torch.stack([(a - b).norm() for a, b in zip(start, theirs, strict=True)]).norm()
+    gap = torch.stack(
+        [(a - b).norm() for a, b in zip(ours, theirs, strict=True)]
+    ).norm()
+    way = torch.stack(
+        [(a - b).norm() for a, b in zip(start, theirs, strict=True)]
+    ).norm()
     return float(gap / way)
 
 
@@ -55,7 +59,9 @@ SETTINGS = [
 
 
 @parametrize(
-    ("name", "settings"), [("Adam", SETTINGS[3]), *(("AdamW", s) for s in SETTINGS)], ids=str
+    ("name", "settings"),
+    [("Adam", SETTINGS[3]), *(("AdamW", s) for s in SETTINGS)],
+    ids=str,
 )
 def test_with_float32_states_it_is_torchs(name, settings):
     """To rounding: torch divides in another order. Decay of Adam is L2, that of AdamW decoupled."""
@@ -76,7 +82,9 @@ def test_low_precision_states_stay_near(formats):
     assert distance(ours, theirs) < 0.12
 
 
-@parametrize(("bad", "settings"), [(float("nan"), {"compile": True}), (-float("inf"), BLOCKS)])
+@parametrize(
+    ("bad", "settings"), [(float("nan"), {"compile": True}), (-float("inf"), BLOCKS)]
+)
 def test_a_gradient_that_is_not_finite_skips_the_step(bad, settings):
     """For all parameters, wherever it is."""
     params, optimizer = run(AdamW, **settings)
@@ -143,7 +151,9 @@ def test_compiled_and_eager_keep_the_same_bits(dtype, settings, monkeypatch):
         states.append(optimizer.state_dict()["state"])
     assert_same(*states)
     tolerance = (
-        {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0}
+        {"rtol": 1e-6, "atol": 1e-7}
+        if dtype == torch.float32
+        else {"rtol": 2**-7, "atol": 0}
     )
     for a, b in zip(*weights, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
@@ -174,14 +184,18 @@ def test_float16_master_weights():
     magnitude of up to 5e-9, and so steps of a quarter of that."""
     weight = nn.Parameter((1e-9 * torch.randn(128, 64)).to(torch.bfloat16))
     before = weight.detach().double()
-    optimizer = AdamW([weight], lr=1e-11, master_weights="float16", weight_decay=0.0, **FLOAT32)
+    optimizer = AdamW(
+        [weight], lr=1e-11, master_weights="float16", weight_decay=0.0, **FLOAT32
+    )
     for _ in range(100):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     state = optimizer.state[weight]
     assert state["master_values"].dtype == torch.float16
     master = state["master_values"].double() * state["master_scale"].double()
-    torch.testing.assert_close(before - master, torch.full_like(before, 1e-9), rtol=0.15, atol=0)
+    torch.testing.assert_close(
+        before - master, torch.full_like(before, 1e-9), rtol=0.15, atol=0
+    )
     assert torch.equal(weight.detach(), master.to(torch.bfloat16))
 
 
@@ -217,11 +231,20 @@ def test_masters_follow_what_is_written_past_the_version_of_a_weight(write):
     ("settings", "message"),
     [
         ({"amsgrad": True}, "amsgrad=True is not supported"),
-        ({"first_moment": "fp4"}, "unknown first_moment 'fp4'; choose one of 'float32', "),
+        (
+            {"first_moment": "fp4"},
+            "unknown first_moment 'fp4'; choose one of 'float32', ",
+        ),
         ({"second_moment": "e4m3"}, "unknown second_moment 'e4m3'"),
-        ({"master_weights": "e4m3"}, "unknown master_weights 'e4m3'; choose one of None"),
+        (
+            {"master_weights": "e4m3"},
+            "unknown master_weights 'e4m3'; choose one of None",
+        ),
         ({"lr": -1.0}, "lr must be finite and not negative, got -1.0"),
-        ({"betas": (0.9, 1.0)}, r"betas must be at least 0 and less than 1, got \(0.9, 1.0\)"),
+        (
+            {"betas": (0.9, 1.0)},
+            r"betas must be at least 0 and less than 1, got \(0.9, 1.0\)",
+        ),
         ({"eps": float("nan")}, "eps must be finite"),
     ],
 )
@@ -236,7 +259,9 @@ def test_arguments_are_checked(settings, message):
 
 
 def test_types_are_checked():
-    with pytest.raises(TypeError, match=r"cannot step a parameter of torch\.float8_e5m2"):
+    with pytest.raises(
+        TypeError, match=r"cannot step a parameter of torch\.float8_e5m2"
+    ):
         AdamW([nn.Parameter(torch.zeros(2).to(torch.float8_e5m2))])
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
@@ -255,13 +280,20 @@ def test_types_are_checked():
 def test_torchs_options_are_taken_where_they_are_off(cls):
     """As code that passes them all on does, by torch's names and in torch's order."""
     theirs = inspect.signature(getattr(torch.optim, cls.__name__)).parameters
-    options = [name for name in theirs if theirs[name].kind is inspect.Parameter.KEYWORD_ONLY]
+    options = [
+        name for name in theirs if theirs[name].kind is inspect.Parameter.KEYWORD_ONLY
+    ]
     options = [name for name in options if name != "decoupled_weight_decay"]
     ours = inspect.signature(cls).parameters
     assert {name: ours[name].default for name in options} == {
         name: theirs[name].default for name in options
     }
-    assert cls(parameters(), 0.1, **dict.fromkeys(options, False)).param_groups[0]["lr"] == 0.1
+    assert (
+        cls(parameters(), 0.1, **dict.fromkeys(options, False)).param_groups[0]["lr"]
+        == 0.1
+    )
     for name in set(options) - {"maximize"}:
-        with pytest.raises(ValueError, match=f"{name}=True is not supported in low precision"):
+        with pytest.raises(
+            ValueError, match=f"{name}=True is not supported in low precision"
+        ):
             cls(parameters(), 0.1, **{name: True})

@@ -12,7 +12,9 @@ FORMATS = [
     {"first_moment": "e4m3", "second_moment": "float16"},
     {"first_moment": "e4m3_block", "second_moment": "e5m3_block"},
 ]
-each_format = pytest.mark.parametrize("formats", FORMATS, ids=lambda f: "-".join(f.values()))
+each_format = pytest.mark.parametrize(
+    "formats", FORMATS, ids=lambda f: "-".join(f.values())
+)
 
 
 def normal(g):
@@ -21,7 +23,9 @@ def normal(g):
 
 def wide(g):
     """Magnitudes from 1e-8 to 1e4 in each block of 128."""
-    return normal(g) * 10 ** torch.linspace(-8, 4, 128)[torch.randperm(128, generator=g)]
+    return (
+        normal(g) * 10 ** torch.linspace(-8, 4, 128)[torch.randperm(128, generator=g)]
+    )
 
 
 def sparse(g):
@@ -29,7 +33,9 @@ def sparse(g):
 
 
 def spiky(g):
-    return normal(g) * torch.where(torch.rand(STEPS, *SHAPE, generator=g) < 1e-3, 1e4, 1e-4)
+    return normal(g) * torch.where(
+        torch.rand(STEPS, *SHAPE, generator=g) < 1e-3, 1e4, 1e-4
+    )
 
 
 def silent(g):
@@ -76,7 +82,9 @@ def test_the_bound_of_the_docstring():
     """Gradients that grow by b2 / b1 a step are what the inequality of Cauchy and Schwarz is sharp
     for. Exact Adam reaches 7.3 on them, and e4m3 with float16 stays below 10.9."""
     b1, b2 = 0.9, 0.999
-    grads = (b2 / b1) ** torch.arange(-150.0, 50.0)[:, None, None] * torch.ones(1, *SHAPE)
+    grads = (b2 / b1) ** torch.arange(-150.0, 50.0)[:, None, None] * torch.ones(
+        1, *SHAPE
+    )
     u1, u2 = 2.0**-4, 2.0**-11
     exact = (1 - b1) / ((1 - b2) * (1 - b1**2 / b2)) ** 0.5
     bound = (1 - b1) / ((1 - b2) * (1 - (b1 * (1 + u1)) ** 2 / (b2 * (1 - u2)))) ** 0.5

@@ -36,7 +36,10 @@ def test_moments_that_begin_at_zero_grow(moment):
             weight.grad = size.clone()
         optimizer.step()
     for name, weight in weights.items():
-        moved, unit = -weight.detach() / (steps * LR), 2.0 ** -ENCODINGS[name].format.mantissa_bits
+        moved, unit = (
+            -weight.detach() / (steps * LR),
+            2.0 ** -ENCODINGS[name].format.mantissa_bits,
+        )
         if moment == "first_moment":
             low, high = 1 / (1 + unit / 2 / (1 - 0.9)), 1 + unit / 2
         elif not ENCODINGS[name].rounds_stochastically(0.999):
@@ -64,10 +67,16 @@ WEIGHTS = {
 def trained(steps=STEPS, start=1.01, **settings):
     """Kind of weights -> (before, after some steps down): masters where there are any."""
     weights = {
-        kind: nn.Parameter(make(torch.full((64, 64), start))) for kind, make in WEIGHTS.items()
+        kind: nn.Parameter(make(torch.full((64, 64), start)))
+        for kind, make in WEIGHTS.items()
     }
-    before = {kind: weight.detach().to(torch.float32).clone() for kind, weight in weights.items()}
-    optimizer = AdamW(list(weights.values()), LR, weight_decay=0.0, **FLOAT32, **settings)
+    before = {
+        kind: weight.detach().to(torch.float32).clone()
+        for kind, weight in weights.items()
+    }
+    optimizer = AdamW(
+        list(weights.values()), LR, weight_decay=0.0, **FLOAT32, **settings
+    )
     for _ in range(steps):
         for weight in weights.values():
             weight.grad = torch.ones(weight.shape, dtype=weight.dtype)
@@ -92,7 +101,10 @@ def spacing(kind, start=1.01):
     [
         {"stochastic_weights": True, "min_size": 0},
         {"stochastic_weights": True, "min_size": 1 << 20},
-        *({"master_weights": name, "stochastic_weights": name != "float32"} for name in MASTERS),
+        *(
+            {"master_weights": name, "stochastic_weights": name != "float32"}
+            for name in MASTERS
+        ),
     ],
     ids=str,
 )
@@ -102,10 +114,16 @@ def test_each_step_is_taken_in_the_mean(settings):
     in float32 is not rounded."""
     master = settings.get("master_weights")
     for kind, (before, after) in trained(**settings).items():
-        gap = spacing(kind) if master is None else 2.0**-10 * settings["stochastic_weights"]
+        gap = (
+            spacing(kind)
+            if master is None
+            else 2.0**-10 * settings["stochastic_weights"]
+        )
         deviation = (STEPS * LR * gap / before.numel()) ** 0.5
         moved = float((before - after).double().mean())
-        assert abs(moved - STEPS * LR) <= 5 * deviation + (1e-6 if master is None else 1e-5), kind
+        assert abs(moved - STEPS * LR) <= 5 * deviation + (
+            1e-6 if master is None else 1e-5
+        ), kind
         assert master or kind == "float32" or after.unique().numel() > 1
 
 
@@ -130,7 +148,10 @@ def test_where_nothing_is_rounded_stochastically_is_a_warning(dtype, settings):
 def test_a_large_gradient_is_stepped_as_by_torch(large):
     """Beside torch's AdamW in float64, whose second moments do not overflow: steps depend on the
     ratios of gradients, and after so large a one all others are as zeros."""
-    ours, theirs = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(300).double())
+    ours, theirs = (
+        nn.Parameter(torch.zeros(300)),
+        nn.Parameter(torch.zeros(300).double()),
+    )
     optimizers = AdamW([ours], 0.1, **FLOAT32), torch.optim.AdamW([theirs], 0.1)
     for step in range(20):
         grad = torch.randn(300)

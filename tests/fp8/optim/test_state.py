@@ -84,11 +84,17 @@ def test_into_another_encoding_and_back(kind):
     for p in params:
         for key, value in first.state[p].items():
             if not key.endswith(("scale", "amax")):
-                scale = (key.removesuffix("values") + "scale", back.state[p], first.state[p])
+                scale = (
+                    key.removesuffix("values") + "scale",
+                    back.state[p],
+                    first.state[p],
+                )
                 if scale[0] not in first.state[p]:
                     assert torch.equal(back.state[p][key], value)
         for name in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(numbers(back.state[p], name), numbers(first.state[p], name))
+            assert torch.equal(
+                numbers(back.state[p], name), numbers(first.state[p], name)
+            )
 
 
 def numbers(state, name):
@@ -143,7 +149,9 @@ def without(name):
 
 def filled(name, value):
     def fill(state, one):
-        one[name] = torch.as_tensor(value).expand_as(one[name]).clone().to(one[name].dtype)
+        one[name] = (
+            torch.as_tensor(value).expand_as(one[name]).clone().to(one[name].dtype)
+        )
 
     return damaged(fill)
 
@@ -153,9 +161,18 @@ def filled(name, value):
     [
         (filled("step", -3.0), "step must be finite and not negative, got -3.0"),
         (filled("step", math.nan), "step must be finite and not negative, got nan"),
-        (filled("exp_avg_values", math.nan), "exp_avg must be finite, got nan in 6144 of 6144"),
-        (filled("exp_avg_sq_values", math.nan), "exp_avg_sq must be finite and not .*, got nan"),
-        (filled("exp_avg_sq_values", -1.0), "exp_avg_sq must be finite and not negative, got -"),
+        (
+            filled("exp_avg_values", math.nan),
+            "exp_avg must be finite, got nan in 6144 of 6144",
+        ),
+        (
+            filled("exp_avg_sq_values", math.nan),
+            "exp_avg_sq must be finite and not .*, got nan",
+        ),
+        (
+            filled("exp_avg_sq_values", -1.0),
+            "exp_avg_sq must be finite and not negative, got -",
+        ),
         (filled("exp_avg_scale", math.inf), "exp_avg_scale must be finite, got inf"),
         (without("exp_avg_scale"), "has no exp_avg_scale"),
         (without("exp_avg_amax"), "has no exp_avg_amax"),
@@ -170,10 +187,15 @@ def filled(name, value):
             "lr must be finite and not negative, got -1.0",
         ),
         (
-            damaged(lambda state, one: state["state"].update({0: state["state"][1], 1: one})),
+            damaged(
+                lambda state, one: state["state"].update({0: state["state"][1], 1: one})
+            ),
             r"shape \(4097,\), its parameter \(64, 96\): this is the state of an",
         ),
-        (of_another_kind(torch.optim.SGD, momentum=0.9), "momentum_buffer is not part of the"),
+        (
+            of_another_kind(torch.optim.SGD, momentum=0.9),
+            "momentum_buffer is not part of the",
+        ),
         (of_another_kind(torch.optim.AdamW, amsgrad=True), "amsgrad"),
     ],
 )
@@ -184,7 +206,9 @@ def test_what_does_not_fit_changes_nothing(saved, message):
         optimizer.load_state_dict(saved())
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
-    assert torch.equal(after["state"][0]["exp_avg_scale"], before["state"][0]["exp_avg_scale"])
+    assert torch.equal(
+        after["state"][0]["exp_avg_scale"], before["state"][0]["exp_avg_scale"]
+    )
     steps(optimizer, 4, 1)
 
 
@@ -221,7 +245,9 @@ def test_second_moments_are_zero_only_where_they_were(name):
 def test_first_moments_are_no_larger_than_half_a_unit_above_themselves(name):
     x = sample() * torch.where(torch.arange(1000) % 2 == 0, 1, -1)
     y = encoded(x, name)
-    assert (y.abs() <= x.abs() * (1 + 2.0 ** -(ENCODINGS[name].format.mantissa_bits + 1))).all()
+    assert (
+        y.abs() <= x.abs() * (1 + 2.0 ** -(ENCODINGS[name].format.mantissa_bits + 1))
+    ).all()
     assert (y * x >= 0).all()
 
 
@@ -249,12 +275,18 @@ def test_e4m3_compiled_is_e4m3():
     codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
     stored = Encoded(codes.view(torch.float8_e4m3fn))
     read = torch.compile(decode, fullgraph=True)(stored)
-    assert torch.equal(read.view(torch.int32), decode(stored).view(torch.int32))  # -0 too
+    assert torch.equal(
+        read.view(torch.int32), decode(stored).view(torch.int32)
+    )  # -0 too
 
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     x = patterns.view(torch.bfloat16).float()
-    x = torch.cat([x[x.isfinite()], torch.tensor([2**-6 - 2**-30, 464.0, -464.0, 448.1])])
+    x = torch.cat(
+        [x[x.isfinite()], torch.tensor([2**-6 - 2**-30, 464.0, -464.0, 448.1])]
+    )
     expected, found = (zeros(len(x), ENCODINGS["e4m3"], x.device) for _ in range(2))
     write(x, expected, ENCODINGS["e4m3"], 1.0)
     torch.compile(write, fullgraph=True)(x, found, ENCODINGS["e4m3"], 1.0)
-    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(
+        found.values.view(torch.uint8), expected.values.view(torch.uint8)
+    )

@@ -33,8 +33,12 @@ def parameters(*dtypes):
 
 def steps(optimizer, numbers):
     for number in numbers:
-        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            p.grad = 10.0**-number * normal(*p.shape, seed=number * 100 + i, dtype=p.dtype)
+        for i, p in enumerate(
+            p for group in optimizer.param_groups for p in group["params"]
+        ):
+            p.grad = 10.0**-number * normal(
+                *p.shape, seed=number * 100 + i, dtype=p.dtype
+            )
             if (i + number) % 5 == 3:
                 p.grad = None
         optimizer.step()
@@ -63,7 +67,13 @@ def test_a_step_is_that_of_torch(dtype, ours, theirs, settings):
 @parametrize(("ours", "theirs"), PAIRS)
 def test_beside_others_in_a_group(ours, theirs):
     """Each parameter is stepped as if the others were not there; their order does not matter."""
-    dtypes = [torch.complex64, torch.float32, torch.float64, torch.bfloat16, torch.complex128]
+    dtypes = [
+        torch.complex64,
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.complex128,
+    ]
     mixed, alone = parameters(*dtypes), parameters(*dtypes)
     optimizer = ours([{"params": mixed[::2]}, {"params": mixed[1::2], "lr": 0.01}])
     by_torch = theirs([{"params": alone[::2]}, {"params": alone[1::2], "lr": 0.01}])
@@ -72,7 +82,10 @@ def test_beside_others_in_a_group(ours, theirs):
     wide = [i for i, p in enumerate(mixed) if p.dtype in WIDE]
     assert same([mixed[i] for i in wide], [alone[i] for i in wide])
     narrow = [p for p in mixed if p.dtype not in WIDE]
-    assert {k for p in narrow for k in optimizer.state[p]} >= {"exp_avg_values", "exp_avg"}
+    assert {k for p in narrow for k in optimizer.state[p]} >= {
+        "exp_avg_values",
+        "exp_avg",
+    }
     assert "exp_avg_values" in optimizer.state[mixed[4]]  # the large one in float32
 
 
@@ -94,7 +107,9 @@ def test_one_bad_gradient_stops_all(bad):
 
 def test_states_of_other_dtypes_are_converted_or_refused():
     """The moments of a model that was in another dtype; never a complex number to a real one."""
-    narrow, wide = (nn.Parameter(torch.ones(80, 60, dtype=d)) for d in (torch.float32, WIDE[0]))
+    narrow, wide = (
+        nn.Parameter(torch.ones(80, 60, dtype=d)) for d in (torch.float32, WIDE[0])
+    )
     low, high = AdamW([narrow]), AdamW([wide])
     steps(low, range(1))
     high.load_state_dict(low.state_dict())
@@ -109,7 +124,9 @@ def test_states_of_other_dtypes_are_converted_or_refused():
     )
     other = AdamW([nn.Parameter(torch.ones(80, 60, dtype=torch.complex64))])
     for optimizer, state in ((other, high), (high, _stepped(other))):
-        with pytest.raises(ValueError, match=r"exp_avg is torch\.\w+, its parameter torch\.\w+"):
+        with pytest.raises(
+            ValueError, match=r"exp_avg is torch\.\w+, its parameter torch\.\w+"
+        ):
             optimizer.load_state_dict(state.state_dict())
 
 
@@ -124,7 +141,9 @@ def test_no_level_stores_them(level):
     """They keep their values and moments, and go on as by torch; the report says so."""
     model = nn.Sequential(nn.Linear(16, 16))
     model.spectrum = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
-    optimizer, other = (torch.optim.AdamW(m.parameters()) for m in (model, copy.deepcopy(model)))
+    optimizer, other = (
+        torch.optim.AdamW(m.parameters()) for m in (model, copy.deepcopy(model))
+    )
     for each in (optimizer, other):
         steps(each, range(1))
     fp8.initialize(model, optimizer, level, recipe=None)

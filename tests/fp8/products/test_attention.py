@@ -34,7 +34,8 @@ def test_attention_is_one_product_of_cast_operands(name):
     torch.manual_seed(0)
     g = cast_forward(g, recipe.grad)
     assert_same(
-        got, outcome(lambda: F.scaled_dot_product_attention(*cast, is_causal=True), cast, g)
+        got,
+        outcome(lambda: F.scaled_dot_product_attention(*cast, is_causal=True), cast, g),
     )
 
 
@@ -60,7 +61,9 @@ def compare(operands, g, options, **near):
     """Output and gradients of two products without casts, and of torch."""
     leaves = [x.clone().requires_grad_() for x in operands]
     ours = outcome(lambda: by_products(*leaves, cast=False, **options)[0], leaves, g)
-    torchs = outcome(lambda: F.scaled_dot_product_attention(*leaves, **options), leaves, g)
+    torchs = outcome(
+        lambda: F.scaled_dot_product_attention(*leaves, **options), leaves, g
+    )
     assert_near(ours, torchs, **near)
 
 
@@ -71,13 +74,18 @@ def test_arguments(name, dtype):
     heads = 2 if options.get("enable_gqa") else 4
     shapes = ((2, 4, 6, 8), (2, heads, 7, 8), (2, heads, 7, 5), (2, 4, 6, 5))
     *operands, g = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
-    if options.get("attn_mask") is not None and options["attn_mask"].is_floating_point():
+    if (
+        options.get("attn_mask") is not None
+        and options["attn_mask"].is_floating_point()
+    ):
         options = {"attn_mask": options["attn_mask"].to(dtype)}
     near = {} if dtype != torch.bfloat16 else {"rtol": 2**-5, "atol": 2**-6}
     compare(operands, g, options, **near)
 
 
-@parametrize("shape", [(6, 8), (3, 6, 8), (2, 2, 2, 6, 8), (2, 0, 8), (0, 6, 8)], ids=str)
+@parametrize(
+    "shape", [(6, 8), (3, 6, 8), (2, 2, 2, 6, 8), (2, 0, 8), (0, 6, 8)], ids=str
+)
 def test_dimensions(shape):
     *operands, g = (normal(*shape, seed=i) for i in range(4))
     compare(operands, g, {})
@@ -114,4 +122,6 @@ def test_mistakes():
     with pytest.raises(RuntimeError, match="boolean mask"):
         by_products(q, q, q, mask.long())
     with pytest.raises(ValueError, match="heads that divide 3, got 2 of the key"):
-        by_products(randn(1, 3, 6, 8), randn(1, 2, 6, 8), randn(1, 2, 6, 8), enable_gqa=True)
+        by_products(
+            randn(1, 3, 6, 8), randn(1, 2, 6, 8), randn(1, 2, 6, 8), enable_gqa=True
+        )

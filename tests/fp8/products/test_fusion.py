@@ -22,7 +22,9 @@ def kernels(function, x):
     """How many kernels the compiled function has; and that it computes the same."""
     got, code = run_and_get_code(torch.compile(function, fullgraph=True), x)
     want = function(x).float()
-    torch.testing.assert_close(got.float(), want, rtol=2**-3, atol=2**-9)  # one step of the format
+    torch.testing.assert_close(
+        got.float(), want, rtol=2**-3, atol=2**-9
+    )  # one step of the format
     return sum(part.count("async_compile.cpp_pybinding(") for part in code)
 
 
@@ -56,7 +58,9 @@ def test_the_bytes_kept_for_the_backward_pass_are_written_by_the_kernel_that_cas
 
     compiled = torch.compile(mlp, fullgraph=True)
     _, (forward, backward) = run_fw_bw_and_get_code(lambda: compiled(x))
-    assert [code.count("async_compile.cpp_pybinding(") for code in (forward, backward)] == [2, 4]
+    assert [
+        code.count("async_compile.cpp_pybinding(") for code in (forward, backward)
+    ] == [2, 4]
 
 
 def test_what_cannot_be_fused_is_counted():

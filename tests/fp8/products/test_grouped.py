@@ -40,7 +40,10 @@ def pieces(x, axis):
 
 def experts(x, w, recipe):
     """(tokens, k) x (groups, k, n), in a loop."""
-    y = [linear(p, q.mT, recipe=recipe) for p, q in zip(pieces(x, 0), w.unbind(), strict=True)]
+    y = [
+        linear(p, q.mT, recipe=recipe)
+        for p, q in zip(pieces(x, 0), w.unbind(), strict=True)
+    ]
     return torch.cat([*y, x.new_zeros(TOKENS - ENDS[-1], w.shape[-1])])
 
 
@@ -69,7 +72,9 @@ SHAPES = {
 def operands(shape, dtype=torch.float32):
     loop, first, second, offs = SHAPES[shape]
     a, b = randn(*first, dtype=dtype), randn(*second, seed=1, dtype=dtype)
-    right = b.mT if shape in ("2d_3d", "3d_3d") else b  # weights (groups, n, k), as modules do
+    right = (
+        b.mT if shape in ("2d_3d", "3d_3d") else b
+    )  # weights (groups, n, k), as modules do
     return loop, a, b, right, offs
 
 
@@ -91,9 +96,13 @@ def test_is_a_loop_over_the_groups(shape, name, dtype):
     loop, a, b, right, offs = operands(shape, dtype)
     recipe = RECIPES[name]
     got = both(lambda: grouped_mm(a, right, offs, recipe=recipe), a, b)
-    for ours, theirs in zip(got, both(lambda: loop(a, right, recipe), a, b), strict=True):
+    for ours, theirs in zip(
+        got, both(lambda: loop(a, right, recipe), a, b), strict=True
+    ):
         inexact = name in INEXACT and dtype != BF16
-        bound = 49 * torch.finfo(dtype).eps * float(theirs.abs().max()) if inexact else 0
+        bound = (
+            49 * torch.finfo(dtype).eps * float(theirs.abs().max()) if inexact else 0
+        )
         torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
 
 
@@ -155,7 +164,9 @@ def test_states_by_group(name):
         states = layer.get_buffer(f"fp8_{kind}_001_grouped_mm_{operand}")
         assert states.shape == ((GROUPS, 16) if name == "delayed" else (GROUPS,))
         for i in (0, 2, 3):
-            assert torch.equal(states[i], own[i].get_buffer(f"fp8_{kind}_001_linear_{operand}"))
+            assert torch.equal(
+                states[i], own[i].get_buffer(f"fp8_{kind}_001_linear_{operand}")
+            )
         assert operand == "weight" or not states[1].any()
 
 
@@ -226,7 +237,12 @@ def test_compiled_is_eager(name):
     if name == "static":
         fp8.calibrate(model, args)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_same(*(outcome(lambda r=run: r(*args), model.parameters()) for run in (model, compiled)))
+    assert_same(
+        *(
+            outcome(lambda r=run: r(*args), model.parameters())
+            for run in (model, compiled)
+        )
+    )
 
 
 def test_operands_are_saved_in_one_byte():
@@ -251,21 +267,28 @@ def test_bad_input():
             grouped_mm(left, right, ends, recipe=RECIPES["tensor"])
     with pytest.raises(TypeError, match="one dtype"):
         grouped_mm(x, w.double(), offs)
-    with fp8.autocast("tensor"), pytest.raises(RuntimeError, match="Bias not supported"):
+    with (
+        fp8.autocast("tensor"),
+        pytest.raises(RuntimeError, match="Bias not supported"),
+    ):
         F.grouped_mm(x, w, offs=offs, bias=torch.zeros(N))
 
 
 def test_trace_counts_the_flops_of_all_groups():
     """torch's own counter has none. The layer is that of the weight."""
     products = trace(nn.ModuleDict({"experts": Experts()})["experts"], inputs())
-    assert [(p.layer, p.weight_elements) for p in products] == [("(model)", GROUPS * 48 * 32)] * 2
+    assert [(p.layer, p.weight_elements) for p in products] == [
+        ("(model)", GROUPS * 48 * 32)
+    ] * 2
     assert sum(p.flops for p in products) == 3 * 2 * 90 * 32 * 48
 
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torchao = pytest.importorskip("torchao", reason="torchao is an oracle")
-    from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+    from torchao.prototype.moe_training.mxfp8_grouped_mm import (
+        _to_mxfp8_then_scaled_grouped_mm,
+    )
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.quantization.quantize_.common import KernelPreference
 
@@ -281,8 +304,12 @@ def test_mxfp8_is_torchaos():
         "scale_calculation_mode": ScaleCalculationMode.RCEIL,
         "pad_token_groups_for_grouped_mm": False,
     }
-    theirs = both(lambda: _to_mxfp8_then_scaled_grouped_mm(x, w.mT, offs=offs, **how), x, w)
-    assert_same(both(lambda: grouped_mm(x, w.mT, offs, recipe=RECIPES["mxfp8"]), x, w), theirs)
+    theirs = both(
+        lambda: _to_mxfp8_then_scaled_grouped_mm(x, w.mT, offs=offs, **how), x, w
+    )
+    assert_same(
+        both(lambda: grouped_mm(x, w.mT, offs, recipe=RECIPES["mxfp8"]), x, w), theirs
+    )
 
 
 def test_calibrate_sets_the_scale_of_every_expert():

@@ -12,7 +12,15 @@ from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
 from tests.fp8.compare import outcome
 from tests.fp8.operands import normal, randn
-from tests.reference import NONE, assert_within, cast, nearest, product, rotation, unrotated
+from tests.reference import (
+    NONE,
+    assert_within,
+    cast,
+    nearest,
+    product,
+    rotation,
+    unrotated,
+)
 
 parametrize = pytest.mark.parametrize
 
@@ -32,13 +40,19 @@ ROTATED = Recipe(
 """All three products are rotated, each otherwise."""
 
 RECIPES = {"none": NONE} | {
-    name: nearest(recipe) for name, recipe in fp8.RECIPES.items() if not recipe.keeps_history
+    name: nearest(recipe)
+    for name, recipe in fp8.RECIPES.items()
+    if not recipe.keeps_history
 }
 RECIPES |= {"rotated": ROTATED}
 """With one right answer: rounding to nearest; test_history.py has those with a history."""
 
 EVERY = [(torch.float32, name) for name in RECIPES]
-EVERY += [(dtype, name) for dtype in DTYPES[1:] for name in ("none", "tensor", "block", "nvfp4")]
+EVERY += [
+    (dtype, name)
+    for dtype in DTYPES[1:]
+    for name in ("none", "tensor", "block", "nvfp4")
+]
 every = parametrize(
     ("dtype", "recipe"),
     [(dtype, RECIPES[name]) for dtype, name in EVERY],
@@ -97,35 +111,58 @@ def test_matmul(left, right, dtype, recipe):
 def test_operands_of_more_than_one_tile(shape, name):
     """Tokens, inputs and outputs that tiles of 16, 32 and 128 divide, and that they do not."""
     tokens, inputs, outputs = shape
-    check(linear, F.linear, (randn(tokens, inputs), randn(outputs, inputs)), RECIPES[name])
+    check(
+        linear, F.linear, (randn(tokens, inputs), randn(outputs, inputs)), RECIPES[name]
+    )
 
 
 def test_strided_operands():
     wide, tall = randn(5, 14)[:, ::2], randn(7, 6).mT
     check(linear, F.linear, (wide, tall), NONE)
     check(
-        matmul, torch.matmul, (randn(7, 3, 5).permute(1, 2, 0), randn(4, 7).mT), NONE, layer=False
+        matmul,
+        torch.matmul,
+        (randn(7, 3, 5).permute(1, 2, 0), randn(4, 7).mT),
+        NONE,
+        layer=False,
     )
-    check(matmul, torch.matmul, (randn(1, 5, 7).expand(3, 5, 7), randn(7, 4)), NONE, layer=False)
+    check(
+        matmul,
+        torch.matmul,
+        (randn(1, 5, 7).expand(3, 5, 7), randn(7, 4)),
+        NONE,
+        layer=False,
+    )
 
 
 @every
 def test_bias(dtype, recipe):
-    x, w, b = randn(2, 5, 7, dtype=dtype), randn(6, 7, dtype=dtype), randn(6, dtype=dtype)
+    x, w, b = (
+        randn(2, 5, 7, dtype=dtype),
+        randn(6, 7, dtype=dtype),
+        randn(6, dtype=dtype),
+    )
     y = linear(x, w, b, scales=SCALES, recipe=recipe)
     grad = normal(2, 5, 6, dtype=dtype, seed=2)
     values, magnitudes = product(F.linear, (x, w), grad, SCALES, recipe)
-    value, magnitude = values[0] + b.detach().double(), magnitudes[0] + b.detach().double().abs()
+    value, magnitude = (
+        values[0] + b.detach().double(),
+        magnitudes[0] + b.detach().double().abs(),
+    )
     assert_within(y.detach(), value, magnitude, dtype)
     (db,) = torch.autograd.grad(y, b, grad)
     total = SCALES[2] * grad.double()
-    assert_within(db, total.sum((0, 1)), total.abs().sum((0, 1)), dtype)  # no cast touches it
+    assert_within(
+        db, total.sum((0, 1)), total.abs().sum((0, 1)), dtype
+    )  # no cast touches it
 
 
 SUMMED = dataclasses.replace(fp8.RECIPES["tensor"], accumulate="ada")
 
 
-@parametrize("recipe", [None, fp8.RECIPES["tensor"], SUMMED], ids=["none", "tensor", "summed"])
+@parametrize(
+    "recipe", [None, fp8.RECIPES["tensor"], SUMMED], ids=["none", "tensor", "summed"]
+)
 @parametrize("compiled", [False, True])
 @parametrize("backend", ["simulate", pytest.param("native", marks=pytest.mark.native)])
 def test_the_factor_of_a_bias_is_not_one_of_its_gradient(recipe, compiled, backend):
@@ -182,7 +219,9 @@ def test_double_backward(recipe):
         y = cast(x, how, axis)
         if how is None or not how.hadamard:
             return y
-        turn = torch.block_diag(*[rotation(how.hadamard)] * -(-size // how.hadamard))[:, :size]
+        turn = torch.block_diag(*[rotation(how.hadamard)] * -(-size // how.hadamard))[
+            :, :size
+        ]
         return y @ turn if axis == -1 else turn.mT @ y
 
     (for_x, again_w), (for_w, again_x) = recipe.grad_input, recipe.grad_weight
@@ -195,10 +234,14 @@ def test_double_backward(recipe):
 
 
 @parametrize("signs", ["fixed", "random"])
-@parametrize("function", [linear, matmul, "grouped"], ids=lambda f: getattr(f, "__name__", f))
+@parametrize(
+    "function", [linear, matmul, "grouped"], ids=lambda f: getattr(f, "__name__", f)
+)
 def test_a_rotation_cancels_in_all_three_products(function, signs):
     """With a format as precise as float32, so that nothing but the rotation is left."""
-    wide = Format(name="wide", exponent_bits=8, mantissa_bits=23, bias=127, max=2.0**127)
+    wide = Format(
+        name="wide", exponent_bits=8, mantissa_bits=23, bias=127, max=2.0**127
+    )
     how = Cast(format=wide, hadamard=16, signs=signs)
     recipe = Recipe(name="turned", input=how, weight=how, grad=how)
     x, w, g = randn(40, 24), randn(3, 24, 20), normal(40, 20, seed=2)
@@ -216,7 +259,9 @@ def test_a_rotation_cancels_in_all_three_products(function, signs):
 
 @pytest.mark.vmap
 @parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # quantize works in place
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop"
+)  # quantize works in place
 def test_torch_func(recipe):
     x, w = normal(4, 5, 7), normal(6, 7)
 
@@ -233,8 +278,14 @@ def test_torch_func(recipe):
 
 
 def test_refusals():
-    for x, w in ((randn(5, 7), randn(2, 6, 7)), (randn(5, 8), randn(6, 7)), (randn(), randn(6, 7))):
-        with pytest.raises(ValueError, match=r"input of shape \(..., in\) and a weight of shape"):
+    for x, w in (
+        (randn(5, 7), randn(2, 6, 7)),
+        (randn(5, 8), randn(6, 7)),
+        (randn(), randn(6, 7)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"input of shape \(..., in\) and a weight of shape"
+        ):
             linear(x, w)
     for left, right in ((randn(), randn(7)), (randn(5, 7), randn(6, 7))):
         with pytest.raises(ValueError, match="matching inner sizes"):

@@ -61,7 +61,11 @@ def layer(**kwargs):
 @parametrize("kind", masks())
 def test_masks(kind, need_weights):
     attn_mask, padding = masks()[kind]
-    kwargs = {"attn_mask": attn_mask, "key_padding_mask": padding, "need_weights": need_weights}
+    kwargs = {
+        "attn_mask": attn_mask,
+        "key_padding_mask": padding,
+        "need_weights": need_weights,
+    }
     query, memory = randn(L, N, E), randn(S, N, E)
     torch.testing.assert_close(*both(layer(), NOTHING, query, memory, memory, **kwargs))
     plain, cast = both(layer(), fp8.RECIPES["unit"], query, memory, memory, **kwargs)
@@ -113,15 +117,27 @@ def test_causal_hint(need_weights, padded):
     if padded:
         padding = torch.zeros(N, L, dtype=torch.bool)
         padding[1, -1] = True
-    kwargs = {"is_causal": True, "need_weights": need_weights, "key_padding_mask": padding}
-    torch.testing.assert_close(*both(layer(), NOTHING, x, x, x, attn_mask=causal, **kwargs))
-    with fp8.autocast(NOTHING), pytest.raises(ValueError, match="give the mask as well"):
+    kwargs = {
+        "is_causal": True,
+        "need_weights": need_weights,
+        "key_padding_mask": padding,
+    }
+    torch.testing.assert_close(
+        *both(layer(), NOTHING, x, x, x, attn_mask=causal, **kwargs)
+    )
+    with (
+        fp8.autocast(NOTHING),
+        pytest.raises(ValueError, match="give the mask as well"),
+    ):
         layer()(x, x, x, **kwargs)
 
 
 @parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 def test_what_is_not_expanded_is_refused_by_name(options):
-    x, name = randn(L, N, E), "bias_k, bias_v" if "add_bias_kv" in options else "add_zero_attn"
+    x, name = (
+        randn(L, N, E),
+        "bias_k, bias_v" if "add_bias_kv" in options else "add_zero_attn",
+    )
     with fp8.autocast("unit"), pytest.raises(NotImplementedError, match=name):
         layer(**options)(x, x, x)
 
@@ -134,5 +150,8 @@ def test_masks_of_another_shape_are_refused():
             pytest.raises(ValueError, match=r"attn_mask must have shape \(4, 4\)"),
         ):
             layer()(x, x, x, attn_mask=mask)
-    with fp8.autocast("unit"), pytest.raises(ValueError, match=r"key_padding_mask must have shape"):
+    with (
+        fp8.autocast("unit"),
+        pytest.raises(ValueError, match=r"key_padding_mask must have shape"),
+    ):
         layer()(x, x, x, key_padding_mask=torch.zeros(L, N))

@@ -36,13 +36,17 @@ def normal(*shape: int) -> Tensor:
 def test_normal_values_lose_nothing_at_a_scale(format: str, octave: int) -> None:
     x = 2.0**octave * normal(64, 256)
     own = sqnr(x.double(), without_limits(x.double(), get_format(format)))
-    assert own == pytest.approx(20 * math.log10(2) * get_format(format).mantissa_bits + 13.5, abs=1)
+    assert own == pytest.approx(
+        20 * math.log10(2) * get_format(format).mantissa_bits + 13.5, abs=1
+    )
     found = range_loss(x, Cast(format=format, scaling="static"))
     assert math.log2(found.scale) == round(math.log2(found.scale))
     if get_format(format).exponent_bits > 3:
         assert found.is_small
         assert range_loss(x, Cast(format=format, scaling="tensor")).is_small
-    assert range_loss(x, Cast(format=format)).is_small == (found.is_small and octave == 0)
+    assert range_loss(x, Cast(format=format)).is_small == (
+        found.is_small and octave == 0
+    )
 
 
 @pytest.mark.parametrize("scaling", ["static", "tensor"])
@@ -98,7 +102,10 @@ def test_the_casts_of_a_product_are_those_that_are_in_force() -> None:
         casts = ProductCasts(STATIC, "linear", x, weight)
         assert casts.operand(8 * x, 0, False).scale == casts.gradient(8 * x).scale == 1
     with fp8.autocast("unit", enabled=False):
-        assert ProductCasts(STATIC, "linear", x, weight).operand(8 * x, 0, False).scale == 8
+        assert (
+            ProductCasts(STATIC, "linear", x, weight).operand(8 * x, 0, False).scale
+            == 8
+        )
     layer = fp8.convert(nn.Linear(64, 64), "static")
     exponents = fp8.calibrate(layer, x)
     with LayerBlock(STATIC, "simulate", LayerState(layer)):
@@ -117,7 +124,9 @@ def test_each_product_of_a_layer_has_its_scales() -> None:
     state = LayerState(layer)
     with LayerBlock(STATIC, "simulate", state):
         for _ in range(2):
-            found = ProductCasts(PLAIN, "linear", x, layer.in_proj_weight).operand(x, 0, False)
+            found = ProductCasts(PLAIN, "linear", x, layer.in_proj_weight).operand(
+                x, 0, False
+            )
             assert math.log2(found.scale) == exponents["001_linear_input"] == 2
         assert state.name_of("linear", x) == "001_linear_"
 

@@ -12,9 +12,13 @@ from tests.fp8.compare import assert_near
 from tests.fp8.operands import normal, randn
 
 # Numbers that the compiler meets in objects of its caller, not in a table of the package.
-MINE = Format(name="mine", exponent_bits=3, mantissa_bits=4, bias=3, max=15.5, infinity=True)
+MINE = Format(
+    name="mine", exponent_bits=3, mantissa_bits=4, bias=3, max=15.5, infinity=True
+)
 VECTOR = Cast(format=MINE, scaling="row", margin=1)
-OWN = Recipe(name="own", input=VECTOR, weight=Cast(format=MINE, scaling="tensor"), grad=VECTOR)
+OWN = Recipe(
+    name="own", input=VECTOR, weight=Cast(format=MINE, scaling="tensor"), grad=VECTOR
+)
 
 
 def results(run, layer, x):
@@ -33,14 +37,19 @@ def check(recipe, backend, dynamic):
         x = randn(rows, 32, seed=rows)
         # The same operations, so equal; aot may decompose a square or a sum.
         near = 0 if backend == "eager" else 1e-5
-        assert_near(results(compiled, twin, x), results(layer, layer, x), rtol=near, atol=near)
+        assert_near(
+            results(compiled, twin, x), results(layer, layer, x), rtol=near, atol=near
+        )
 
 
 def each_recipe(*names):
     """Every recipe; those that are not named in exhaustive runs alone."""
     recipes = [OWN, *RECIPES.values()]
     rare = {r.name: () if r.name in names else pytest.mark.exhaustive for r in recipes}
-    params = [pytest.param(recipe, id=recipe.name, marks=rare[recipe.name]) for recipe in recipes]
+    params = [
+        pytest.param(recipe, id=recipe.name, marks=rare[recipe.name])
+        for recipe in recipes
+    ]
     return pytest.mark.parametrize("recipe", params)
 
 

@@ -35,7 +35,10 @@ def step(layer, x, scale=1.0):
 def test_the_scale_is_that_of_the_passes_before():
     """Written out: input of history 3, weight of 1, gradient of 2 and a margin of 2."""
     layer = fp8.convert(nn.Linear(8, 4, bias=False), SHORT)
-    factors, sizes = [1.0, 64.0, 2.0, 0.5, 1.0, 1.0], {"input": [], "weight": [], "grad": []}
+    factors, sizes = (
+        [1.0, 64.0, 2.0, 0.5, 1.0, 1.0],
+        {"input": [], "weight": [], "grad": []},
+    )
     for factor in factors:
         x = factor * normal(5, 8)
         x.requires_grad_()
@@ -59,7 +62,10 @@ def test_the_scale_is_that_of_the_passes_before():
         torch.testing.assert_close(layer.weight.grad, qg.mT @ qx)
         layer.weight.data.mul_(1.5)
     for key, length in zip(sizes, (3, 1, 2), strict=True):
-        assert layer.get_buffer(f"fp8_amax_{key}").tolist() == sizes[key][: -length - 1 : -1]
+        assert (
+            layer.get_buffer(f"fp8_amax_{key}").tolist()
+            == sizes[key][: -length - 1 : -1]
+        )
 
 
 def test_what_does_not_train_reads_and_does_not_write():
@@ -112,13 +118,17 @@ def test_a_scale_belongs_to_a_layer(refused):
 def test_a_buffer_of_another_length_is_refused():
     layer = fp8.convert(nn.Linear(8, 4), SHORT)
     layer.fp8_amax_input = torch.zeros(5)
-    with pytest.raises(ValueError, match=r"fp8_amax_input has the shape \(5,\), and the recipe"):
+    with pytest.raises(
+        ValueError, match=r"fp8_amax_input has the shape \(5,\), and the recipe"
+    ):
         layer(randn(5, 8))
 
 
 def make():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv1d(8, 16, 3), nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Conv1d(8, 16, 3), nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 4)
+    )
 
 
 def train(model, steps, forward=None, optimizer=None):
@@ -128,7 +138,10 @@ def train(model, steps, forward=None, optimizer=None):
     losses = []
     for i in steps:
         parts = [
-            F.mse_loss(forward(2.0**i * normal(6, 8, 6, seed=2 * i + half)), randn(6, 4, seed=i))
+            F.mse_loss(
+                forward(2.0**i * normal(6, 8, 6, seed=2 * i + half)),
+                randn(6, 4, seed=i),
+            )
             for half in (0, 1)
         ]
         for loss in parts:
@@ -177,7 +190,9 @@ def test_resumed_training_is_the_same(tmp_path):
 def test_compiled_from_the_first_pass_on():
     model, twin = fp8.convert(make(), SHORT), fp8.convert(make(), SHORT)
     compiled = torch.compile(twin, fullgraph=True, backend="eager")
-    for one, other in zip(train(model, range(3)), train(twin, range(3), compiled), strict=True):
+    for one, other in zip(
+        train(model, range(3)), train(twin, range(3), compiled), strict=True
+    ):
         torch.testing.assert_close(other, one)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(twin.state_dict()[name], tensor)
@@ -219,7 +234,9 @@ def test_a_layer_of_several_products_has_histories_of_each(recipe):
 
 
 def test_a_layer_of_several_products_that_is_compiled_before_its_first_pass_warns():
-    model = fp8.convert(nn.Sequential(nn.MultiheadAttention(16, 2, batch_first=True)), "delayed")
+    model = fp8.convert(
+        nn.Sequential(nn.MultiheadAttention(16, 2, batch_first=True)), "delayed"
+    )
     layer, x = model[0], randn(2, 4, 16)
     fast = torch.compile(lambda x: layer(x, x, x)[0], backend="eager")
     with pytest.warns(fp8.PitfallWarning, match="runs in eager mode, now and later"):
@@ -230,7 +247,9 @@ def test_a_layer_of_several_products_that_is_compiled_before_its_first_pass_warn
 def test_a_checkpoint_is_refused_by_name():
     layer = fp8.convert(nn.Linear(8, 8), "delayed")
     loss = checkpoint(layer, randn(4, 8), use_reentrant=False).sum()
-    with pytest.raises(NotImplementedError, match="recipe 'delayed' cannot be checkpointed"):
+    with pytest.raises(
+        NotImplementedError, match="recipe 'delayed' cannot be checkpointed"
+    ):
         loss.backward()
 
 

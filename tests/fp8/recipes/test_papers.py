@@ -42,7 +42,9 @@ def unrotated(cast, **changes):
 
 def remaining(draws, x):
     """The squared error of the mean of draws, relative to that of unbiased draws."""
-    return (draws.mean(0) - x).square().mean() / ((draws - x).square().mean() / len(draws))
+    return (draws.mean(0) - x).square().mean() / (
+        (draws - x).square().mean() / len(draws)
+    )
 
 
 def test_deepseek_v3_adds_every_128_products_in_float32():
@@ -97,8 +99,12 @@ PUBLISHED = {
 
 @parametrize("name", PUBLISHED)
 def test_casts_are_the_published_ones(name):
-    assert fp8.RECIPES[name].casts == tuple(fp8.Cast(**fields) for fields in PUBLISHED[name])
-    for cast, other in zip(*(fp8.RECIPES[n].casts for n in ("nvfp4", "nvfp4_nvidia")), strict=True):
+    assert fp8.RECIPES[name].casts == tuple(
+        fp8.Cast(**fields) for fields in PUBLISHED[name]
+    )
+    for cast, other in zip(
+        *(fp8.RECIPES[n].casts for n in ("nvfp4", "nvfp4_nvidia")), strict=True
+    ):
         rule = "e4m3_up" if other.rounding == "stochastic" else "e4m3"
         assert cast == dataclasses.replace(other, rule=rule)
 
@@ -126,7 +132,9 @@ def test_stochastic_gradients_are_unbiased(name, data):
     if cast.rule != "e4m3" and cast.rounding == "stochastic":
         # No value is beyond the format by more than float32 rounds.
         scale = quantized(x, lowered(unrotated(cast, rounding="nearest"))).scale
-        assert (x.abs() <= 6 * scale.repeat_interleave(cast.tile[1], 1) * (1 + 2.0**-20)).all()
+        assert (
+            x.abs() <= 6 * scale.repeat_interleave(cast.tile[1], 1) * (1 + 2.0**-20)
+        ).all()
 
 
 EDEN = fp8.RECIPES["quartet2"].grad

@@ -18,7 +18,10 @@ POLICIES = {
     "high precision": Policy(None, rules=[("*.mlp.*", None, "mxfp8")]),
     "all": Policy(
         "mxfp8",
-        rules=[LayerRule("*.mlp.*", "row", "grad_weight"), ("lm_head", "forward.input", None)],
+        rules=[
+            LayerRule("*.mlp.*", "row", "grad_weight"),
+            ("lm_head", "forward.input", None),
+        ],
         first=2,
         last=1,
         keep=["router", "readout"],
@@ -56,7 +59,10 @@ def test_recipes_of_the_table_are_stored_by_name():
         ({"recipe": "mxpf8"}, "'mxpf8'.*did you mean 'mxfp8'"),
         ({"rules": [{"recipe": "row"}]}, "needs the keys"),
         ({"rules": [{"layers": "a", "operand": "x"}]}, "key of a rule"),
-        ({"rules": [{"layers": "a", "product": "wgrad"}]}, "unknown product of a rule 'wgrad'"),
+        (
+            {"rules": [{"layers": "a", "product": "wgrad"}]},
+            "unknown product of a rule 'wgrad'",
+        ),
         ({"rules": [{"layers": ""}]}, "empty"),
         ({"first": -1}, "first"),
         ({"keep": ["head"]}, "unknown role .*'head'"),
@@ -77,12 +83,20 @@ def test_bad_json_is_refused_by_name(values, message):
     [
         (lambda: Policy(rules="*"), TypeError, "rules must be a list"),
         (lambda: Policy(rules=LayerRule("*")), TypeError, "rules must be a list"),
-        (lambda: Policy(rules=[("*", None)]), TypeError, "a tuple (layers, product, recipe)"),
+        (
+            lambda: Policy(rules=[("*", None)]),
+            TypeError,
+            "a tuple (layers, product, recipe)",
+        ),
         (lambda: Policy(keep="readout"), TypeError, "keep must be a list"),
         (lambda: Policy(first=1.5), TypeError, "first must be a whole number"),
         (lambda: Policy(switch=[0.9]), TypeError, "(fraction, recipe)"),
         (lambda: Policy(switch=[("x", "row")]), TypeError, "a number from 0 to 1"),
-        (lambda: Policy(switch=[(0.9, "row"), (0.5, "row")]), ValueError, "must ascend"),
+        (
+            lambda: Policy(switch=[(0.9, "row"), (0.5, "row")]),
+            ValueError,
+            "must ascend",
+        ),
         (lambda: Policy(name=3), TypeError, "name must be a string"),
         (lambda: Policy(3), TypeError, "a recipe must be"),
         (lambda: LayerRule(3), TypeError, "a pattern of names"),
@@ -98,7 +112,10 @@ def test_bad_arguments_are_refused(make, error, message):
 
 
 def test_what_a_rule_concerns():
-    every = {name: {CASTS[i] for i in LayerRule("*", product=name).casts} for name in CONCERNS}
+    every = {
+        name: {CASTS[i] for i in LayerRule("*", product=name).casts}
+        for name in CONCERNS
+    }
     assert set().union(*every.values()) == set(CASTS)
     assert len(CASTS) == 6
     assert every["forward"] == {"forward.input", "forward.weight"}
@@ -134,7 +151,10 @@ def test_every_combination_with_high_precision_has_the_casts_that_were_asked_for
     recipe = RECIPES[name]
     for kept in itertools.product((True, False), repeat=len(CASTS)):
         sources = tuple(recipe if keep else None for keep in kept)
-        asked = {c: casts(recipe)[c] if keep else None for c, keep in zip(CASTS, kept, strict=True)}
+        asked = {
+            c: casts(recipe)[c] if keep else None
+            for c, keep in zip(CASTS, kept, strict=True)
+        }
         sizes = [cast.hadamard if cast else 0 for cast in asked.values()]
         if any(a != b for a, b in zip(sizes[::2], sizes[1::2], strict=True)):
             with pytest.raises(ValueError, match=r"needs both operands rotated alike"):

@@ -14,7 +14,9 @@ from fp8.recipes.scaling import SCALINGS
 parametrize = pytest.mark.parametrize
 
 OPERANDS = ("input", "weight", "grad")
-MINE = Format(name="mine", exponent_bits=3, mantissa_bits=1, bias=3, max=12.0, dtype=torch.half)
+MINE = Format(
+    name="mine", exponent_bits=3, mantissa_bits=1, bias=3, max=12.0, dtype=torch.half
+)
 
 
 def test_rows():
@@ -22,18 +24,30 @@ def test_rows():
         assert recipe.name == name
         assert get_recipe(name) is get_recipe(recipe) is recipe
         assert all(getattr(recipe, operand) is not None for operand in OPERANDS)
-        assert recipe.casts == (*recipe.forward, *recipe.grad_input, *recipe.grad_weight)
+        assert recipe.casts == (
+            *recipe.forward,
+            *recipe.grad_input,
+            *recipe.grad_weight,
+        )
     assert {c.scaling for r in RECIPES.values() for c in r.casts if c} == set(SCALINGS)
 
 
 def test_the_short_form_is_for_all_products_and_an_override_for_one():
     a, b, c, d = (Cast(format=f) for f in ("e4m3", "e5m2", "e3m2", "e2m3"))
     short = Recipe(name="short", input=a, weight=b, grad=c)
-    assert (short.forward, short.grad_input, short.grad_weight) == ((a, b), (c, b), (c, a))
+    assert (short.forward, short.grad_input, short.grad_weight) == (
+        (a, b),
+        (c, b),
+        (c, a),
+    )
     one = dataclasses.replace(short, grad_input_weight=d)
     assert (one.forward, one.grad_input, one.grad_weight) == ((a, b), (c, d), (c, a))
     none = dataclasses.replace(short, grad_weight_grad=None, grad_weight_input=d)
-    assert (none.forward, none.grad_input, none.grad_weight) == ((a, b), (c, b), (None, d))
+    assert (none.forward, none.grad_input, none.grad_weight) == (
+        (a, b),
+        (c, b),
+        (None, d),
+    )
 
 
 # --- checks at birth
@@ -41,7 +55,12 @@ def test_the_short_form_is_for_all_products_and_an_override_for_one():
 
 @parametrize(
     ("field", "table"),
-    [("format", FORMATS), ("scaling", SCALINGS), ("rounding", ROUNDINGS), ("overflow", OVERFLOWS)],
+    [
+        ("format", FORMATS),
+        ("scaling", SCALINGS),
+        ("rounding", ROUNDINGS),
+        ("overflow", OVERFLOWS),
+    ],
 )
 def test_a_cast_checks_every_name(field, table):
     for name in table:
@@ -72,7 +91,9 @@ def test_a_cast_knows_the_rules_and_tile_of_its_scaling(scaling):
         if rule in row.rules:
             assert Cast(format="e4m3", scaling=scaling, rule=rule).rule == rule
         else:
-            with pytest.raises(ValueError, match=f"scaling '{scaling}' has no rule '{rule}'"):
+            with pytest.raises(
+                ValueError, match=f"scaling '{scaling}' has no rule '{rule}'"
+            ):
                 Cast(format="e4m3", scaling=scaling, rule=rule)
     if row.free:
         assert Cast(format="e4m3", scaling=scaling, tile=[8, 8]).tile == (8, 8)
@@ -86,20 +107,38 @@ def test_a_cast_knows_the_rules_and_tile_of_its_scaling(scaling):
     [
         ({"format": "e2m1", "overflow": "nonfinite"}, "neither Inf nor NaN"),
         ({"scaling": "unit", "history": 3}, "history of scaling 'unit' must be 0 to 0"),
-        ({"scaling": "tensor", "history": 2}, "history of scaling 'tensor' must be 0 to 0"),
+        (
+            {"scaling": "tensor", "history": 2},
+            "history of scaling 'tensor' must be 0 to 0",
+        ),
         ({"scaling": "delayed", "history": 0}, "scaling 'delayed' must be 1 to 4096"),
-        ({"scaling": "delayed", "history": 5000}, "scaling 'delayed' must be 1 to 4096"),
+        (
+            {"scaling": "delayed", "history": 5000},
+            "scaling 'delayed' must be 1 to 4096",
+        ),
         ({"margin": 1}, "has no margin"),
-        ({"scaling": "block", "tile": 3}, r"a tile is two numbers \(across, along\), not 3"),
+        (
+            {"scaling": "block", "tile": 3},
+            r"a tile is two numbers \(across, along\), not 3",
+        ),
         ({"scaling": "row", "rule": "sideways"}, "unknown rule 'sideways'"),
         ({"scaling": "block", "tile": (8,)}, "two numbers"),
-        ({"scaling": "block", "tile": (0, 8)}, "a side of a tile must be 1 to 65536, got 0"),
+        (
+            {"scaling": "block", "tile": (0, 8)},
+            "a side of a tile must be 1 to 65536, got 0",
+        ),
         ({"scaling": "block", "tile": (1, 1)}, "each element a scale"),
         ({"hadamard": 12}, "power of two from 2 to 128, got 12"),
         ({"signs": "random"}, "random signs need a rotation"),
-        ({"signs": "odd", "hadamard": 16}, "unknown signs 'odd'; choose one of 'fixed'"),
+        (
+            {"signs": "odd", "hadamard": 16},
+            "unknown signs 'odd'; choose one of 'fixed'",
+        ),
         ({"scaling": "delayed", "hadamard": 16}, "'delayed' has no rotation"),
-        ({"scaling": "nv", "rule": "e4m3_eden", "rounding": "stochastic"}, "values to nearest"),
+        (
+            {"scaling": "nv", "rule": "e4m3_eden", "rounding": "stochastic"},
+            "values to nearest",
+        ),
         ({"scaling": "nv", "rule": "e4m3_eden", "tile": (16, 16)}, "blocks of one row"),
         ({"scaling": "nv", "rule": "e4m3_eden", "hadamard": 8}, "blocks of one row"),
     ],
@@ -113,7 +152,10 @@ def test_a_cast_that_cannot_be_done_is_refused_at_birth(fields, message):
 def test_a_recipe_holds_casts():
     for fields, message in (
         ({"grad": "e5m2"}, r"Recipe.grad must be a Cast or None, not 'e5m2'"),
-        ({"grad_weight_grad": 5}, r'grad_weight_grad must be a Cast, None or "same", not 5'),
+        (
+            {"grad_weight_grad": 5},
+            r'grad_weight_grad must be a Cast, None or "same", not 5',
+        ),
         ({"name": 8}, "a name, not 8"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -129,9 +171,15 @@ def test_both_operands_are_rotated_or_none():
     Recipe(name="fine", grad_weight_grad=rotated, grad_weight_input=rotated)
     Recipe(name="fine", input=rotated, weight=rotated, grad=rotated)
     for message, casts in (
-        (r"grad_weight .*got .*=\[\(16, 'fixed'\), \(0, 'fixed'\)\]", (None, None, rotated, other)),
+        (
+            r"grad_weight .*got .*=\[\(16, 'fixed'\), \(0, 'fixed'\)\]",
+            (None, None, rotated, other),
+        ),
         ("forward needs both operands rotated alike", (rotated, None, "same", other)),
-        ("forward needs both operands rotated alike", (rotated, random, "same", "same")),
+        (
+            "forward needs both operands rotated alike",
+            (rotated, random, "same", "same"),
+        ),
     ):
         fields = ("input", "weight", "grad_weight_grad", "grad_weight_input")
         with pytest.raises(ValueError, match=message):
@@ -152,7 +200,10 @@ def test_frozen_and_hashable():
 
 @parametrize(
     "recipe",
-    [*RECIPES.values(), Recipe(name="mine", input=Cast(format=MINE), grad_weight_input=None)],
+    [
+        *RECIPES.values(),
+        Recipe(name="mine", input=Cast(format=MINE), grad_weight_input=None),
+    ],
     ids=lambda recipe: recipe.name,
 )
 def test_there_and_back_through_json(recipe):
@@ -164,9 +215,15 @@ def test_what_is_read_may_be_short_and_not_wrong():
     others = {"name": "x", "weight": None, "grad": None}
     assert Recipe.from_dict({**others, "input": cast}).input == Cast(**cast)
     for values, message in (
-        ({"name": "x", "inputs": None}, "unknown key of a Recipe 'inputs'; choose one of 'name'"),
+        (
+            {"name": "x", "inputs": None},
+            "unknown key of a Recipe 'inputs'; choose one of 'name'",
+        ),
         ({**others, "input": {"formats": "e4m3"}}, "unknown key of a Cast 'formats'"),
-        ({**others, "input": {**cast, "format": {"bits": 8}}}, "unknown key of a Format 'bits'"),
+        (
+            {**others, "input": {**cast, "format": {"bits": 8}}},
+            "unknown key of a Format 'bits'",
+        ),
         ({**others, "input": {**cast, "format": "fp7"}}, "unknown format 'fp7'"),
         ({**others, "input": {"format": "e4m3"}}, "a Cast needs .* without 'scaling'"),
         ({**others, "input": {"scaling": "row"}}, "a Cast needs .* without 'format'"),
@@ -176,7 +233,14 @@ def test_what_is_read_may_be_short_and_not_wrong():
     with pytest.raises(TypeError, match="from a dict, not from a list"):
         Recipe.from_dict([])
     values = RECIPES["tensor"].to_dict()
-    for missing in ("name", *OPERANDS):  # nobody would notice an operand that is not cast
-        with pytest.raises(ValueError, match=f"a Recipe needs the keys .* without '{missing}'"):
-            Recipe.from_dict({key: value for key, value in values.items() if key != missing})
+    for missing in (
+        "name",
+        *OPERANDS,
+    ):  # nobody would notice an operand that is not cast
+        with pytest.raises(
+            ValueError, match=f"a Recipe needs the keys .* without '{missing}'"
+        ):
+            Recipe.from_dict(
+                {key: value for key, value in values.items() if key != missing}
+            )
     assert Recipe.from_dict({**values, "grad": None}).grad is None

@@ -34,7 +34,9 @@ def percentile(values, format):
 
 def rms(values, format):
     """In float64, where the order of the sum makes no difference."""
-    return (2 * values.double().square().mean(PLACES, keepdim=True).sqrt()).to(values.dtype)
+    return (2 * values.double().square().mean(PLACES, keepdim=True).sqrt()).to(
+        values.dtype
+    )
 
 
 def smooth(values, format):
@@ -44,7 +46,10 @@ def smooth(values, format):
 
 
 MAGNITUDES = {function.__name__: function for function in (percentile, rms, smooth)}
-FORMS = {"power": Rule(name="p"), "float32": Rule(name="f", scale=exact, stored="float32")}
+FORMS = {
+    "power": Rule(name="p"),
+    "float32": Rule(name="f", scale=exact, stored="float32"),
+}
 
 
 def registered(magnitude, stored="power", name="mine"):
@@ -66,14 +71,20 @@ def expected(x, cast, magnitude, axis=-1):
     sizes = zip(cast.tile, x.shape[-2:], strict=True)
     across, along = (min(by, max(size, 2)) if by else size for by, size in sizes)
     y = torch.empty(x.shape, dtype=torch.float64)
-    batches = [x.flatten(0, -2)] if cast.tile == (0, 0) else x.reshape(-1, *x.shape[-2:])
-    results = [y.view(-1, x.shape[-1])] if cast.tile == (0, 0) else y.view(-1, *x.shape[-2:])
+    batches = (
+        [x.flatten(0, -2)] if cast.tile == (0, 0) else x.reshape(-1, *x.shape[-2:])
+    )
+    results = (
+        [y.view(-1, x.shape[-1])] if cast.tile == (0, 0) else y.view(-1, *x.shape[-2:])
+    )
     for matrix, result in zip(batches, results, strict=True):
         rows = len(matrix) if cast.tile == (0, 0) else across
         for i in range(0, len(matrix), rows):
             for j in range(0, x.shape[-1], along):
                 at = (slice(i, i + rows), slice(j, j + along))
-                result[at] = _tile(matrix[at], format, rule, magnitude, (rows, along), least)
+                result[at] = _tile(
+                    matrix[at], format, rule, magnitude, (rows, along), least
+                )
     return y
 
 
@@ -91,7 +102,11 @@ def _tile(x, format, rule, magnitude, size, least):
 
 
 TILES = [(name, row.tile) for name, row in SCALINGS.items() if "power" in row.forms]
-TILES = [*((n, t) for n, t in TILES if n != "delayed"), ("block", (4, 16)), ("block", (4, 1))]
+TILES = [
+    *((n, t) for n, t in TILES if n != "delayed"),
+    ("block", (4, 16)),
+    ("block", (4, 1)),
+]
 CASES = [
     (name, scaling, tile)
     for name in MAGNITUDES
@@ -141,7 +156,9 @@ def test_of_several_candidates_the_best_one_counts():
             cast_forward(x, Cast(format="e2m1", scaling=scaling, rule=rule))
             for rule in ("best", *(f"by_{i}" for i in range(4)))
         )
-        errors = torch.stack([(y - x).square().unflatten(1, (-1, width)).sum(-1) for y in each])
+        errors = torch.stack(
+            [(y - x).square().unflatten(1, (-1, width)).sum(-1) for y in each]
+        )
         least = (got - x).square().unflatten(1, (-1, width)).sum(-1)
         torch.testing.assert_close(least, errors.amin(0))
 
@@ -184,7 +201,9 @@ def test_products_compiled_and_not(name, scaling, product):
         first, *others = shapes[0]
         first += 0 if product == "batch" else size
         operands = normal(first, *others), normal(*shapes[1])
-        for one, other in zip(three(cast, *operands), three(graph, *operands), strict=True):
+        for one, other in zip(
+            three(cast, *operands), three(graph, *operands), strict=True
+        ):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
         assert not torch.equal(cast(*operands), function(*operands))
 
@@ -203,7 +222,9 @@ def test_a_registered_recipe_is_a_name_everywhere():
     model = fp8.convert(nn.Sequential(nn.Linear(32, 16)), "own")
     x = normal(4, 32)
     with fp8.autocast("own"):
-        assert torch.equal(nn.functional.linear(x, model[0].weight, model[0].bias), model(x))
+        assert torch.equal(
+            nn.functional.linear(x, model[0].weight, model[0].bias), model(x)
+        )
     with pytest.raises(ValueError, match="recipe 'own' is registered already"):
         recipe_of(Cast(format="e4m3"), "own").register()
     with pytest.raises(ValueError, match="'auto' is registered already"):
@@ -235,7 +256,9 @@ def test_what_is_stored_has_the_name_of_the_rule_and_asks_for_it():
     ):
         with pytest.raises(ValueError, match=asks):
             read()
-    with pytest.raises(ValueError, match=r"fp8\.Recipe\(name='theirs', \.\.\.\)\.register\(\)"):
+    with pytest.raises(
+        ValueError, match=r"fp8\.Recipe\(name='theirs', \.\.\.\)\.register\(\)"
+    ):
         Policy.from_json(Policy("row").to_json().replace("row", "theirs"))
     rule.register()
     assert pickle.loads(stored) == cast
@@ -251,7 +274,11 @@ def test_what_is_stored_has_the_name_of_the_rule_and_asks_for_it():
         ({"name": "two words"}, ValueError, "an identifier, got 'two words'"),
         ({"magnitude": 3}, TypeError, "Rule.magnitude must be a function, not 3"),
         ({"scale": "up"}, TypeError, "Rule.scale must be a function, not 'up'"),
-        ({"stored": "bf16"}, ValueError, "unknown stored 'bf16'; choose one of 'power'"),
+        (
+            {"stored": "bf16"},
+            ValueError,
+            "unknown stored 'bf16'; choose one of 'power'",
+        ),
         ({"stored": "e4m3"}, ValueError, "has a unit, others none; got None"),
         ({"unit": 448.0}, ValueError, "has a unit, others none; got 448"),
         ({"candidates": ()}, ValueError, "candidates is empty"),
@@ -267,13 +294,25 @@ def test_a_rule_that_cannot_be_is_refused_at_birth(fields, error, message):
 @parametrize(
     ("fields", "message"),
     [
-        ({"magnitude": lambda x, _: x.abs().amax(PLACES)}, r"a shape of .*, got \(2,\)"),
+        (
+            {"magnitude": lambda x, _: x.abs().amax(PLACES)},
+            r"a shape of .*, got \(2,\)",
+        ),
         ({"magnitude": lambda x, _: x.abs()}, r"got \(2, 3, 32\)"),
         ({"magnitude": lambda x, _: 3.0}, "got float"),
-        ({"magnitude": lambda x, _: x.double().abs().amax(PLACES, True)}, "got torch.float64"),
-        ({"magnitude": lambda x, _: x.sum(PLACES, True) - 1e4}, "positive and finite, got -"),
+        (
+            {"magnitude": lambda x, _: x.double().abs().amax(PLACES, True)},
+            "got torch.float64",
+        ),
+        (
+            {"magnitude": lambda x, _: x.sum(PLACES, True) - 1e4},
+            "positive and finite, got -",
+        ),
         ({"scale": exact}, 'no powers of two, got .*; take stored="float32"'),
-        ({"scale": lambda amax, _: amax.flatten().exp2()}, r"Rule.scale .* got \(2, 1, 2\)"),
+        (
+            {"scale": lambda amax, _: amax.flatten().exp2()},
+            r"Rule.scale .* got \(2, 1, 2\)",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -286,8 +325,13 @@ def test_functions_are_tried_when_a_rule_is_registered(fields, message):
 def test_a_name_has_one_rule():
     rule = registered(rms)
     assert rule.register() is rule
-    for other in (dataclasses.replace(rule, magnitude=smooth), Rule(name="up", scale=exact)):
-        with pytest.raises(ValueError, match=f"rule '{other.name}' is registered already"):
+    for other in (
+        dataclasses.replace(rule, magnitude=smooth),
+        Rule(name="up", scale=exact),
+    ):
+        with pytest.raises(
+            ValueError, match=f"rule '{other.name}' is registered already"
+        ):
             other.register()
 
 
@@ -295,8 +339,12 @@ def test_a_name_has_one_rule():
 @parametrize("scaling", ["row", "block", "mx"])
 def test_a_rule_may_not_give_each_element_a_scale(scaling, axis):
     registered(smooth)
-    with pytest.raises(ValueError, match=r"in a tile of one row is each element; take a larger"):
-        cast_forward(normal(4, 64), Cast(format="e4m3", scaling=scaling, rule="mine"), axis)
+    with pytest.raises(
+        ValueError, match=r"in a tile of one row is each element; take a larger"
+    ):
+        cast_forward(
+            normal(4, 64), Cast(format="e4m3", scaling=scaling, rule="mine"), axis
+        )
 
 
 def test_what_has_no_values_of_a_tile_refuses_such_a_rule(recwarn):
@@ -304,7 +352,9 @@ def test_what_has_no_values_of_a_tile_refuses_such_a_rule(recwarn):
     with pytest.raises(ValueError, match="scaling 'delayed' has no rule 'mine'"):
         Cast(format="e4m3", scaling="delayed", rule="mine")
     recipe = recipe_of(Cast(format="e4m3", scaling="tensor", rule="mine"))
-    with pytest.raises(ValueError, match="takes rules of the largest magnitude, not mine by mine"):
+    with pytest.raises(
+        ValueError, match="takes rules of the largest magnitude, not mine by mine"
+    ):
         dataclasses.replace(recipe, accumulate="hopper")
     model = nn.Linear(32, 16)
     with pytest.raises(ValueError, match="rule 'mine' reads values"):

@@ -31,9 +31,21 @@ def test_a_rule_is_its_definition(rule, format, dtype):
         pytest.skip("448 times its largest value is no float32")
     limits = torch.finfo(dtype)
     real = reference.np.float64 if dtype == torch.float64 else reference.np.float32
-    for amax in (1.0, 0.3, 6.0, 448.0, 449.0, 57344.0, 60000.0, limits.max, limits.tiny):
+    for amax in (
+        1.0,
+        0.3,
+        6.0,
+        448.0,
+        449.0,
+        57344.0,
+        60000.0,
+        limits.max,
+        limits.tiny,
+    ):
         for factor in (1.0, 1 + limits.eps, 1 - limits.eps / 2):
-            x = torch.tensor([0.0, -amax * factor, amax / 3], dtype=torch.float64).to(dtype)
+            x = torch.tensor([0.0, -amax * factor, amax / 3], dtype=torch.float64).to(
+                dtype
+            )
             if x.isfinite().all():
                 whole = x.double().abs().max().item()
                 scale = scale_of(x, None, format, rule)
@@ -59,7 +71,10 @@ def test_the_range_of_a_scale(rule):
     for value in (2.0**-149, 1e-44, 1e-14, 3.4e38):
         scale = scale_of(torch.tensor([value]), None, E4M3, rule)
         assert 2.0**-126 <= scale <= 2.0**126
-    assert scale_of(torch.tensor([1e300], dtype=torch.float64), None, E4M3, "up") == 2.0**126
+    assert (
+        scale_of(torch.tensor([1e300], dtype=torch.float64), None, E4M3, "up")
+        == 2.0**126
+    )
 
 
 # --- tiles
@@ -77,7 +92,9 @@ SHAPES = [(1, 1), (17, 33), (4, 130), (130, 3), (2, 1, 5, 20)]
 def test_a_cast_is_the_reference_s_tile_by_tile(scaling, tile, shape, axis):
     """Bit for bit, with sizes that the tile does not divide."""
     x = normal(*shape) * torch.exp2(normal(*shape[:-1], 1, seed=1) * 8)
-    cast = Cast(format="e4m3" if scaling != "nv" else "e2m1", scaling=scaling, tile=tile)
+    cast = Cast(
+        format="e4m3" if scaling != "nv" else "e2m1", scaling=scaling, tile=tile
+    )
     got = cast_forward(x, cast, axis)
     assert got.shape == x.shape
     wanted = reference.cast(x, cast, axis)
@@ -91,7 +108,9 @@ def test_zero_inf_nan_tiny_and_huge(scaling, rule):
     row = scaling not in ("tensor",)
 
     def first(*values):
-        x = torch.stack([torch.tensor([*values, *[0.0] * (32 - len(values))]), torch.ones(32)])
+        x = torch.stack(
+            [torch.tensor([*values, *[0.0] * (32 - len(values))]), torch.ones(32)]
+        )
         y = cast_forward(x, cast)
         assert not row or RULES[rule].unit or torch.equal(y[1], torch.ones(32))
         return y[0, : len(values)].tolist()

@@ -64,7 +64,10 @@ def test_a_native_layer_has_those_of_the_plain_one(kind, recipe):
 def test_grouped_products():
     """Those of a loop over the experts, whatever is split."""
     offs = torch.tensor([16, 16, 48], dtype=torch.int32)
-    x, experts = torch.randn(48, 32, requires_grad=True), torch.randn(3, 32, 16, requires_grad=True)
+    x, experts = (
+        torch.randn(48, 32, requires_grad=True),
+        torch.randn(3, 32, 16, requires_grad=True),
+    )
     with FlopCounterMode(display=False) as counter, fp8.autocast("tensor"):
         F.grouped_mm(x, experts, offs=offs).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 48 * 32 * 16
@@ -99,5 +102,7 @@ def test_a_counter_that_is_open_before_the_first_product(before):
     """It has copied torch's table; importing fp8 does not import it."""
     code = LATE.format(before=before)
     root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root
+    )
     assert done.returncode == 0, done.stderr

@@ -19,8 +19,12 @@ def doubled(x: Tensor) -> Tensor:
     return 2 * x
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="code that runs may count as compiled")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor", "by hand", "none"])
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="code that runs may count as compiled"
+)
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", "inductor", "by hand", "none"]
+)
 def test_which_graphs_are_inductors(backend):
     """Those whose conversions are Triton's: the last trace of a function decides what runs."""
     torch.compiler.reset()

@@ -15,7 +15,9 @@ import unit_scaling as uu
 from tests.fp8.operands import normal
 from unit_scaling.transforms import unit_scale
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
+pytestmark = pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="torch is built without gloo"
+)
 
 PARTS = 2
 """Micro-batches of a step."""
@@ -32,12 +34,16 @@ def group():
 def garbage(monkeypatch):
     """What nothing has written is large."""
     empty = torch.empty_strided
-    monkeypatch.setattr(torch, "empty_strided", lambda *a, **k: empty(*a, **k).fill_(2.0**100))
+    monkeypatch.setattr(
+        torch, "empty_strided", lambda *a, **k: empty(*a, **k).fill_(2.0**100)
+    )
 
 
 def make(kind):
     torch.manual_seed(0)
-    parts = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(2)]
+    parts = [
+        nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(2)
+    ]
     if kind.startswith("unit_scale"):
         parts = [unit_scale(part) for part in parts]
     return [fp8.convert(part, kind.rpartition(" ")[2]) for part in parts]
@@ -68,9 +74,13 @@ def test_a_run_without_values_leaves_no_state(kind):
     """Before the first step stages are run, forward and backward, to find shapes."""
     parts = make(kind)
     expected = copy.deepcopy(parts)
-    made = [PipelineStage(part, i, 2, torch.device("cpu")) for i, part in enumerate(parts)]
+    made = [
+        PipelineStage(part, i, 2, torch.device("cpu")) for i, part in enumerate(parts)
+    ]
     schedule = ScheduleInterleaved1F1B(made, PARTS, loss_fn=F.mse_loss)
-    optimizers = [torch.optim.SGD(nn.ModuleList(p).parameters(), 0.5) for p in (parts, expected)]
+    optimizers = [
+        torch.optim.SGD(nn.ModuleList(p).parameters(), 0.5) for p in (parts, expected)
+    ]
     for i in range(2):
         x, y = data(i)
         losses = []
@@ -95,5 +105,9 @@ MODELS = {
 def test_the_graph_of_a_model_is_not_split(model):
     """It has no backward passes of autograd functions."""
     with pytest.raises(RuntimeError) as error:
-        pipeline(model, (data(0)[0].requires_grad_(),), split_spec={"1": SplitPoint.BEGINNING})
+        pipeline(
+            model,
+            (data(0)[0].requires_grad_(),),
+            split_spec={"1": SplitPoint.BEGINNING},
+        )
     assert "Make the stages of modules: PipelineStage" in str(error.value.__cause__)

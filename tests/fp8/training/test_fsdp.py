@@ -24,7 +24,9 @@ from unit_scaling.transforms import simulate_fp8
 def make(seed):
     """Large enough for scales by block; 130 rows, which two processes share evenly."""
     torch.manual_seed(seed)
-    return fp8.convert(nn.Sequential(nn.Linear(20, 130), nn.GELU(), nn.Linear(130, 4)), "unit")
+    return fp8.convert(
+        nn.Sequential(nn.Linear(20, 130), nn.GELU(), nn.Linear(130, 4)), "unit"
+    )
 
 
 def optimizer(model):
@@ -71,7 +73,11 @@ def wide(opt):
 def numbers(opt):
     """The moments, whole, in the order of the parameters."""
     state = wide(opt)["state"]
-    moments = [own[name] for _, own in sorted(state.items()) for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        own[name]
+        for _, own in sorted(state.items())
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
     return [m.full_tensor() if isinstance(m, DTensor) else m for m in moments]
 
 
@@ -100,7 +106,9 @@ def rounded(plain, model, recipe):
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         p = p.full_tensor() if isinstance(p, DTensor) else p
         if q.dtype == torch.bfloat16 and q.dim() == 2:
-            scale = 2 ** (p.abs().max() / 448).log2().ceil() if recipe == "tensor" else None
+            scale = (
+                2 ** (p.abs().max() / 448).log2().ceil() if recipe == "tensor" else None
+            )
             p = fp8.quantize(p, "e4m3", scale=scale)
         q.copy_(p)
 
@@ -122,7 +130,9 @@ def check_equal(recipe, policy, dtype):
             y.square().mean().backward()
             expected.square().mean().backward()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad.float(), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                p.grad.full_tensor(), q.grad.float(), rtol=1e-6, atol=1e-7
+            )
         opt.step()
         opt.zero_grad()
         plain.zero_grad()
@@ -147,14 +157,20 @@ def check_static():
                 model(torch.ones(8, 20)).sum().backward()
             assert gathered.reduced == reduces
         plain(torch.ones(8, 20)).sum().backward()
-        assert fp8.calibration(model)["0.weight"] == fp8.calibration(plain)["0.weight"] == 5
+        assert (
+            fp8.calibration(model)["0.weight"]
+            == fp8.calibration(plain)["0.weight"]
+            == 5
+        )
 
 
 def check_bytes():
     """Weights in a quarter of the bytes; one all-reduce for all scales, or one for each."""
     counted = {}
     for kind in ("plain", "tensor"):
-        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        model = nn.Sequential(
+            nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        )
         if kind != "plain":
             gather_in_fp8(model, kind)
         fully_shard(model, reshard_after_forward=True)
@@ -200,9 +216,13 @@ def check_fp8_states(folder):
     dcp.save(state, checkpoint_id=folder / "fp8_of_two")
     sharded = {n: p for n, p in model.state_dict().items() if isinstance(p, DTensor)}
     assert {type(p.full_tensor()) for p in sharded.values()} == {Tensor}
-    shards = {n: p.to_local() for n, p in model.named_parameters()}  # with FSDP2's own view
+    shards = {
+        n: p.to_local() for n, p in model.named_parameters()
+    }  # with FSDP2's own view
     torch.save(shards, folder / f"{dist.get_rank()}")
-    for name, tensor in torch.load(folder / f"{dist.get_rank()}", weights_only=True).items():
+    for name, tensor in torch.load(
+        folder / f"{dist.get_rank()}", weights_only=True
+    ).items():
         assert type(tensor) in (Tensor, nn.Parameter)
         assert torch.equal(tensor, sharded[name].to_local())
     check_resumed(folder, model, opt)
@@ -219,7 +239,10 @@ def check_resumed(folder, model, opt):
     ]
     dcp.save(states[0], checkpoint_id=folder / "resumed")
     dcp.load(states[1], checkpoint_id=folder / "resumed")
-    loaded = {"model_state_dict": states[1]["model"], "optim_state_dict": states[1]["opt"]}
+    loaded = {
+        "model_state_dict": states[1]["model"],
+        "optim_state_dict": states[1]["opt"],
+    }
     set_state_dict(other, its_opt, **loaded)
     for mine, expected in zip(numbers(its_opt), numbers(opt), strict=True):
         assert torch.equal(mine, expected)
@@ -241,7 +264,10 @@ def check_skipped_steps():
         assert opt.skipped_steps == 1
         for i, state in opt.state_dict()["state"].items():
             assert state["step"] == 2
-            assert state["exp_avg"].full_tensor().shape == list(model.parameters())[i].shape
+            assert (
+                state["exp_avg"].full_tensor().shape
+                == list(model.parameters())[i].shape
+            )
 
 
 def check_ranks(rank, store):
@@ -257,21 +283,30 @@ def check_ranks(rank, store):
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="weight is sharded: call gather_in_fp8"):
         gather_in_fp8(model)
-    with pytest.raises(ValueError, match="simulate_fp8 copies the model, which FSDP has sharded"):
+    with pytest.raises(
+        ValueError, match="simulate_fp8 copies the model, which FSDP has sharded"
+    ):
         simulate_fp8(model)
     with pytest.raises(ValueError, match="store_frozen takes whole weights"):
         fp8.store_frozen(model.requires_grad_(False))
 
 
 @pytest.mark.proves("the field", "FSDP2, weights gathered in FP8", how="own")
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+@pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="this torch is built without gloo"
+)
 # torch's own: there is no process group in this process, and none is needed
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 @pytest.mark.usefixtures("one_thread")
 def test_two_processes(tmp_path):
     """And a checkpoint of one process is loaded by two, and theirs by one."""
     model, opt = started(seed=0)
-    dcp.save({"model": model.state_dict(), "opt": wide(opt)}, checkpoint_id=tmp_path / "fp8_of_one")
+    dcp.save(
+        {"model": model.state_dict(), "opt": wide(opt)},
+        checkpoint_id=tmp_path / "fp8_of_one",
+    )
     run_ranks(check_ranks, 2, tmp_path / "store")
     step(model, opt)
     check_fp8(tmp_path / "fp8_of_two", model, opt)
@@ -371,7 +406,9 @@ def test_layers_are_sent_as_they_compute():
         ("bf16", "has no FP8 dtype for weights, got bf16"),
         (fp8.Recipe(name="none"), "has no FP8 dtype for weights, got None"),
         (
-            fp8.Recipe(name="two", weight=fp8.Cast(format="e4m3"), grad_input_weight=None),
+            fp8.Recipe(
+                name="two", weight=fp8.Cast(format="e4m3"), grad_input_weight=None
+            ),
             "casts weights anew",
         ),
         ("nine", "unknown recipe 'nine'"),

@@ -78,7 +78,9 @@ def check_error(kind, size, group):
     unit = torch.where(largest > 0, 2 ** (largest / 31).log2().ceil(), 0)
     unit = unit.repeat_interleave(BLOCK)[:size]
     of_inputs = (everyone.abs() / 33).maximum(unit / 128).mean(0)
-    assert (error <= of_inputs + ((mean.abs() + of_inputs) / 33).maximum(unit / 128)).all()
+    assert (
+        error <= of_inputs + ((mean.abs() + of_inputs) / 33).maximum(unit / 128)
+    ).all()
     large = (everyone.abs() >= unit / 4).all(0) & (mean.abs() >= unit / 4)
     assert large.any() or kind == "ranks"  # whose small ones are small in every block
     assert (error <= 2**-4 * everyone.abs().mean(0))[large].all()
@@ -158,7 +160,9 @@ def check_model(level, group):
     for _ in range(2):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
-        models.append(model if level is None else fp8.initialize(model, None, level, "tensor")[0])
+        models.append(
+            model if level is None else fp8.initialize(model, None, level, "tensor")[0]
+        )
     one, model = models
     ddp = DistributedDataParallel(model, process_group=group)
     ddp.register_comm_hook(group, all_reduce_hook)
@@ -174,7 +178,9 @@ def check_model(level, group):
             assert torch.equal(of_all(mine, group), mine.expand(world, *mine.shape))
             assert not torch.equal(mine, expected)
             # At a level both are stored in e4m3 too: three roundings of at most 2**-4.
-            assert (mine - expected).norm() <= (3 if level else 0.5) * 2**-4 * expected.norm()
+            assert (mine - expected).norm() <= (
+                3 if level else 0.5
+            ) * 2**-4 * expected.norm()
 
 
 def check_ranks(rank, store):
@@ -199,7 +205,9 @@ ALL_BITS = torch.arange(256, dtype=torch.uint8)
 def test_bits_are_those_of_e3m4():
     """ml_dtypes' e3m4 has Inf and NaN where ours goes on to 31: the other 224 codes are equal."""
     values = distributed._decode(ALL_BITS)
-    expected = torch.from_numpy(ALL_BITS.numpy().view(ml_dtypes.float8_e3m4).astype("float32"))
+    expected = torch.from_numpy(
+        ALL_BITS.numpy().view(ml_dtypes.float8_e3m4).astype("float32")
+    )
     finite = expected.isfinite()
     assert finite.sum() == 224
     assert torch.equal(values[finite], expected[finite])

@@ -25,7 +25,9 @@ class Model(nn.Module):
     def forward(self, x):
         x = self.inner(x)
         x = x + self.attention(x, x, x, need_weights=False)[0]
-        return self.outer(x) @ self.inner.weight.t() + sum(self.outer.weight.chunk(2))[0]
+        return (
+            self.outer(x) @ self.inner.weight.t() + sum(self.outer.weight.chunk(2))[0]
+        )
 
 
 def inputs(seed=0):
@@ -192,12 +194,16 @@ rounding of a gradient to e4m3."""
 def at_level(level):
     torch.manual_seed(0)
     model = Model()
-    return fp8.initialize(model, torch.optim.Adam(model.parameters()), level, recipe=None)[0]
+    return fp8.initialize(
+        model, torch.optim.Adam(model.parameters()), level, recipe=None
+    )[0]
 
 
 def plain_of(model):
     other = Model()
-    other.load_state_dict({k: dequantized(v).clone() for k, v in model.state_dict().items()})
+    other.load_state_dict(
+        {k: dequantized(v).clone() for k, v in model.state_dict().items()}
+    )
     return other
 
 

@@ -52,7 +52,9 @@ def step(function, *tensors):
 def error(value, reference):
     """RMS of the error over that of the reference."""
     wide = reference.double()
-    return float((value.double() - wide).square().mean().sqrt() / wide.square().mean().sqrt())
+    return float(
+        (value.double() - wide).square().mean().sqrt() / wide.square().mean().sqrt()
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,7 +94,8 @@ def test_eager_it_is_permute_norm_permute(dtype, layout, shape):
     for given in (wb, wb[:1], ()):
         missing = [None] * (2 - len(given))
         results, references = (
-            step(lambda *t, f=f, m=missing: f(*t, *m), x, *given) for f in (layer_norm2d, permuted)
+            step(lambda *t, f=f, m=missing: f(*t, *m), x, *given)
+            for f in (layer_norm2d, permuted)
         )
         assert all(map(torch.equal, results, references))
 
@@ -129,7 +132,10 @@ def test_output_and_gradient_are_stored_as_the_input(compiled, stored, dtype):
     leaf = x.detach().requires_grad_()
     y = function(leaf, w, b)
     torch.testing.assert_close(y, exact(x, w, b).to(dtype))
-    grads = torch.randn_like(y), torch.randn(*y.movedim(1, -1).shape, dtype=dtype).movedim(-1, 1)
+    grads = (
+        torch.randn_like(y),
+        torch.randn(*y.movedim(1, -1).shape, dtype=dtype).movedim(-1, 1),
+    )
     found = [y, *(torch.autograd.grad(y, leaf, g, retain_graph=True)[0] for g in grads)]
     for value in found:
         strides = zip(value.stride(), wanted, x.shape, strict=True)
@@ -146,8 +152,13 @@ MODES = [
 @each_layout
 @parametrize(("how", "dtype"), MODES, ids=str)
 def test_output_and_gradients_are_those_of_float64_rounded_once(how, layout, dtype):
-    x, (w, b) = image(2, 24, 7, 5, dtype=dtype, layout=layout, mean=30.0), parameters(24, dtype)
-    if how == "eager":  # torch's kernel: with parameters in 16 bits its statistics are so backward
+    x, (w, b) = (
+        image(2, 24, 7, 5, dtype=dtype, layout=layout, mean=30.0),
+        parameters(24, dtype),
+    )
+    if (
+        how == "eager"
+    ):  # torch's kernel: with parameters in 16 bits its statistics are so backward
         w, b = module._wide(x, w), module._wide(x, b)
     function = {"eager": layer_norm2d, "formula": formula}.get(how)
     function = function or torch.compile(layer_norm2d, fullgraph=True)
@@ -167,18 +178,27 @@ def test_output_and_gradients_are_those_of_float64_rounded_once(how, layout, dty
 def test_parameters_of_any_dtype(dtype, given):
     """Where torch has no kernel for the two they are widened to the dtype of computation."""
     x, (w, b) = image(2, 6, 4, 4, dtype=dtype), parameters(6)
-    for tensors in ((x, w.to(given), b), (x, w, b.to(given)), (x, w.to(given), b.to(given))):
+    for tensors in (
+        (x, w.to(given), b),
+        (x, w, b.to(given)),
+        (x, w.to(given), b.to(given)),
+    ):
         results, references = step(layer_norm2d, *tensors), step(exact, *tensors)
         assert [t.dtype for t in results] == [dtype, *(t.dtype for t in tensors)]
         # A rounding of each result, the sums of torch, and statistics of a mean of 1 and a standard
         # deviation of 2 in the dtype of the parameters.
         limit = summed(x) + max(torch.finfo(t.dtype).eps for t in results) + 1e-6
-        assert all(error(*pair) < limit for pair in zip(results, references, strict=True))
+        assert all(
+            error(*pair) < limit for pair in zip(results, references, strict=True)
+        )
 
 
 @each_layout
 def test_twice_differentiable(layout):
-    x, w, b = image(2, 3, 2, 2, dtype=torch.float64, layout=layout), *parameters(3, torch.float64)
+    x, w, b = (
+        image(2, 3, 2, 2, dtype=torch.float64, layout=layout),
+        *parameters(3, torch.float64),
+    )
     leaves = [t.requires_grad_() for t in (x, w, b)]
     for function in (layer_norm2d, formula):
         assert torch.autograd.gradcheck(function, leaves)
@@ -259,7 +279,10 @@ def test_constructor_is_timms():
 # torch's own: TorchScript is deprecated, and still what servers run.
 @parametrize("bias", [True, False])
 def test_scripted_saved_and_loaded(layout, affine, bias):
-    norm, x = fp8.LayerNorm2d(6, affine=affine, bias=bias), image(2, 6, 4, 4, layout=layout)
+    norm, x = (
+        fp8.LayerNorm2d(6, affine=affine, bias=bias),
+        image(2, 6, 4, 4, layout=layout),
+    )
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(norm), file)
     file.seek(0)
@@ -272,8 +295,12 @@ def test_scripted_saved_and_loaded(layout, affine, bias):
 @each_layout
 def test_exported_to_torchs_operations(layout):
     norm, x = fp8.LayerNorm2d(6), image(2, 6, 4, 4, layout=layout)
-    program = torch.export.export(norm, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    program = torch.export.export(
+        norm, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)
+    )
+    names = {
+        str(node.target) for node in program.graph.nodes if node.op == "call_function"
+    }
     assert names
     assert all(name.startswith("aten.") for name in names)
     for batch in (x, torch.cat([x, x + 1]).contiguous(memory_format=FORMATS[layout])):
@@ -302,7 +329,10 @@ def test_errors_name_what_was_given():
     for dtype in (torch.int64, torch.cfloat):
         with pytest.raises(TypeError, match=str(dtype).rpartition(".")[2]):
             layer_norm2d(torch.ones(2, 4, dtype=dtype))
-    for affine, what in ((True, "weight must have shape"), (False, "8 channels, its input 7")):
+    for affine, what in (
+        (True, "weight must have shape"),
+        (False, "8 channels, its input 7"),
+    ):
         with pytest.raises(ValueError, match=what):
             fp8.LayerNorm2d(8, affine=affine)(torch.ones(2, 7, 3, 3))
     with pytest.raises(torch.jit.Error, match="8 channels, its input 7"):

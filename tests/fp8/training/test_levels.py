@@ -21,7 +21,9 @@ OPTIMIZERS = {
     "fp8.Adam": fp8.optim.Adam,
     "fp8.AdamW": fp8.optim.AdamW,
     "uu.Adam": lambda p, **k: uu.optim.Adam(p, allow_non_unit_scaling_params=True, **k),
-    "uu.AdamW": lambda p, **k: uu.optim.AdamW(p, allow_non_unit_scaling_params=True, **k),
+    "uu.AdamW": lambda p, **k: uu.optim.AdamW(
+        p, allow_non_unit_scaling_params=True, **k
+    ),
 }
 
 each_level = parametrize("level", LEVELS)
@@ -29,7 +31,9 @@ each_level = parametrize("level", LEVELS)
 
 def build(optimizer=torch.optim.AdamW, lr=1e-2):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 8))
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 8)
+    )
     return model, optimizer(model.parameters(), lr=lr)
 
 
@@ -76,7 +80,9 @@ def test_it_is_the_same_optimizer(name):
     assert same_optimizer is optimizer
     assert isinstance(optimizer, getattr(fp8.optim, name.rpartition(".")[2]))
     assert optimizer.param_groups is groups
-    assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.parameters()}
+    assert {id(p) for g in groups for p in g["params"]} == {
+        id(p) for p in model.parameters()
+    }
     steps(model, optimizer, 1)
     schedule.step()
     assert [group["lr"] for group in groups] == [rate * 0.5 for rate in rates]
@@ -98,21 +104,31 @@ def test_a_training_under_way_goes_on(level):
     steps(other, expected, 1, 20)
     moved = [q - p for p, q in zip(before, numbers(other), strict=True)]
     if level != "O3":  # there the weight is coarser than a step: the master moves
-        error = [q - p - d for p, q, d in zip(after, numbers(model), moved, strict=True)]
+        error = [
+            q - p - d for p, q, d in zip(after, numbers(model), moved, strict=True)
+        ]
         assert sum(e.norm() for e in error) < 0.2 * sum(d.norm() for d in moved)
-    names = {name.partition("_")[0] for state in optimizer.state.values() for name in state}
+    names = {
+        name.partition("_")[0] for state in optimizer.state.values() for name in state
+    }
     assert ("master" in names) == (level == "O3")
 
 
 @each_level
 def test_ties_frozen_parameters_tags_and_groups(level):
-    model = nn.ModuleDict({"embed": nn.Embedding(8, 16), "head": nn.Linear(16, 8, bias=False)})
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(8, 16), "head": nn.Linear(16, 8, bias=False)}
+    )
     model["head"].weight = model["embed"].weight
     model["other"] = nn.Linear(16, 16)
     model["other"].weight.requires_grad_(False)
     model["head"].weight.mup_type = "output"
     groups = [
-        {"params": [model["head"].weight, model["other"].weight], "lr": 0.1, "weight_decay": 0.3},
+        {
+            "params": [model["head"].weight, model["other"].weight],
+            "lr": 0.1,
+            "weight_decay": 0.3,
+        },
         {"params": [model["other"].bias], "name": "rest"},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
@@ -142,21 +158,31 @@ def test_what_the_optimizer_does_not_train_stays():
 def test_without_an_optimizer():
     model, optimizer = fp8.initialize(build()[0])
     assert isinstance(optimizer, fp8.optim.AdamW)
-    assert fp8.report(model).notes[0].endswith("that AdamW trains, made here with lr=0.001")
+    assert (
+        fp8.report(model)
+        .notes[0]
+        .endswith("that AdamW trains, made here with lr=0.001")
+    )
 
 
 def test_what_has_no_level_is_reported():
     model = nn.LSTM(8, 8)
-    with pytest.warns(fp8.warnings.ConvertWarning, match="one kernel computes all its products"):
+    with pytest.warns(
+        fp8.warnings.ConvertWarning, match="one kernel computes all its products"
+    ):
         fp8.initialize(model, torch.optim.Adam(model.parameters()), "O3")
     (line,) = fp8.report(model).notes
-    assert line.startswith("level O3: 0 weights of linear layers and convolutions in e4m3, of 4 ")
+    assert line.startswith(
+        "level O3: 0 weights of linear layers and convolutions in e4m3, of 4 "
+    )
 
 
 # --- gradients ----------------------------------------------------------------------------------
 
 
-@parametrize(("level", "where", "bad"), [("O1", "bias", math.inf), ("O3", "weight", math.nan)])
+@parametrize(
+    ("level", "where", "bad"), [("O1", "bias", math.inf), ("O3", "weight", math.nan)]
+)
 def test_a_step_with_a_bad_gradient_is_skipped_and_counted(level, bad, where):
     model, optimizer = build()
     fp8.initialize(model, optimizer, level)
@@ -181,7 +207,9 @@ ALLOWED = {"O1": 11.1, "O2": 6.1, "O3": 7.1}
 @pytest.mark.proves("MS-AMP", "the precisions of O1, O2, O3", how="own")
 @each_level
 def test_bytes(level):
-    model = nn.Sequential(nn.Conv2d(3, 64, 7, bias=False), nn.Flatten(), nn.Linear(256, 64, False))
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 7, bias=False), nn.Flatten(), nn.Linear(256, 64, False)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     fp8.initialize(model, optimizer, level)
     count = sum(p.numel() for p in model.parameters())
@@ -192,7 +220,9 @@ def test_bytes(level):
         optimizer.step()
         found = fp8.optim.state_bytes(optimizer)
         assert sum(found.values()) <= (ALLOWED[level] + gradient - 1) * count
-        assert found["weight"] == pytest.approx(count if level == "O3" else 2 * count, rel=0.01)
+        assert found["weight"] == pytest.approx(
+            count if level == "O3" else 2 * count, rel=0.01
+        )
         assert found["gradient"] == pytest.approx(gradient * count, rel=0.01)
 
 
@@ -262,21 +292,38 @@ def test_bad_input_changes_nothing():
             fp8.initialize(*args, **kwargs)
 
     refused(
-        ValueError, "unknown opt_level 'O4'; choose one of 'O1', 'O2', 'O3'", model, optimizer, "O4"
+        ValueError,
+        "unknown opt_level 'O4'; choose one of 'O1', 'O2', 'O3'",
+        model,
+        optimizer,
+        "O4",
     )
     refused(ValueError, "unknown recipe", model, optimizer, recipe="none")
     refused(ValueError, "not the model's", model, others)
-    refused(TypeError, "SGD is not supported", model, torch.optim.SGD(model.parameters()))
+    refused(
+        TypeError, "SGD is not supported", model, torch.optim.SGD(model.parameters())
+    )
     refused(TypeError, "Unknown", model, Unknown(model.parameters()))
     refused(TypeError, "nn.Module", "model", optimizer)
-    refused(TypeError, "needs a torch optimizer, got generator", model, model.parameters())
+    refused(
+        TypeError, "needs a torch optimizer, got generator", model, model.parameters()
+    )
     refused(ValueError, "unknown opt_level", model, optimizer, ["O1"])
-    refused(ValueError, "amsgrad", model, torch.optim.Adam(model.parameters(), amsgrad=True))
-    mixed = nn.Sequential(model[0], nn.ParameterList([torch.zeros(2).to(torch.float8_e5m2)]))
+    refused(
+        ValueError, "amsgrad", model, torch.optim.Adam(model.parameters(), amsgrad=True)
+    )
+    mixed = nn.Sequential(
+        model[0], nn.ParameterList([torch.zeros(2).to(torch.float8_e5m2)])
+    )
     refused(TypeError, "float8_e5m2", mixed, torch.optim.Adam(mixed.parameters()))
     refused(ValueError, "fully_shard", DeepSpeedEngine(), optimizer)
     wrapper = nn.Sequential(nn.DataParallel(model[0]))
-    refused(ValueError, r"DataParallel \(0\)", wrapper, torch.optim.Adam(wrapper.parameters()))
+    refused(
+        ValueError,
+        r"DataParallel \(0\)",
+        wrapper,
+        torch.optim.Adam(wrapper.parameters()),
+    )
     assert same(numbers(model), state)
     assert [type(p) for p in model.parameters()] == kinds
     assert type(optimizer) is torch.optim.AdamW

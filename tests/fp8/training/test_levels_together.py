@@ -25,7 +25,9 @@ unit_adamw = partial(uu.optim.AdamW, allow_non_unit_scaling_params=True)
 each_level = parametrize("level", LEVELS)
 
 
-def build(level, recipe="unit", optimizer=torch.optim.AdamW, transform=lambda model: model):
+def build(
+    level, recipe="unit", optimizer=torch.optim.AdamW, transform=lambda model: model
+):
     torch.manual_seed(0)
     model = transform(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
     return fp8.initialize(model, optimizer(model.parameters(), lr=1e-2), level, recipe)
@@ -74,7 +76,9 @@ def test_a_model_inside_of_ddp_is_refused():
     model = nn.Sequential(nn.Linear(16, 32))
     parallel = nn.parallel.DistributedDataParallel(nn.Sequential(model))
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"0\.weight is still in use: a DistributedDataParallel"):
+    with pytest.raises(
+        ValueError, match=r"0\.weight is still in use: a DistributedDataParallel"
+    ):
         fp8.initialize(model, optimizer)
     del parallel
     loss = model(torch.randn(2, 16)).sum()
@@ -88,7 +92,9 @@ def test_a_model_inside_of_ddp_is_refused():
 def test_shards_are_refused():
     """They would be plain tensors, which the optimizer does not have."""
     model, _ = build("O2")
-    with pytest.raises(ValueError, match="weight has a level, which no shard of it has"):
+    with pytest.raises(
+        ValueError, match="weight has a level, which no shard of it has"
+    ):
         fully_shard(model)
     assert isinstance(model[0].weight, ScaledTensor)
 
@@ -111,12 +117,16 @@ def test_resume_from_a_distributed_checkpoint(level, before, tmp_path):
     """Into a model that has been trained, and into a new one, whose states are not there yet."""
     model, optimizer = build(level)
     run(model, optimizer)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    state = dict(
+        zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
+    )
     dcp.save(state, checkpoint_id=tmp_path)
     expected = run(model, optimizer)
     model, optimizer = build(level)
     run(model, optimizer, before)
-    read = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    read = dict(
+        zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
+    )
     dcp.load(read, checkpoint_id=tmp_path)
     weights, states = read.values()
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
@@ -152,7 +162,9 @@ def test_a_change_of_dtype_in_training(level):
     losses = run(model, optimizer, 6)
     for dtype in (torch.bfloat16, torch.float32):
         model.to(dtype)
-        losses += run(model, optimizer, 6, lambda x, dtype=dtype: model(x.to(dtype)).float())
+        losses += run(
+            model, optimizer, 6, lambda x, dtype=dtype: model(x.to(dtype)).float()
+        )
         names = set(optimizer.state[model[0].bias])
         assert ("master" in names) == (level == "O3" and dtype == torch.bfloat16)
     assert losses[17] < losses[11] < losses[5] < losses[0]

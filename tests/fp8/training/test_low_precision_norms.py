@@ -66,7 +66,9 @@ class Model(nn.Module):
 
 def low(model, precision=None):
     """The model, with norms of every type in low precision."""
-    return fp8.apply_low_precision_layernorm(model, precision, where=lambda name, norm: True)
+    return fp8.apply_low_precision_layernorm(
+        model, precision, where=lambda name, norm: True
+    )
 
 
 def norms_of(model):
@@ -95,7 +97,9 @@ def dtypes(model, x):
     """Module -> the dtype of its output."""
     found = {}
     handles = [
-        module.register_forward_hook(lambda m, a, y, name=name: found.update({name: y.dtype}))
+        module.register_forward_hook(
+            lambda m, a, y, name=name: found.update({name: y.dtype})
+        )
         for name, module in model.named_modules()
     ]
     model(x)
@@ -104,7 +108,9 @@ def dtypes(model, x):
     return found
 
 
-@pytest.mark.proves("Composer", "autocast off inside, input in low precision", how="own")
+@pytest.mark.proves(
+    "Composer", "autocast off inside, input in low precision", how="own"
+)
 @pytest.mark.proves("timm", "GroupNorm as well", how="own")
 @pytest.mark.proves("timm", "fast norm", how="own")
 def test_follows_autocast_and_does_nothing_outside(model, x):
@@ -196,8 +202,12 @@ def test_report_names_every_norm_and_why(model):
     assert why["group"] == "not chosen"
     assert why["own"] == why["batch"] == why["permuting"]
     assert "computes otherwise than LayerNorm, RMSNorm" in why["own"]
-    assert {row.why for row in report if row.path == "norm"} == {"the dtype of autocast"}
-    root = fp8.apply_low_precision_layernorm(nn.LayerNorm(4), "amp_fp16")  # not by Composer's
+    assert {row.why for row in report if row.path == "norm"} == {
+        "the dtype of autocast"
+    }
+    root = fp8.apply_low_precision_layernorm(
+        nn.LayerNorm(4), "amp_fp16"
+    )  # not by Composer's
     assert norms_of(root)[0].why == "float16"
 
 

@@ -56,7 +56,10 @@ def reference(level, steps):
         m = np.float32(BETAS[0]) * m + np.float32(1 - BETAS[0]) * g
         v = np.float32(BETAS[1]) * v + np.float32(1 - BETAS[1]) * g * g
         root = np.sqrt(v) / np.float32((1 - BETAS[1] ** step) ** 0.5) + np.float32(EPS)
-        w = w * np.float32(1 - LR * DECAY) - np.float32(LR / (1 - BETAS[0] ** step)) * m / root
+        w = (
+            w * np.float32(1 - LR * DECAY)
+            - np.float32(LR / (1 - BETAS[0] ** step)) * m / root
+        )
         w, m, v = stored(w, of_master or of_weight), stored(m, first), stored(v, second)
     return w
 
@@ -66,7 +69,9 @@ def ours(level, steps):
     model = nn.Linear(128, 64, bias=False)
     with torch.no_grad():
         model.weight.copy_(weight)
-    optimizer = torch.optim.AdamW(model.parameters(), LR, BETAS, EPS, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), LR, BETAS, EPS, weight_decay=DECAY
+    )
     fp8.initialize(model, optimizer, level, recipe=None)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -74,7 +79,9 @@ def ours(level, steps):
         optimizer.step()
     other = nn.Linear(128, 64, bias=False)
     other.load_state_dict(model.state_dict())
-    fp8.optim.AdamW(other.parameters()).load_state_dict(optimizer.state_dict())  # masters of O3
+    fp8.optim.AdamW(other.parameters()).load_state_dict(
+        optimizer.state_dict()
+    )  # masters of O3
     return other.weight.detach().numpy()
 
 

@@ -20,7 +20,9 @@ NORMS = {
     ),
     "rms_norm": (
         lambda affine: nn.RMSNorm(C, elementwise_affine=affine),
-        lambda x, weight=None: F.rms_norm(x, (C,), weight, torch.finfo(torch.float32).eps),
+        lambda x, weight=None: F.rms_norm(
+            x, (C,), weight, torch.finfo(torch.float32).eps
+        ),
         (64, C),
     ),
     "group_norm": (
@@ -51,7 +53,9 @@ def made(name, precision=None, mean=0.0, affine=True):
     names = [n for n, _ in module.named_parameters()]
 
     def run(x, *parameters):
-        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), x)
+        return torch.func.functional_call(
+            module, dict(zip(names, parameters, strict=True)), x
+        )
 
     return run, [torch.randn(shape) + mean, *(torch.randn(C) + 1 for _ in names)]
 
@@ -64,7 +68,9 @@ def gradients(function, tensors):
 
 
 def error(value, reference):
-    return float((value.double() - reference.double()).norm() / reference.double().norm())
+    return float(
+        (value.double() - reference.double()).norm() / reference.double().norm()
+    )
 
 
 @pytest.mark.proves("Composer", "math equivalent", how="own")
@@ -72,7 +78,9 @@ def error(value, reference):
 @parametrize("precision", PRECISIONS)
 @each_norm
 @parametrize("mean", [0.0, 20.0])
-def test_rounded_operands_wide_statistics_one_rounding_of_the_output(name, precision, mean):
+def test_rounded_operands_wide_statistics_one_rounding_of_the_output(
+    name, precision, mean
+):
     dtype, (norm, tensors) = PRECISIONS[precision], made(name, precision, mean)
     y = norm(*tensors)
     reference = NORMS[name][1](*(t.to(dtype).double() for t in tensors))
@@ -93,10 +101,14 @@ def test_gradients_use_wide_statistics(name, affine):
     got = gradients(norm, tensors)
     assert error(got[0], references[0]) < 0.004  # the rounding to bfloat16
     for value, reference in zip(got[1:], references[1:], strict=True):
-        assert error(value, reference) < 0.02  # torch's kernels on a CPU sum rows in bfloat16
+        assert (
+            error(value, reference) < 0.02
+        )  # torch's kernels on a CPU sum rows in bfloat16
 
 
-@pytest.mark.proves("Composer", "autocast off inside, input in low precision", how="own")
+@pytest.mark.proves(
+    "Composer", "autocast off inside, input in low precision", how="own"
+)
 @each_norm
 def test_in_autocasts_dtype_and_outside_as_it_came(name):
     norm, tensors = made(name)

@@ -24,8 +24,13 @@ from tests.launch import run_ranks
 
 WORLD, TOKENS, WIDTH = 2, 256, 32
 RECIPES = ("unit", "mxfp8", "bf16")
-LOSS_SCALE = 4096.0  # no gradient is subnormal in e5m2, where a factor of 2 changes the rounding
-BOUND = {None: 2 * TOKENS * 2**-24, torch.bfloat16: 2.0**-7}  # bf16: each part is rounded to it
+LOSS_SCALE = (
+    4096.0  # no gradient is subnormal in e5m2, where a factor of 2 changes the rounding
+)
+BOUND = {
+    None: 2 * TOKENS * 2**-24,
+    torch.bfloat16: 2.0**-7,
+}  # bf16: each part is rounded to it
 
 
 def make():
@@ -70,7 +75,9 @@ def compare(loss, grads, mine, got, bound):
     dist.all_reduce(mine)
     torch.testing.assert_close(mine / WORLD, loss, rtol=bound, atol=0)
     for one, other in zip(got, grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=bound * float(other.abs().max()) * 4)
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=bound * float(other.abs().max()) * 4
+        )
 
 
 def check_delayed(wrap):
@@ -80,7 +87,9 @@ def check_delayed(wrap):
     run(one, None, 1, None, 1, 0)
     run(model, None, 1, None, WORLD, dist.get_rank())
     fp8.reduce_amax(model)
-    for (name, mine), (_, whole) in zip(model.named_buffers(), one.named_buffers(), strict=True):
+    for (name, mine), (_, whole) in zip(
+        model.named_buffers(), one.named_buffers(), strict=True
+    ):
         larger = WORLD if name.endswith("grad") else 1
         torch.testing.assert_close(mine, larger * whole, rtol=1e-6, atol=0)
     loss, grads = run(one, None, 1, None, 1, 0)
@@ -101,6 +110,8 @@ def check_ranks(rank, store):
 
 
 @pytest.mark.proves("MS-AMP", "communication in FP8", how="own")
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+@pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="this torch is built without gloo"
+)
 def test_two_processes(tmp_path):
     run_ranks(check_ranks, 2, tmp_path / "store")

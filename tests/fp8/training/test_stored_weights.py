@@ -32,7 +32,11 @@ class Model(nn.Module):
 
 
 def weights(model):
-    return [p for name, p in model.named_parameters() if "weight" in name and "norm" not in name]
+    return [
+        p
+        for name, p in model.named_parameters()
+        if "weight" in name and "norm" not in name
+    ]
 
 
 def build(format="fp16", recipe=None):
@@ -56,7 +60,13 @@ def plain_model(model, recipe=None):
 @pytest.mark.proves("the field", "weights kept in FP8", how="own")
 @parametrize(
     ("format", "recipe"),
-    [("fp16", None), ("fp16", "tensor"), ("e4m3", "unit"), ("e4m3", "row"), ("e4m3", "nvfp4")],
+    [
+        ("fp16", None),
+        ("fp16", "tensor"),
+        ("e4m3", "unit"),
+        ("e4m3", "row"),
+        ("e4m3", "nvfp4"),
+    ],
 )
 def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):
     """To the bit, and the gradients are theirs, stored."""
@@ -71,7 +81,9 @@ def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):
     kinds = set()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         kinds.add(type(p.grad))
-        expected = scaled(q.grad, "e4m3") if isinstance(p.grad, ScaledTensor) else q.grad
+        expected = (
+            scaled(q.grad, "e4m3") if isinstance(p.grad, ScaledTensor) else q.grad
+        )
         assert torch.equal(dequantized(p.grad), dequantized(expected))
     assert kinds == {torch.Tensor, ScaledTensor}
 
@@ -80,15 +92,22 @@ def test_hooks_and_gradients_stay():
     model = Model()
     calls = []
     model.conv.weight.register_hook(lambda grad: calls.append("grad"))
-    model.conv.weight.register_post_accumulate_grad_hook(lambda p: calls.append(type(p.grad)))
+    model.conv.weight.register_post_accumulate_grad_hook(
+        lambda p: calls.append(type(p.grad))
+    )
     model.attention.in_proj_weight.requires_grad_(False)
     model(ids()).backward()
     calls.clear()
-    gradient, names = model.conv.weight.grad.clone(), list(dict(model.named_parameters()))
+    gradient, names = (
+        model.conv.weight.grad.clone(),
+        list(dict(model.named_parameters())),
+    )
     assert len(scale_weights(model, weights(model), "fp16", "e4m3")) == 4
     assert list(dict(model.named_parameters())) == names
     assert type(model.norm.weight) is type(model.conv.bias) is nn.Parameter
-    assert torch.equal(dequantized(model.conv.weight.grad), dequantized(scaled(gradient, "e4m3")))
+    assert torch.equal(
+        dequantized(model.conv.weight.grad), dequantized(scaled(gradient, "e4m3"))
+    )
     model(ids()).backward()
     assert calls == ["grad", ScaledTensor]
     assert model.attention.in_proj_weight.grad is None
@@ -105,7 +124,10 @@ def test_files_are_plain_and_exact(format, tmp_path):
     safetensors.save_model(model, tmp_path / "tied.safetensors")
     del state["head.weight"]  # tied, which safetensors has no form for
     safetensors.save_file(state, tmp_path / "model.safetensors")
-    assert safetensors.load_model(build(format), tmp_path / "tied.safetensors") == (set(), [])
+    assert safetensors.load_model(build(format), tmp_path / "tied.safetensors") == (
+        set(),
+        [],
+    )
     for read in (
         torch.load(tmp_path / "model.pt", weights_only=True),
         safetensors.load_file(tmp_path / "model.safetensors"),

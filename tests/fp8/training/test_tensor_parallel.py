@@ -9,9 +9,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -29,7 +38,9 @@ from unit_scaling.transforms import unit_scale
 WORLD = int(os.environ.get("WORLD", "2"))
 WIDTH, TOKENS = 128, 8
 SCALED = (
-    ["tensor", "row"] if WORLD == 4 else ["unit", "tensor", "delayed", "static", "row", "mxfp8"]
+    ["tensor", "row"]
+    if WORLD == 4
+    else ["unit", "tensor", "delayed", "static", "row", "mxfp8"]
 )
 
 
@@ -66,7 +77,9 @@ def plan(sequence):
     return {
         "norm": SequenceParallel(),
         "mlp": PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=False
+            input_layouts=Shard(1),
+            desired_input_layouts=Replicate(),
+            use_local_output=False,
         ),
         "mlp.gate": ColwiseParallel(),
         "mlp.up": ColwiseParallel(),
@@ -104,7 +117,9 @@ def check_model(kind, recipe, sequence):
         want.backward(g)
         close(y, want)
         close(full(mine.grad), theirs.grad)
-        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        for (name, p), q in zip(
+            model.named_parameters(), whole.parameters(), strict=True
+        ):
             close(full(p.grad), q.grad, name)
         model.zero_grad()
         whole.zero_grad()
@@ -118,14 +133,20 @@ def check_optimizers():
         model = model_of("plain", "unit")
         whole, mesh = copy.deepcopy(model), dist.init_device_mesh("cpu", (WORLD,))
         parallelize_module(model, mesh, plan(sequence=True))
-        optimizers = [fp8.optim.AdamW(m.parameters(), 0.01, **options) for m in (model, whole)]
+        optimizers = [
+            fp8.optim.AdamW(m.parameters(), 0.01, **options) for m in (model, whole)
+        ]
         for x in torch.randn(3, 2, TOKENS, WIDTH):
-            (full(model(distribute_tensor(x, mesh, [Shard(1)]))) - x).square().mean().backward()
+            (
+                full(model(distribute_tensor(x, mesh, [Shard(1)]))) - x
+            ).square().mean().backward()
             (whole(x) - x).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        for (name, p), q in zip(
+            model.named_parameters(), whole.parameters(), strict=True
+        ):
             close(full(p), q, name)
 
 
@@ -137,13 +158,18 @@ def close(got, want, name=""):
 def check_casts():
     """Every cast of every recipe, of operands that are divided along each dimension, to the bit."""
     mesh = dist.init_device_mesh("cpu", (WORLD,))
-    x = torch.randn(32 * WORLD, 128 * WORLD) * torch.logspace(-4, 4, 32 * WORLD)[:, None]
+    x = (
+        torch.randn(32 * WORLD, 128 * WORLD)
+        * torch.logspace(-4, 4, 32 * WORLD)[:, None]
+    )
     zeros = x.clone()
     zeros[:32] = zeros[:, :128] = 0  # all of the first part
     nonfinite = x.clone()
     nonfinite[0, 0], nonfinite[-1, -1] = torch.inf, torch.nan
     twice = torch.stack([x, x / 7])
-    casts = {c for r in fp8.RECIPES.values() for c in r.casts if c and not c.keeps_history}
+    casts = {
+        c for r in fp8.RECIPES.values() for c in r.casts if c and not c.keeps_history
+    }
     for cast in sorted((c for c in casts if not lowered(c).is_random), key=str):
         for tensor in (zeros, nonfinite, x.bfloat16()):
             for axis in (-1, -2):
@@ -172,7 +198,9 @@ def check_refused():
     mesh = dist.init_device_mesh("cpu", (WORLD,))
     model = fp8.convert(nn.Linear(16 * WORLD, 48), "mxfp8")
     parallelize_module(model, mesh, RowwiseParallel())
-    with pytest.raises(ValueError, match="not made of whole tiles of 32 that share a scale"):
+    with pytest.raises(
+        ValueError, match="not made of whole tiles of 32 that share a scale"
+    ):
         model(torch.randn(4, 16))
     model = fp8.convert(nn.Linear(16 * WORLD, 48), "quartet2")
     parallelize_module(model, mesh, RowwiseParallel())
@@ -180,7 +208,9 @@ def check_refused():
     with pytest.raises(ValueError, match=r"random signs .* tensor parallelism"):
         model(x).sum().backward()
     divided = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel())
-    with pytest.raises(ValueError, match="weight has no level, because processes divide it"):
+    with pytest.raises(
+        ValueError, match="weight has no level, because processes divide it"
+    ):
         fp8.initialize(divided, torch.optim.AdamW(divided.parameters()), "O2")
     with pytest.raises(ValueError, match="store_frozen takes whole weights"):
         fp8.store_frozen(divided.requires_grad_(False))
@@ -204,7 +234,9 @@ def check_two_dimensions(folder):
                 optimizer.step()
                 optimizer.zero_grad()
             close(losses[0].detach(), losses[1].detach())
-        for (name, p), q in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        for (name, p), q in zip(
+            model.named_parameters(), whole.named_parameters(), strict=True
+        ):
             close(full(p), q[1], name)
         path = folder / f"checkpoint {recipe}"
         dcp.save(get_model_state_dict(model), checkpoint_id=path)
@@ -241,7 +273,9 @@ def check_ranks(rank, store):
 
 
 @pytest.mark.proves("the field", "tensor and sequence parallelism", how="own")
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+@pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="this torch is built without gloo"
+)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_parallelize_module(world, tmp_path):
     run_ranks(check_ranks, world, tmp_path / "store", warnings="default")

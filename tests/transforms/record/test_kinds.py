@@ -26,7 +26,9 @@ def test_added_arguments_are_those_of_torch(kind):
 
 def test_every_product_with_a_bias_is_listed():
     """Except grouped_mm, which has one in torch's signature and refuses it."""
-    with_bias = {kind for kind in PRODUCTS - {"grouped_mm"} if "bias" in arguments(kind)}
+    with_bias = {
+        kind for kind in PRODUCTS - {"grouped_mm"} if "bias" in arguments(kind)
+    }
     assert with_bias == {kind for kind, (_, added) in ADDED.items() if added == "bias"}
     assert with_bias >= LAYERS
     assert ADDED.keys() <= PRODUCTS

@@ -37,7 +37,9 @@ def expected(seed=0):
 def check_set(model, reference=None):
     """Values and tags are those of a batch, and nothing is left of the hooks."""
     reference = expected() if reference is None else reference
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+    for (name, p), q in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
         assert torch.equal(p, q), name
         assert tags_of(p) == tags_of(q), name
     assert not hooks_of(model)
@@ -75,7 +77,9 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the model first", "the copy first"])
+@pytest.mark.parametrize(
+    "order", [(0, 1), (1, 0)], ids=["the model first", "the copy first"]
+)
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_is_set_with_the_model(model, name, order):
     models = (model, COPIES[name](model))
@@ -123,7 +127,9 @@ def test_every_copy_has_the_report(model):
     other, part = copy.deepcopy(model), copy.deepcopy(model.blocks[0])
     assert "not run yet" in str(uu.report(model))
     uu.verify(other, batch())  # which runs a copy of it
-    assert list(uu.report(model)) == list(uu.report(other)) == list(uu.report(expected()))
+    assert (
+        list(uu.report(model)) == list(uu.report(other)) == list(uu.report(expected()))
+    )
     assert "This is a copy" in str(uu.report(part))
 
 
@@ -164,7 +170,9 @@ def test_a_copy_without_what_the_other_has_keeps_values_with_a_warning(model):
     """The model that ran first was edited, so that nothing is known of what it has lost."""
     other = copy.deepcopy(model)
     del model.blocks[1]
-    with pytest.warns(ScaleWarning, match=r"10 parameters \(as blocks.1.norm1.weight\) of a copy"):
+    with pytest.warns(
+        ScaleWarning, match=r"10 parameters \(as blocks.1.norm1.weight\) of a copy"
+    ):
         model(*batch())
     assert torch.equal(other.blocks[1].up.weight, gpt().blocks[1].up.weight)
     uu.optim.AdamW(other.parameters()).step()
@@ -178,15 +186,21 @@ def test_vectors_of_parameters(model):
     vector = parameters_to_vector(model.parameters())
     vector_to_parameters(vector + 0.01, model.parameters())
     written = copy.deepcopy(model.state_dict())
-    with pytest.warns(ScaleWarning, match=r"10 weights \(as tokens.weight\) were written after"):
+    with pytest.warns(
+        ScaleWarning, match=r"10 weights \(as tokens.weight\) were written after"
+    ):
         model(*batch())
-    assert all(torch.equal(value, written[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, written[name]) for name, value in model.state_dict().items()
+    )
 
 
 def test_weights_that_are_half_written_are_named(model):
     perturbed(model, "blocks.0.up.weight", "blocks.1.down.bias")
     before = model.blocks[0].up.weight.detach().clone()
-    with pytest.warns(ScaleWarning, match=r"1 weights \(as blocks.0.up.weight\).*half scaled"):
+    with pytest.warns(
+        ScaleWarning, match=r"1 weights \(as blocks.0.up.weight\).*half scaled"
+    ):
         model(*batch())
     assert torch.equal(model.blocks[0].up.weight, before)
     assert torch.equal(model.blocks[0].qkv.weight, expected().blocks[0].qkv.weight)
@@ -219,7 +233,9 @@ def test_a_checkpoint_of_a_scaled_model_is_loaded_as_it_is():
 
 def test_a_part_that_runs_before_the_model_is_named():
     model, x = unit_scale(gpt()), torch.randn(2, 4, 32)
-    with pytest.warns(ScaleWarning, match=r"blocks.1 runs before the model .* as a whole"):
+    with pytest.warns(
+        ScaleWarning, match=r"blocks.1 runs before the model .* as a whole"
+    ):
         y = model.blocks[1](x)
     assert torch.equal(y, gpt().blocks[1](x))
     model(*batch())
@@ -346,15 +362,24 @@ REFUSED = {
     "torch.func.functional_call or DataParallel": replicated,
     "torch.vmap": lambda model: torch.vmap(model)(X),
     "torch.export": lambda model: torch.export.export(model, (X,)),
-    "fullgraph=True": lambda model: torch.compile(model, backend="eager", fullgraph=True)(X),
-    "a call on the meta device": lambda model: copy.deepcopy(model).to("meta")(X.to("meta")),
+    "fullgraph=True": lambda model: torch.compile(
+        model, backend="eager", fullgraph=True
+    )(X),
+    "a call on the meta device": lambda model: copy.deepcopy(model).to("meta")(
+        X.to("meta")
+    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # dynamo's
 @pytest.mark.parametrize("name", REFUSED)
 def test_first_calls_without_values_are_refused(name):
-    model, said = unit_scale(mlp()), f"call it once, or pass batch= to unit_scale, before {name}"
+    model, said = (
+        unit_scale(mlp()),
+        f"call it once, or pass batch= to unit_scale, before {name}",
+    )
     with pytest.raises(Exception, match=said):
         REFUSED[name](model)
     model(X)
@@ -366,7 +391,9 @@ def test_first_calls_without_values_are_refused(name):
 
 
 @pytest.mark.parametrize("cls", [uu.optim.SGD, uu.optim.AdamW])
-def test_an_optimizer_that_is_made_before_has_the_rates_of_one_that_is_made_after(model, cls):
+def test_an_optimizer_that_is_made_before_has_the_rates_of_one_that_is_made_after(
+    model, cls
+):
     early = cls(model.parameters(), lr=0.1)
     pickled = copy.deepcopy((model, early))
     model(*batch())
@@ -434,7 +461,9 @@ def test_nothing_is_left_of_a_model(called):
 def two_models():
     """Of the same class and shapes."""
     torch.manual_seed(0)
-    return [unit_scale(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))) for _ in range(2)]
+    return [
+        unit_scale(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))) for _ in range(2)
+    ]
 
 
 def check_orders(rank, store):
@@ -456,6 +485,8 @@ def check_orders(rank, store):
     assert scales[0] / scales[4] > 16  # each has its own numbers
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+@pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="this torch is built without gloo"
+)
 def test_processes_that_call_in_other_orders(tmp_path):
     run_ranks(check_orders, 2, tmp_path / "store")

@@ -50,21 +50,29 @@ def test_the_result_is_a_plain_model(name, pending):
     if pending:
         loss_of(ours, x)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
-    classes, expected = ({n: type(m) for n, m in x.named_modules()} for x in (ours, model))
+    classes, expected = (
+        {n: type(m) for n, m in x.named_modules()} for x in (ours, model)
+    )
     assert classes == expected
     assert len(hooks_of(ours)) == len(hooks_of(model))
     assert dict(ours.named_buffers()).keys() == dict(model.named_buffers()).keys()
     other = plain(name)
     other.load_state_dict(ours.state_dict(), strict=True)
     for mode in (True, False):
-        results = [loss_of(copy.deepcopy(each).train(mode), x) for each in (ours, other)]
+        results = [
+            loss_of(copy.deepcopy(each).train(mode), x) for each in (ours, other)
+        ]
         assert torch.equal(*results)
     assert calls(ours, x) == calls(other, x)
 
 
 def sizes_of(report):
     """The RMS of each result that a report has."""
-    return [float(row.why.split("RMS ")[1].split(";")[0]) for row in report if "RMS" in row.why]
+    return [
+        float(row.why.split("RMS ")[1].split(";")[0])
+        for row in report
+        if "RMS" in row.why
+    ]
 
 
 @pytest.mark.proves("the field", "unit scaling", how="own")
@@ -77,7 +85,9 @@ def test_results_of_products_have_rms_one(name):
     assert sizes
     assert inside >= len(sizes) - 1
     assert all(2**-12 <= p.mup_scale <= 2**4 for p in ours.parameters())
-    assert all(tags_of(p).mup_divisor is None or p.isfinite().all() for p in ours.parameters())
+    assert all(
+        tags_of(p).mup_divisor is None or p.isfinite().all() for p in ours.parameters()
+    )
 
 
 def losses(model, x, optimizer):
@@ -114,12 +124,20 @@ def test_the_rate_of_a_weight_does_not_depend_on_its_layout(name, optimizer):
     x, found = torch.randn(64, 512).double(), []
     for each in ("linear", name):
         forward, stored = LAYOUTS[each]
-        model = Net(lambda m, x, forward=forward: F.linear(F.relu(forward(x, m.w)), m.head))
-        model.w = nn.Parameter(stored(weight).clone(memory_format=torch.contiguous_format))
+        model = Net(
+            lambda m, x, forward=forward: F.linear(F.relu(forward(x, m.w)), m.head)
+        )
+        model.w = nn.Parameter(
+            stored(weight).clone(memory_format=torch.contiguous_format)
+        )
         model.head = nn.Parameter(head.clone())
         ours = unit_scale(model, batch=x)
         make = getattr(uu.optim, optimizer)
-        opt = make(ours.parameters(), lr_mult={"kernel": 1.0}, allow_non_unit_scaling_params=True)
+        opt = make(
+            ours.parameters(),
+            lr_mult={"kernel": 1.0},
+            allow_non_unit_scaling_params=True,
+        )
         found.append(losses(ours, x, opt))
     assert found[1] == pytest.approx(found[0], rel=1e-9)
 
@@ -136,7 +154,9 @@ def test_an_operand_off_rms_one_is_in_the_number():
         x = size * torch.randn(512, 64)
         ours = unit_scale(model, batch=x)
         assert ours[0].weight.mup_scale == pytest.approx(number / 8, rel=0.1)
-        assert ours[1].weight.mup_scale == pytest.approx(1 / 64, rel=0.05)  # the readout
+        assert ours[1].weight.mup_scale == pytest.approx(
+            1 / 64, rel=0.05
+        )  # the readout
 
 
 @pytest.mark.parametrize("shift", [0.0, 1.0])
@@ -162,16 +182,27 @@ def test_the_factor_of_a_tied_head_is_in_the_gain_before_it(shift):
 
 def test_what_no_parameter_can_hold_is_reported():
     """A tied head without a gain before it, and a branch that ends in an activation."""
-    tied = Net(lambda m, i: F.linear(m.table(i), m.table.weight), table=nn.Embedding(100, 64))
-    branch = Net(lambda m, x: m.b(x + F.silu(m.a(x))), a=nn.Linear(64, 64), b=nn.Linear(64, 64))
-    for model, batch in ((tied, torch.randint(100, (8, 8))), (branch, torch.randn(32, 64))):
+    tied = Net(
+        lambda m, i: F.linear(m.table(i), m.table.weight), table=nn.Embedding(100, 64)
+    )
+    branch = Net(
+        lambda m, x: m.b(x + F.silu(m.a(x))), a=nn.Linear(64, 64), b=nn.Linear(64, 64)
+    )
+    for model, batch in (
+        (tied, torch.randint(100, (8, 8))),
+        (branch, torch.randn(32, 64)),
+    ):
         (row,) = uu.report(unit_scale(model, batch=batch)).left_alone
         assert "which no parameter scales alone" in row.why
 
 
 def test_layers_of_zeros_keep_them_and_have_the_number_of_their_rule():
     """A branch and a readout that begin at zeros: the rate is that of the rule and the weight."""
-    layers = {"up": nn.Linear(64, 64), "down": nn.Linear(64, 64), "head": nn.Linear(64, 4)}
+    layers = {
+        "up": nn.Linear(64, 64),
+        "down": nn.Linear(64, 64),
+        "head": nn.Linear(64, 4),
+    }
     model = Net(lambda m, x: m.head(x + m.down(F.relu(m.up(x)))), **layers)
     for layer in (model.down, model.head):
         nn.init.zeros_(layer.weight)
@@ -289,7 +320,11 @@ def test_a_query_that_is_a_parameter_is_an_operand():
 
 def test_the_bias_of_a_weight_that_keeps_its_values_is_kept():
     """Its layer computes what it did: the weight is read otherwise too."""
-    model = Net(lambda m, x: m.b(m.a(x)) + m.a.weight.sum(), a=nn.Linear(8, 16), b=nn.Linear(16, 4))
+    model = Net(
+        lambda m, x: m.b(m.a(x)) + m.a.weight.sum(),
+        a=nn.Linear(8, 16),
+        b=nn.Linear(16, 4),
+    )
     ours = unit_scale(model, batch=torch.randn(32, 8))
     assert torch.equal(ours.a.weight, model.a.weight)
     assert torch.equal(ours.a.bias, model.a.bias)

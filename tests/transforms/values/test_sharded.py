@@ -26,7 +26,9 @@ from unit_scaling.transforms import unit_scale
 
 LAYERS = 6
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+pytestmark = pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="torch without gloo"
+)
 
 
 class Block(nn.Module):
@@ -65,7 +67,9 @@ def model():
 def check_equal(ours, reference):
     """The values and tags of a divided model are those of one that is whole."""
     for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine.detach()), theirs.detach(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            whole(mine.detach()), theirs.detach(), rtol=1e-5, atol=0
+        )
         tags, expected = tags_of(mine), tags_of(theirs)
         assert tags._replace(mup_divisor=None) == expected._replace(mup_divisor=None)
 
@@ -103,7 +107,9 @@ def check_fully_shard(rank, store):
     check_equal(pending, reference)
     check_trains(pending, batch(rank))
     late = shard(unit_scale(model()))
-    with pytest.raises(RuntimeError, match="before fully_shard, or call unit_scale after that"):
+    with pytest.raises(
+        RuntimeError, match="before fully_shard, or call unit_scale after that"
+    ):
         late(ids)
     with pytest.raises(ValueError, match="FullyShardedDataParallel has flattened"):
         unit_scale(FullyShardedDataParallel(model(), device_id=torch.device("cpu")))
@@ -112,7 +118,10 @@ def check_fully_shard(rank, store):
 def by_rows_and_columns(plain):
     plan = {"head": ColwiseParallel(output_layouts=Replicate())}
     for i in range(LAYERS):
-        plan |= {f"blocks.{i}.up": ColwiseParallel(), f"blocks.{i}.down": RowwiseParallel()}
+        plan |= {
+            f"blocks.{i}.up": ColwiseParallel(),
+            f"blocks.{i}.down": RowwiseParallel(),
+        }
     return parallelize_module(plain, init_device_mesh("cpu", (2,)), plan)
 
 

@@ -33,7 +33,9 @@ def tokens():
 # Weights
 
 
-@pytest.mark.parametrize("transform", [lambda m: m, simulate_fp8, copy.deepcopy, track_scales])
+@pytest.mark.parametrize(
+    "transform", [lambda m: m, simulate_fp8, copy.deepcopy, track_scales]
+)
 def test_weights_that_were_overwritten_warn_once(transform, tokens):
     model = transform(model_of(overwritten=True))
     with pytest.warns(
@@ -53,7 +55,11 @@ def test_weights_that_were_drawn_trained_or_loaded_do_not(tokens):
     model(tokens)
     assert not any(part._forward_pre_hooks for part in model.modules())
     again = model_of(overwritten=True)
-    again.apply(lambda part: part.reset_parameters() if hasattr(part, "reset_parameters") else None)
+    again.apply(
+        lambda part: (
+            part.reset_parameters() if hasattr(part, "reset_parameters") else None
+        )
+    )
     again(tokens)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -94,7 +100,9 @@ def gradient_warnings(model, tokens, loss):
         for _ in range(2):
             loss(model(tokens).flatten(0, 1), tokens.flatten()).backward()
     return [
-        str(each.message) for each in caught if issubclass(each.category, fp8.warnings.ScaleWarning)
+        str(each.message)
+        for each in caught
+        if issubclass(each.category, fp8.warnings.ScaleWarning)
     ]
 
 

@@ -183,7 +183,9 @@ def said(model, make):
         warnings.simplefilter("always")
         for _ in range(2):
             step(model, optimizer)
-    return [str(w.message) for w in caught if w.category is fp8.warnings.OptimizerWarning]
+    return [
+        str(w.message) for w in caught if w.category is fp8.warnings.OptimizerWarning
+    ]
 
 
 @pytest.mark.parametrize(("make", "message"), FAR)
@@ -204,7 +206,8 @@ def test_a_rate_near_the_rule_is_not_named(make):
 
 
 @pytest.mark.parametrize(
-    ("scale", "eps", "warned"), [(1e-9, 1e-8, True), (1e-9, 1e-16, False), (1.0, 1e-8, False)]
+    ("scale", "eps", "warned"),
+    [(1e-9, 1e-8, True), (1e-9, 1e-16, False), (1.0, 1e-8, False)],
 )
 def test_an_eps_near_the_gradients_is_named_once(scale, eps, warned):
     model = unit_scale(plain())
@@ -213,5 +216,7 @@ def test_an_eps_near_the_gradients_is_named_once(scale, eps, warned):
         warnings.simplefilter("always")
         step(model, optimizer, scale=scale)
         step(model, optimizer, scale=scale)
-    named = [str(each.message) for each in caught if "its eps of 1e-08" in str(each.message)]
+    named = [
+        str(each.message) for each in caught if "its eps of 1e-08" in str(each.message)
+    ]
     assert len(named) == warned

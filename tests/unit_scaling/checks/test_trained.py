@@ -25,7 +25,9 @@ INITIALIZATIONS = {
 def plain():
     torch.manual_seed(0)
     norm = nn.LayerNorm(64)
-    return nn.Sequential(nn.Linear(32, 64), norm, nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 32))
+    return nn.Sequential(
+        nn.Linear(32, 64), norm, nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 32)
+    )
 
 
 @pytest.mark.parametrize("name", INITIALIZATIONS)
@@ -48,7 +50,11 @@ def test_new_models_of_transformers_show_no_signs(name):
 def test_a_trained_model_shows_signs():
     """Without gains too, after a hundred steps at the usual rate."""
     setup = PROBLEMS["LSTM"](0)
-    model, optimizer, loss = setup.model, setup.optimizer, setup.loss or (lambda output: output)
+    model, optimizer, loss = (
+        setup.model,
+        setup.optimizer,
+        setup.loss or (lambda output: output),
+    )
     assert signs_of_training(model) == ""
     for batch, _ in zip(setup.batches, range(100), strict=False):
         optimizer.zero_grad()
@@ -64,7 +70,8 @@ def test_unit_scale_warns_once_and_names_static():
     assert signs_of_training(model) == ""
     nn.init.normal_(model[1].weight, mean=1.0, std=0.02)
     with pytest.warns(
-        fp8.warnings.ConvertWarning, match=r"gains of 1 differ.*convert\(model, 'static'\)"
+        fp8.warnings.ConvertWarning,
+        match=r"gains of 1 differ.*convert\(model, 'static'\)",
     ) as caught:
         scaled = unit_scale(model)
     assert len(caught) == 1

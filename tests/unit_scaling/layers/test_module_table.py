@@ -16,7 +16,11 @@ import unit_scaling as uu
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import has_parameter_data
 
-SIGNAL, IMAGE, VOLUME = torch.randn(2, 4, 9), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 5, 6, 7)
+SIGNAL, IMAGE, VOLUME = (
+    torch.randn(2, 4, 9),
+    torch.randn(2, 4, 9, 8),
+    torch.randn(2, 4, 5, 6, 7),
+)
 SEQUENCE = torch.randn(5, 3, 8)
 
 X, Y, ONES = torch.randn(3, 6), torch.randn(3, 6), torch.ones(3).long()
@@ -27,7 +31,11 @@ EXAMPLES = {
     nn.BCELoss: ((), {}, (HALF, HALF)),
     nn.BCEWithLogitsLoss: ((), {"reduction": "sum"}, (X, HALF)),
     nn.Conv1d: ((4, 6, 3), {"bias": True, "stride": 2}, (SIGNAL,)),
-    nn.Conv2d: ((4, 6, (3, 2)), {"bias": True, "padding": (1, 0), "groups": 2}, (IMAGE,)),
+    nn.Conv2d: (
+        (4, 6, (3, 2)),
+        {"bias": True, "padding": (1, 0), "groups": 2},
+        (IMAGE,),
+    ),
     nn.Conv3d: ((4, 6, 3), {"bias": True, "padding": "same"}, (VOLUME,)),
     nn.ConvTranspose1d: ((4, 6, 3), {"bias": True, "stride": 2}, (SIGNAL, [20])),
     nn.ConvTranspose2d: ((4, 6, 3), {"bias": True, "groups": 2}, (IMAGE,)),
@@ -71,7 +79,10 @@ def example(plain):
     """torch's module, ours, and inputs for both."""
     args, kwargs, inputs = EXAMPLES.get(plain, ((), {}, (X,)))
     if plain is nn.Softmax or plain is nn.RMSNorm or plain is nn.LayerNorm:
-        kwargs = {("normalized_shape" if plain is not nn.Softmax else "dim"): args[0], **kwargs}
+        kwargs = {
+            ("normalized_shape" if plain is not nn.Softmax else "dim"): args[0],
+            **kwargs,
+        }
         args = ()
     return plain(*args, **kwargs), MODULES[plain](*args, **kwargs), inputs
 
@@ -79,7 +90,9 @@ def example(plain):
 def shapes(value):
     if isinstance(value, Tensor):
         return value.shape, value.dtype
-    return [shapes(item) for item in value] if isinstance(value, list | tuple) else value
+    return (
+        [shapes(item) for item in value] if isinstance(value, list | tuple) else value
+    )
 
 
 @pytest.mark.proves("unit-scaling", "uu for nn", how="own")
@@ -90,7 +103,9 @@ def test_is_torchs_module(plain):
     assert MODULES[plain].__name__ == plain.__name__
     # torch has a linear layer of its own, with another name, in its attention
     assert repr(ours) == repr(theirs).replace("NonDynamicallyQuantizable", "")
-    ours.load_state_dict(theirs.state_dict(), strict=True)  # of the same names and shapes
+    ours.load_state_dict(
+        theirs.state_dict(), strict=True
+    )  # of the same names and shapes
     assert shapes(ours(*inputs)) == shapes(theirs(*inputs))
     assert all(has_parameter_data(p) for p in ours.parameters())
 
@@ -100,7 +115,9 @@ OTHERWISE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 @pytest.mark.parametrize(
-    "plain", [cls for cls in MODULES if not issubclass(cls, OTHERWISE)], ids=lambda c: c.__name__
+    "plain",
+    [cls for cls in MODULES if not issubclass(cls, OTHERWISE)],
+    ids=lambda c: c.__name__,
 )
 def test_result_is_torchs_times_a_factor(plain):
     """In both modes, from the same parameters; losses and norms have the factor 1."""
@@ -122,7 +139,11 @@ def test_result_is_torchs_times_a_factor(plain):
 
 def parameters(cls):
     named = inspect.signature(cls).parameters.values()
-    return [p.name for p in named if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD]
+    return [
+        p.name
+        for p in named
+        if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD
+    ]
 
 
 @each_row
@@ -160,10 +181,15 @@ each_row_with_parameters = pytest.mark.parametrize(
 def test_device_and_dtype(plain):
     args, kwargs, inputs = EXAMPLES[plain]
     ours = MODULES[plain](*args, **kwargs, dtype=torch.float64)
-    inputs = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
+    inputs = [
+        x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+        for x in inputs
+    ]
     output = ours(*inputs)
     assert (output if isinstance(output, Tensor) else output[0]).dtype == torch.float64
-    assert all(p.is_meta for p in MODULES[plain](*args, **kwargs, device="meta").parameters())
+    assert all(
+        p.is_meta for p in MODULES[plain](*args, **kwargs, device="meta").parameters()
+    )
 
 
 @each_row_with_parameters
@@ -173,7 +199,9 @@ def test_tags_survive_copies_and_new_parameters(plain):
     stack = uu.DepthSequential(ours, copy.deepcopy(ours))
     before, values = tags(stack), stack.state_dict()
     assert {depth for *_, depth in before} == {2}
-    assert tags(copy.deepcopy(stack)) == tags(pickle.loads(pickle.dumps(stack))) == before
+    assert (
+        tags(copy.deepcopy(stack)) == tags(pickle.loads(pickle.dumps(stack))) == before
+    )
     stack.load_state_dict({k: v.clone() for k, v in values.items()}, assign=True)
     assert tags(stack) == before
     empty = stack.to("meta").to_empty(device="cpu")
@@ -219,7 +247,9 @@ def test_exports(plain):
 
 def test_a_language_model_is_exported():
     """For inference at any length. With gradients, the factors of the weights' depend on it."""
-    model = uu.TransformerDecoder(16, 11, 2, 4, kv_heads=2, rotary_base=1e4, context_length=32)
+    model = uu.TransformerDecoder(
+        16, 11, 2, 4, kv_heads=2, rotary_base=1e4, context_length=32
+    )
     tokens = torch.randint(11, (2, 8))
     shapes = ({1: torch.export.Dim("length", min=2, max=32)},)
     with torch.no_grad():

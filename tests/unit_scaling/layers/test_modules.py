@@ -17,7 +17,9 @@ from unit_scaling.constraints import CONSTRAINTS
 
 def test_exports():
     assert len(uu.__all__) == len(set(uu.__all__))
-    assert all(hasattr(space, name) for space in (uu, uu.modules) for name in space.__all__)
+    assert all(
+        hasattr(space, name) for space in (uu, uu.modules) for name in space.__all__
+    )
 
 
 def test_state_dict_is_plain_and_loads_weights_only():
@@ -34,7 +36,9 @@ def test_state_dict_is_plain_and_loads_weights_only():
 def test_settings_of_modules_come_first_for_activations_alone():
     x = torch.randn(4, 6)
     assert torch.equal(uu.LeakyReLU(2.0, None, 0.3)(x), U.leaky_relu(x, 2.0, None, 0.3))
-    assert torch.equal(uu.AvgPool1d(2, constraint=None)(x), U.avg_pool1d(x, 2, constraint=None))
+    assert torch.equal(
+        uu.AvgPool1d(2, constraint=None)(x), U.avg_pool1d(x, 2, constraint=None)
+    )
     assert torch.equal(uu.Softmax(0, 2.0)(x), U.softmax(x, 0, mult=2.0))
     assert torch.equal(uu.Softmax()(x), U.softmax(x, 1))
 
@@ -46,7 +50,9 @@ def test_a_constraint_is_a_name_of_one(kind):
     sizes = dict.fromkeys([p.name for p in arguments if p.default is p.empty], 2)
     for constraint in (None, "", *CONSTRAINTS):
         assert kind(**sizes, constraint=constraint).constraint == constraint
-    with pytest.raises(ValueError, match="unknown constraint 'to_output'; choose one of None"):
+    with pytest.raises(
+        ValueError, match="unknown constraint 'to_output'; choose one of None"
+    ):
         kind(**sizes, constraint="to_output")
 
 
@@ -95,7 +101,12 @@ def test_decoder_at_initialisation():
     for name, p in model.named_parameters():
         # within a factor of 8: scales are constrained, and query and key share the value's
         assert 1 / 8 < p.grad.square().mean().sqrt() < 8, name
-    assert list(dict(model.named_children())) == ["embedding", "layers", "final_norm", "projection"]
+    assert list(dict(model.named_children())) == [
+        "embedding",
+        "layers",
+        "final_norm",
+        "projection",
+    ]
 
 
 # --- depth ---------------------------------------------------------------------------------
@@ -110,7 +121,9 @@ def linears(n):
 
 
 each_container = pytest.mark.parametrize(
-    "make", [lambda m: uu.DepthSequential(*m), uu.DepthModuleList], ids=["Sequential", "ModuleList"]
+    "make",
+    [lambda m: uu.DepthSequential(*m), uu.DepthModuleList],
+    ids=["Sequential", "ModuleList"],
 )
 
 

@@ -22,14 +22,20 @@ def image(dims):
 
 
 def normed(*shape):
-    return {"input": normal(*shape), "weight": zeros(shape[1]) + 1, "bias": zeros(shape[1])}
+    return {
+        "input": normal(*shape),
+        "weight": zeros(shape[1]) + 1,
+        "bias": zeros(shape[1]),
+    }
 
 
 def rotated(x):
     """Rotary embedding as a product of complex numbers, in float64."""
     a, b = x.double().chunk(2, dim=-1)
     exponents = torch.arange(a.shape[-1], dtype=torch.float64) / a.shape[-1]
-    angles = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * 10000.0**-exponents
+    angles = (
+        torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * 10000.0**-exponents
+    )
     z = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((z.real, z.imag), dim=-1).to(x.dtype)
 
@@ -44,7 +50,9 @@ def by_group(left, right, offs):
 
 def normals(*, settings=None, **shapes):
     """Standard normal arguments of these shapes, and others."""
-    tensors = {n: normal(*(s if isinstance(s, tuple) else (s,))) for n, s in shapes.items()}
+    tensors = {
+        n: normal(*(s if isinstance(s, tuple) else (s,))) for n, s in shapes.items()
+    }
     return tensors | (settings or {})
 
 
@@ -61,11 +69,15 @@ CALLS = {
         right=(4, 64, 96),
         settings={"offs": torch.arange(1, 5, dtype=torch.int32) * SIZE},
     ),
-    "conv1d": lambda: normals(input=(16, 32, 256), weight=(64, 32, 5), settings={"padding": 2}),
+    "conv1d": lambda: normals(
+        input=(16, 32, 256), weight=(64, 32, 5), settings={"padding": 2}
+    ),
     "conv2d": lambda: normals(input=(8, 16, 48, 40), weight=(32, 16, 3, 5)),
     "conv3d": lambda: normals(input=(2, 8, 16, 16, 16), weight=(16, 8, 2, 3, 3)),
     "conv_transpose1d": lambda: normals(
-        input=(16, 32, 128), weight=(32, 48, 4), settings={"bias": zeros(48), "stride": 2}
+        input=(16, 32, 128),
+        weight=(32, 48, 4),
+        settings={"bias": zeros(48), "stride": 2},
     ),
     "conv_transpose2d": lambda: normals(
         input=(8, 16, 32, 32), weight=(16, 24, 3, 4), settings={"stride": (1, 2)}
@@ -74,10 +86,16 @@ CALLS = {
         input=(2, 8, 12, 12, 12), weight=(8, 16, 2, 2, 2), settings={"stride": 2}
     ),
     "einsum": lambda: normals(
-        left=(3, 4, 64, 48), right=(3, 80, 4, 48), settings={"equation": "bhqd,bkhd->bhqk"}
+        left=(3, 4, 64, 48),
+        right=(3, 80, 4, 48),
+        settings={"equation": "bhqd,bkhd->bhqk"},
     ),
-    "embedding": lambda: normals(weight=(64, 32), settings={"input": labels(64, 32, 128)}),
-    "linear": lambda: normals(input=(2, SIZE, 64), weight=(96, 64), settings={"bias": zeros(96)}),
+    "embedding": lambda: normals(
+        weight=(64, 32), settings={"input": labels(64, 32, 128)}
+    ),
+    "linear": lambda: normals(
+        input=(2, SIZE, 64), weight=(96, 64), settings={"bias": zeros(96)}
+    ),
     "linear_readout": lambda: normals(input=(SIZE, 64), weight=(96, 64)),
     "matmul": lambda: normals(left=(4, 64, 96), right=(4, 96, 128)),
     "scaled_dot_product_attention": lambda: normals(
@@ -101,7 +119,10 @@ CALLS = {
     "dropout3d": lambda: normals(input=(SIZE, 64, 2, 2, 2)),
     "softmax": lambda: normals(input=(SIZE, SIZE), settings={"dim": -1}),
     # arithmetic
-    "div": lambda: {"input": normal(64, SIZE), "other": normal(SIZE).sign() + normal(SIZE) / 50},
+    "div": lambda: {
+        "input": normal(64, SIZE),
+        "other": normal(SIZE).sign() + normal(SIZE) / 50,
+    },
     "mul": lambda: normals(input=(64, SIZE), other=SIZE),
     "sub": lambda: normals(input=(SIZE, 64), other=(SIZE, 64), settings={"alpha": 2.0}),
     # losses
@@ -113,13 +134,18 @@ CALLS = {
         "input": normal(SIZE, 16) * 1e-2,
         "target": labels(2, SIZE, 16).double(),
     },
-    "cross_entropy": lambda: {"input": normal(SIZE, 32) * 1e-2, "target": labels(32, SIZE)},
+    "cross_entropy": lambda: {
+        "input": normal(SIZE, 32) * 1e-2,
+        "target": labels(32, SIZE),
+    },
     "kl_div": lambda: {
         "input": normal(SIZE, 64).log_softmax(-1),
         "target": normal(SIZE, 64).softmax(-1),
         "reduction": "sum",
     },
-    "nll_loss": lambda: normals(input=(SIZE, 32), settings={"target": labels(32, SIZE)}),
+    "nll_loss": lambda: normals(
+        input=(SIZE, 32), settings={"target": labels(32, SIZE)}
+    ),
     # pooling
     "adaptive_avg_pool1d": lambda: {"input": image(1), "output_size": 120},
     "adaptive_avg_pool2d": lambda: {"input": image(2), "output_size": (16, 8)},
@@ -130,7 +156,12 @@ CALLS = {
     "avg_pool1d": lambda: {"input": image(1), "kernel_size": 4},
     "avg_pool2d": lambda: {"input": image(2), "kernel_size": (3, 2), "stride": 2},
     "avg_pool3d": lambda: {"input": image(3), "kernel_size": 2, "divisor_override": 3},
-    "max_pool1d": lambda: {"input": image(1), "kernel_size": 3, "stride": 2, "dilation": 2},
+    "max_pool1d": lambda: {
+        "input": image(1),
+        "kernel_size": 3,
+        "stride": 2,
+        "dilation": 2,
+    },
     "max_pool2d": lambda: {"input": image(2), "kernel_size": 3, "stride": 2},
     "max_pool3d": lambda: {"input": image(3), "kernel_size": (2, 3, 2)},
 }
@@ -143,7 +174,10 @@ UNCHECKED = {
     # tied to the output, whose RMS it shares only roughly
     **{name: {"gate"} for name in ("geglu", "silu_glu")},
     # values that torch gives a loss; targets have no gradient as a rule
-    **{f"{name}_loss": {"output"} for name in ("huber", "l1", "mse", "nll", "smooth_l1")},
+    **{
+        f"{name}_loss": {"output"}
+        for name in ("huber", "l1", "mse", "nll", "smooth_l1")
+    },
     "cross_entropy": {"output"},
     "binary_cross_entropy": {"output", "target"},
     "binary_cross_entropy_with_logits": {"output", "target"},
@@ -151,7 +185,12 @@ UNCHECKED = {
 }
 
 #: Rules with a measured interpolation are right to this factor; the exact ones to sampling error.
-FITTED = {"gelu": 1.06, "silu": 1.06, "silu_glu": 1.1, "scaled_dot_product_attention": 1.1}
+FITTED = {
+    "gelu": 1.06,
+    "silu": 1.06,
+    "silu_glu": 1.1,
+    "scaled_dot_product_attention": 1.1,
+}
 FITTED |= {"kl_div": 1.3, "softmax": 1.6}
 
 #: What an op is compared with, where torch has no such function or calls its arguments otherwise.
@@ -202,7 +241,11 @@ def op_kwargs(op, dtype=torch.float64):
     if op.name in CALLS:
         kwargs = CALLS[op.name]()
     else:
-        required = [p for p in inspect.signature(op.fn).parameters.values() if p.default is p.empty]
+        required = [
+            p
+            for p in inspect.signature(op.fn).parameters.values()
+            if p.default is p.empty
+        ]
         kwargs = {p.name: normal(SIZE, SIZE) for p in required}
     return {
         k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
@@ -212,7 +255,9 @@ def op_kwargs(op, dtype=torch.float64):
 
 def with_gradients(kwargs):
     return {
-        k: v.clone().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v
+        k: v.clone().requires_grad_()
+        if isinstance(v, Tensor) and v.is_floating_point()
+        else v
         for k, v in kwargs.items()
     }
 
@@ -223,6 +268,12 @@ def results(fn, kwargs, *args):
     torch.manual_seed(1)
     output = fn(*args, **kwargs)
     torch.manual_seed(2)
-    output.backward(torch.randn(output.shape, dtype=output.dtype) if output.dim() else None)
-    grads = {k: v.grad for k, v in kwargs.items() if isinstance(v, Tensor) and v.grad is not None}
+    output.backward(
+        torch.randn(output.shape, dtype=output.dtype) if output.dim() else None
+    )
+    grads = {
+        k: v.grad
+        for k, v in kwargs.items()
+        if isinstance(v, Tensor) and v.grad is not None
+    }
     return {"output": output.detach(), **grads}

@@ -68,7 +68,9 @@ IN_PLACE = [
 def test_what_integers_cannot_hold_is_not_written_to_them(write):
     """As in torch."""
     x = counts(3)
-    with pytest.raises(TypeError, match=r"torch.float32 cannot be written .* torch.int64"):
+    with pytest.raises(
+        TypeError, match=r"torch.float32 cannot be written .* torch.int64"
+    ):
         write(x)
     assert torch.equal(x, counts(3))
 
@@ -87,7 +89,10 @@ def test_out_is_written_and_may_require_gradients():
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
 def test_one_element_is_a_number(shape, constraint):
     """It adds to the mean alone, and collects the gradients of all that it is added to."""
-    one, x = torch.full(shape, 5.0, requires_grad=True), normal(64, 32).float().requires_grad_()
+    one, x = (
+        torch.full(shape, 5.0, requires_grad=True),
+        normal(64, 32).float().requires_grad_(),
+    )
     grad = normal(64, 32).float()
     for output in (U.add(one, x, constraint), U.sub(x, -one, constraint)):
         assert_close(output, one + x)
@@ -109,7 +114,11 @@ def test_sums_of_one_row_are_scaled_as_those_of_many():
 COMPLEX = {
     "dot": (lambda x, y: find_op(torch.dot).call((x, y), {}), torch.dot, (4,), (4,)),
     "linear": (U.linear, F.linear, (3, 4), (5, 4), (5,)),
-    "einsum": (*(partial(f, "bi,io->bo") for f in (U.einsum, torch.einsum)), (3, 4), (4, 5)),
+    "einsum": (
+        *(partial(f, "bi,io->bo") for f in (U.einsum, torch.einsum)),
+        (3, 4),
+        (4, 5),
+    ),
 }
 
 
@@ -162,6 +171,8 @@ def test_concatenation_keeps_values_and_gradients(name, dim):
     y, expected = ours_of(ours, dim), plain(theirs, dim=dim)
     assert torch.equal(y, expected)
     grad = torch.randn_like(y)
-    grads = [torch.autograd.grad(*each, grad) for each in ((y, ours), (expected, theirs))]
+    grads = [
+        torch.autograd.grad(*each, grad) for each in ((y, ours), (expected, theirs))
+    ]
     assert_close(*grads, rtol=0, atol=0)
     assert set(OPS[name].scales((ours,), {}).values()) == {1.0}

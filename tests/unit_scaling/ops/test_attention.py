@@ -50,7 +50,10 @@ def test_attention_scale_and_mult():
 
 
 def test_a_given_context_length_fixes_the_scale():
-    scales = {n: ATTENTION.scales(qkv(n, n), {}, context_length=64)["output"] for n in (1, 5, 64)}
+    scales = {
+        n: ATTENTION.scales(qkv(n, n), {}, context_length=64)["output"]
+        for n in (1, 5, 64)
+    }
     assert set(scales.values()) == {ATTENTION.scales(qkv(64, 64), {})["output"]}
     with pytest.raises(ValueError, match="context_length must be 1 or more, got 0"):
         U.scaled_dot_product_attention(*qkv(2, 2), context_length=0)
@@ -62,7 +65,9 @@ def test_is_causal_beside_a_mask_says_that_the_mask_is_causal():
     plain = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / 4)
     declared = U.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
     assert_close(declared, plain * factor(q, v, None, is_causal=True))
-    read = U.scaled_dot_product_attention(q, k, v, mask)  # queries that see 5, 6 and 7 keys
+    read = U.scaled_dot_product_attention(
+        q, k, v, mask
+    )  # queries that see 5, 6 and 7 keys
     assert_close(read, plain * factor(q, v, mask))
 
 
@@ -170,7 +175,9 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 @each_variant
 def test_logits_do_not_depend_on_what_follows(variant):
-    model = uu.TransformerDecoder(32, 11, 2, 4, context_length=64, **VARIANTS[variant]).eval()
+    model = uu.TransformerDecoder(
+        32, 11, 2, 4, context_length=64, **VARIANTS[variant]
+    ).eval()
     tokens = torch.randint(11, (2, 24))
     whole = model(tokens)
     for length in (1, 2, 9):
@@ -210,10 +217,16 @@ def oracle(ours, arguments, keys, shown):
     for p in plain.parameters(recurse=False):
         if p.dim() == 2:
             p /= p.shape[1] ** 0.5
-    query = plain.in_proj_weight if plain.in_proj_weight is not None else plain.q_proj_weight
+    query = (
+        plain.in_proj_weight
+        if plain.in_proj_weight is not None
+        else plain.q_proj_weight
+    )
     query[:8] /= ours.head_dim**0.5
     plain.out_proj.weight *= factor(head, head, shown) / 8**0.5
-    if plain.in_proj_bias is not None:  # one vector for projections of different fan-ins
+    if (
+        plain.in_proj_bias is not None
+    ):  # one vector for projections of different fan-ins
         fan_ins = (8, ours.kdim, ours.vdim)
         for part, fan_in in zip(plain.in_proj_bias.chunk(3), fan_ins, strict=True):
             part /= fan_in**0.5
@@ -238,7 +251,9 @@ def test_multihead_attention(name, masked, need_weights):
     value = torch.randn(keys, batch, arguments.get("vdim", 8)).double()
     inputs = (query,) * 3 if name == "self" else (query, key, value)
     inputs = [x.transpose(0, 1) for x in inputs] if module.batch_first else inputs
-    padded = torch.arange(keys) > torch.arange(batch)[:, None]  # one key more in each example
+    padded = (
+        torch.arange(keys) > torch.arange(batch)[:, None]
+    )  # one key more in each example
     hidden = torch.rand(length, keys) < 0.3
     hidden[:, 0] = False
     causal = torch.ones(length, keys).bool().triu(1)
@@ -247,7 +262,11 @@ def test_multihead_attention(name, masked, need_weights):
         "no": {},
         "padding": {"key_padding_mask": padded},
         "both": {"key_padding_mask": padded, "attn_mask": hidden},
-        "hint and padding": {"key_padding_mask": padded, "attn_mask": causal, "is_causal": True},
+        "hint and padding": {
+            "key_padding_mask": padded,
+            "attn_mask": causal,
+            "is_causal": True,
+        },
         "heads": {"attn_mask": heads.masked_fill(hidden, -math.inf)},
         "biases": {"attn_mask": heads},
         "causal": {"attn_mask": causal, "is_causal": True},
@@ -261,7 +280,11 @@ def test_multihead_attention(name, masked, need_weights):
         shown = shown & ~padded[:, None]
     plain = oracle(module, arguments, keys, shown)
     for average in (True, False) if need_weights else (True,):
-        settings = {"need_weights": need_weights, "average_attn_weights": average, **masks}
+        settings = {
+            "need_weights": need_weights,
+            "average_attn_weights": average,
+            **masks,
+        }
         assert_close(module(*inputs, **settings), plain(*inputs, **settings))
 
 
@@ -282,7 +305,9 @@ def test_multihead_attention_dropout_and_errors():
     module.eval()
     assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
     for setting in ("add_bias_kv", "add_zero_attn"):
-        with pytest.raises(NotImplementedError, match="add_bias_kv and add_zero_attn have no"):
+        with pytest.raises(
+            NotImplementedError, match="add_bias_kv and add_zero_attn have no"
+        ):
             uu.MultiheadAttention(8, 2, **{setting: True})
     with pytest.raises(ValueError, match="is_causal is a hint about attn_mask"):
         module(x, x, x, is_causal=True)

@@ -19,7 +19,11 @@ def normal(*shape):
 
 
 X, Y, W, B = normal(4, 6), normal(4, 6), normal(3, 6), normal(3)
-SIGNAL, KERNEL, QKV = normal(2, 4, 9), normal(6, 4, 3), [normal(2, 5, 4) for _ in range(3)]
+SIGNAL, KERNEL, QKV = (
+    normal(2, 4, 9),
+    normal(6, 4, 3),
+    [normal(2, 5, 4) for _ in range(3)],
+)
 LEFT, RIGHT = normal(4, 5), normal(5, 6)
 T = Tensor
 
@@ -34,7 +38,14 @@ SPELLINGS = {
     "sigmoid": [torch.special.expit, F.sigmoid, T.sigmoid_],
     "relu": [torch.relu, F.relu, T.relu_],
     "dropout": [F.dropout, torch.dropout],
-    "matmul": [torch.matmul, torch.mm, torch.bmm, torch.mv, operator.matmul, T.__rmatmul__],
+    "matmul": [
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.mv,
+        operator.matmul,
+        T.__rmatmul__,
+    ],
 }
 
 
@@ -52,9 +63,15 @@ FORMS = [  # (torch function, args, kwargs), with the same results in each line
         (torch.matmul, (X,), {"other": W.T}),
         (torch.mm, (X,), {"mat2": W.T}),
     ],
-    [(F.layer_norm, (X, (6,)), {}), (torch.layer_norm, (X, [6], None, None, 1e-5, True), {})],
+    [
+        (F.layer_norm, (X, (6,)), {}),
+        (torch.layer_norm, (X, [6], None, None, 1e-5, True), {}),
+    ],
     [(F.rms_norm, (X, (6,)), {}), (torch.rms_norm, (X, [6]), {"eps": None})],
-    [(F.conv1d, (SIGNAL, KERNEL), {}), (F.conv1d, (SIGNAL, KERNEL, None, (1,), (0,), (1,), 1), {})],
+    [
+        (F.conv1d, (SIGNAL, KERNEL), {}),
+        (F.conv1d, (SIGNAL, KERNEL, None, (1,), (0,), (1,), 1), {}),
+    ],
     [
         (F.scaled_dot_product_attention, QKV, {"scale": 0.5}),
         (F.scaled_dot_product_attention, (*QKV, None, 0.0, False), {"scale": 0.5}),
@@ -82,7 +99,11 @@ def test_every_calling_form_of_torch(forms):
 
 @pytest.mark.parametrize(
     ("name", "same"),
-    [*((n, "matmul") for n in ("mm", "bmm", "mv")), ("baddbmm", "addmm"), ("swiglu", "silu_glu")],
+    [
+        *((n, "matmul") for n in ("mm", "bmm", "mv")),
+        ("baddbmm", "addmm"),
+        ("swiglu", "silu_glu"),
+    ],
 )
 def test_other_names(name, same):
     assert getattr(U, name) is getattr(U, same)
@@ -97,7 +118,12 @@ MODULES = ("attention", "convolution", "norms", "products", "recurrent")
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, op in OPS.items() if op.fn.__module__.rpartition(".")[2] in MODULES]
+    "name",
+    [
+        name
+        for name, op in OPS.items()
+        if op.fn.__module__.rpartition(".")[2] in MODULES
+    ],
 )
 def test_products_and_norms_take_what_torch_hands_on(name):
     """torch.nn.functional hands all of its arguments on by name, defaults too, as out=None."""
@@ -117,10 +143,26 @@ V, T3 = ValueError, normal(2, 3, 4)
 ADDMM, LINEAR = OPS["addmm"], OPS["linear"]
 
 REFUSED = [  # (a call, its error, the message)
-    (lambda: OPS["gelu"].call((X,), {"beta": 1}), TypeError, "unexpected keyword argument 'beta'"),
-    (lambda: LINEAR.call((X, W, *[None] * 5), {}), TypeError, "takes 6 arguments but 7 were given"),
-    (lambda: U.leaky_relu(X, 1.0, None, 0, 0, 1), TypeError, "leaky_relu takes 5 arguments by pos"),
-    (lambda: ADDMM.call((X, X, X), {"out": X}, func=torch.addmm), TypeError, "no out= argument"),
+    (
+        lambda: OPS["gelu"].call((X,), {"beta": 1}),
+        TypeError,
+        "unexpected keyword argument 'beta'",
+    ),
+    (
+        lambda: LINEAR.call((X, W, *[None] * 5), {}),
+        TypeError,
+        "takes 6 arguments but 7 were given",
+    ),
+    (
+        lambda: U.leaky_relu(X, 1.0, None, 0, 0, 1),
+        TypeError,
+        "leaky_relu takes 5 arguments by pos",
+    ),
+    (
+        lambda: ADDMM.call((X, X, X), {"out": X}, func=torch.addmm),
+        TypeError,
+        "no out= argument",
+    ),
     (lambda: ADDMM.call((X, X), {}, func=torch.addmm), TypeError, r"missing .* 'mat2'"),
     (lambda: U.gelu(X, constraint="pow"), V, "choose one of None, 'amean', 'gmean'"),
     (lambda: U.einsum("ij,jk,kl->il", X, X, X), TypeError, "a tuple of the others"),

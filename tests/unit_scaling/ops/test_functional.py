@@ -33,7 +33,11 @@ def test_linear_of_an_empty_batch():
 
 
 def test_matmul_of_vectors_and_broadcast_batches():
-    v, m, n = torch.randn(6).double(), torch.randn(2, 1, 6, 5).double(), torch.randn(3, 4, 6)
+    v, m, n = (
+        torch.randn(6).double(),
+        torch.randn(2, 1, 6, 5).double(),
+        torch.randn(3, 4, 6),
+    )
     n = n.double()
     for left, right in ((v, v), (v, m), (n, v), (n, m)):
         assert_close(U.matmul(left, right), torch.matmul(left, right) / 6**0.5)
@@ -51,7 +55,9 @@ def test_dropout_in_place():
     assert sorted(z.unique().tolist()) == pytest.approx([0.0, 2**0.5])
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((), 0), ((5,), 0), ((4, 5), 1), ((2, 4, 5), 0)])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((), 0), ((5,), 0), ((4, 5), 1), ((2, 4, 5), 0)]
+)
 def test_softmax_without_dim(shape, dim):
     x = torch.randn(shape).double()
     assert torch.equal(U.softmax(x), U.softmax(x, dim))
@@ -101,7 +107,10 @@ def test_residual_branch_equals_its_weighted_sum():
 
 
 def test_residual_add_broadcasts():
-    branch, skip = torch.ones(4, 1, requires_grad=True), torch.ones(6, requires_grad=True)
+    branch, skip = (
+        torch.ones(4, 1, requires_grad=True),
+        torch.ones(6, requires_grad=True),
+    )
     U.residual_add(branch, skip).sum().backward()
     assert branch.grad.tolist() == [[6.0]] * 4
     assert skip.grad.tolist() == [4.0] * 6
@@ -120,7 +129,9 @@ def test_a_branch_of_negative_weight_is_refused(tau):
 def test_largest_of_independent_normals():
     """Closed forms for 2 and 3 numbers; for more, the density of the maximum by a fine sum."""
     assert largest_square(2) == pytest.approx(1.0, rel=1e-9)
-    assert largest_square(3) == pytest.approx(1 + math.sqrt(3) / (2 * math.pi), rel=1e-9)
+    assert largest_square(3) == pytest.approx(
+        1 + math.sqrt(3) / (2 * math.pi), rel=1e-9
+    )
     x = torch.linspace(-9, 9, 200_001, dtype=torch.float64)
     for count in (9, 1000):
         share = torch.special.ndtr(x) ** count

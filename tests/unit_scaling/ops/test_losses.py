@@ -56,7 +56,9 @@ def test_loss(case, reduction):
     plain, args, settings = case
     op = find_op(plain)
     if reduction == "batchmean" and op.name != "kl_div":
-        with pytest.raises(ValueError, match="unknown reduction 'batchmean'; choose one of"):
+        with pytest.raises(
+            ValueError, match="unknown reduction 'batchmean'; choose one of"
+        ):
             op.call(args, {**settings, "reduction": reduction})
         return
     ours, theirs = args[0].clone().requires_grad_(), args[0].clone().requires_grad_()
@@ -71,7 +73,9 @@ def test_loss(case, reduction):
 
 def test_rules_of_losses():
     """That of uniform probabilities: the gradient 1/V - onehot has RMS sqrt(V - 1)/V."""
-    assert OPS["cross_entropy"].rule(LOGITS, 0.2)["input"] == pytest.approx(7 / 6**0.5 / 0.8)
+    assert OPS["cross_entropy"].rule(LOGITS, 0.2)["input"] == pytest.approx(
+        7 / 6**0.5 / 0.8
+    )
     assert OPS["mse_loss"].rule(X, Y)["input"] == pytest.approx(8**-0.5)
 
 
@@ -87,7 +91,10 @@ def test_cross_entropy_ignores_tokens_in_value_and_gradient():
     x, alone = LOGITS.clone().requires_grad_(), LOGITS[COUNTED].clone().requires_grad_()
     loss, expected = U.cross_entropy(x, SOME), U.cross_entropy(alone, TOKENS[COUNTED])
     assert_close(loss, expected)
-    (grad,), (of_counted,) = torch.autograd.grad(loss, x), torch.autograd.grad(expected, alone)
+    (grad,), (of_counted,) = (
+        torch.autograd.grad(loss, x),
+        torch.autograd.grad(expected, alone),
+    )
     assert_close(grad[COUNTED], of_counted)
     assert not grad[~COUNTED].any()
 

@@ -22,7 +22,9 @@ KEY = torch.arange(LENGTH)
 CAUSAL = ROW >= KEY
 ATTENTION = OPS["scaled_dot_product_attention"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)
 
 
 def window(size):
@@ -35,7 +37,9 @@ def random(*sizes):
 
 
 def padding():
-    lengths = torch.randint(1, LENGTH, (BATCH,), generator=torch.Generator().manual_seed(1))
+    lengths = torch.randint(
+        1, LENGTH, (BATCH,), generator=torch.Generator().manual_seed(1)
+    )
     return lengths[:, None, None, None] > KEY
 
 
@@ -68,7 +72,9 @@ FORMS = {
     "-1e9": lambda shown: (~shown).float() * -1e9,
     "-1e4": lambda shown: (~shown).float() * -1e4,
     "of bfloat16": lambda shown: ((~shown).float() * -1e4).bfloat16(),
-    "minimum of float16": lambda shown: (~shown).half() * torch.finfo(torch.float16).min,
+    "minimum of float16": lambda shown: (
+        (~shown).half() * torch.finfo(torch.float16).min
+    ),
     "of four dimensions": lambda shown: shown.expand(BATCH, HEADS, LENGTH, LENGTH),
 }
 
@@ -76,7 +82,9 @@ FORMS = {
 def scale(shown, **settings):
     """The factor of the rule for operands of these sizes."""
     like = torch.empty(BATCH, HEADS, LENGTH, WIDTH)
-    return torch.as_tensor(ATTENTION.rule(like, like, attn_mask=shown, **settings)["output"])
+    return torch.as_tensor(
+        ATTENTION.rule(like, like, attn_mask=shown, **settings)["output"]
+    )
 
 
 def rms(x):
@@ -91,7 +99,9 @@ def test_outputs_and_gradients_have_rms_1(name):
     error of sqrt(2 / 4096) for the mean square, and half of it for the RMS: five of them.
     """
     shown = MASKS[name]()
-    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, WIDTH, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(BATCH, HEADS, LENGTH, WIDTH, requires_grad=True) for _ in range(3)
+    )
     output = U.scaled_dot_product_attention(q, k, v, shown)
     grad = torch.randn_like(output)
     (of_value,) = torch.autograd.grad(output, v, grad)
@@ -118,9 +128,17 @@ def test_all_ways_of_saying_causal_have_one_factor():
 def test_a_mask_has_one_factor_in_all_its_forms(name, form):
     """By counting: the factor of the harmonic mean of the numbers of keys."""
     shown = MASKS[name]()
-    rows = shown.expand(*torch.broadcast_shapes(shown.shape, (LENGTH, LENGTH))).sum(-1).flatten()
+    rows = (
+        shown.expand(*torch.broadcast_shapes(shown.shape, (LENGTH, LENGTH)))
+        .sum(-1)
+        .flatten()
+    )
     length = 1 / (1 / rows[rows > 0].double()).mean().item()
-    want = scale(None, is_causal=True) if name == "causal" else scale(None, context_length=length)
+    want = (
+        scale(None, is_causal=True)
+        if name == "causal"
+        else scale(None, context_length=length)
+    )
     assert_close(scale(FORMS[form](shown)), want, rtol=1e-6, atol=0)
 
 
@@ -136,7 +154,9 @@ def test_biases_that_are_finite_are_not_read():
     assert not scale(learned).requires_grad
     q, k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64) for _ in range(3))
     bias = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda m: U.scaled_dot_product_attention(q, k, v, m), bias)
+    assert torch.autograd.gradcheck(
+        lambda m: U.scaled_dot_product_attention(q, k, v, m), bias
+    )
 
 
 def test_masks_at_their_limits():
@@ -145,11 +165,16 @@ def test_masks_at_their_limits():
     for queries, keys in ((3, 4), (0, 4), (3, 0), (1, 1)):
         q = torch.randn(2, 2, queries, 8, dtype=torch.float64)
         k, v = torch.randn(2, 2, 2, keys, 8, dtype=torch.float64)
-        for shown in (torch.zeros(queries, keys).bool(), torch.ones(queries, keys).bool()):
+        for shown in (
+            torch.zeros(queries, keys).bool(),
+            torch.ones(queries, keys).bool(),
+        ):
             s = ATTENTION.rule(q, v, attn_mask=shown)["output"]
             assert s.dtype == torch.float64
             assert s.isfinite()
-            plain = nn.functional.scaled_dot_product_attention(q, k, v, shown, scale=1 / 8)
+            plain = nn.functional.scaled_dot_product_attention(
+                q, k, v, shown, scale=1 / 8
+            )
             assert_close(U.scaled_dot_product_attention(q, k, v, shown), plain * s)
 
 
@@ -158,7 +183,9 @@ def attend(x, mask):
 
 
 @pytest.mark.parametrize("form", ["boolean", "-inf"])
-@pytest.mark.parametrize("name", ["causal", "window of 4", "padding and causal", "one key for all"])
+@pytest.mark.parametrize(
+    "name", ["causal", "window of 4", "padding and causal", "one key for all"]
+)
 def test_compiled_is_eager(name, form):
     """With the mask as an argument and as a buffer, in one graph, with gradients."""
     mask = FORMS[form](MASKS[name]())
@@ -181,7 +208,9 @@ def test_masks_of_all_lengths_share_a_dynamic_graph():
         causal = torch.ones(length, length).bool().tril()
         for mask in (None, causal, torch.rand(length, length) < 0.5):
             assert_close(compiled(x, mask), attend(x, mask))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # with a mask and without
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    )  # with a mask and without
 
 
 def test_functional_transforms_and_export():
@@ -204,7 +233,10 @@ def test_functional_transforms_and_export():
 def test_no_value_of_a_mask_is_read():
     """Fake tensors have none; on a card each read would be a synchronization."""
     with FakeTensorMode():
-        x, mask = torch.empty(2, 4, 6, 8, device="cuda"), torch.empty(6, 6, device="cuda")
+        x, mask = (
+            torch.empty(2, 4, 6, 8, device="cuda"),
+            torch.empty(6, 6, device="cuda"),
+        )
         assert attend(x, mask.bool()).device.type == "cuda"
         assert attend(x.bfloat16(), mask.bfloat16()).dtype == torch.bfloat16
 
@@ -218,6 +250,8 @@ def check_ranks(rank, store):
         assert_close(counted.full_tensor(), scale(shown))
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+@pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="this torch is built without gloo"
+)
 def test_masks_of_several_processes(tmp_path):
     run_ranks(check_ranks, 2, tmp_path / "store", warnings="default")

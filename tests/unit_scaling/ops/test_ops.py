@@ -32,7 +32,9 @@ from tests.unit_scaling.ops.calls import (
 from unit_scaling.rules.table import OPS, tie
 
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)
 
 
 def ideal(op):
@@ -59,7 +61,9 @@ def test_unit_scale_without_constraint(op):
     for name, x in results(op.fn, {**op_kwargs(op), **ideal(op)}).items():
         if name in UNCHECKED.get(op.name, ()):
             continue
-        independent = min(x.numel(), SIZE)  # conservative: as many as the shortest sum has terms
+        independent = min(
+            x.numel(), SIZE
+        )  # conservative: as many as the shortest sum has terms
         error = 1 + 5 / math.sqrt(2 * independent)
         if name == "bias" and not op_kwargs(op)["bias"].any():
             error = 1 + 5 / math.sqrt(2 * x.numel())
@@ -86,7 +90,9 @@ def test_constrained_gradient_is_parallel_to_torch(op):
 @pytest.mark.sampled(4)
 @pytest.mark.proves("unit-scaling", "FP16 and FP8", how="own")
 @each_op
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 def test_dtype_is_kept(op, dtype):
     if dtype.itemsize == 2 and "half precision" in TORCH_LACKS.get(op.name, ()):
         pytest.skip("torch cannot")
@@ -132,7 +138,9 @@ def test_double_backward(op):
     kwargs = with_gradients(op_kwargs(op))
     torch.manual_seed(1)
     leaves = [v for v in kwargs.values() if isinstance(v, Tensor) and v.requires_grad]
-    with sdpa_kernel(SDPBackend.MATH):  # torch's fused attention can be differentiated once
+    with sdpa_kernel(
+        SDPBackend.MATH
+    ):  # torch's fused attention can be differentiated once
         output = op.fn(**kwargs)
     grads = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
     torch.autograd.backward(sum(g.square().sum() for g in grads))
@@ -140,12 +148,16 @@ def test_double_backward(op):
     assert any(leaf.grad.any() for leaf in leaves)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop because we have not yet"
+)
 @each_op
 def test_func_grad_and_vmap(op):
     """torch.func gives what autograd gives, one example at a time or all at once."""
     kwargs = op_kwargs(op)
-    name = next(k for k, v in kwargs.items() if isinstance(v, Tensor) and v.is_floating_point())
+    name = next(
+        k for k, v in kwargs.items() if isinstance(v, Tensor) and v.is_floating_point()
+    )
 
     def loss(x):
         torch.manual_seed(1)
@@ -198,7 +210,9 @@ def all_results(fn, settings, calls):
 
 
 def has_dynamic_rule(op):
-    return not {"input", "left", "query"}.isdisjoint(inspect.signature(op.rule).parameters)
+    return not {"input", "left", "query"}.isdisjoint(
+        inspect.signature(op.rule).parameters
+    )
 
 
 def groups():
@@ -208,11 +222,19 @@ def groups():
     the compiler makes of those is not in the rules: its backend comes with sizes that are known.
     """
     ops = [op for op in OPS.values() if op.name not in RANDOM | COMPILE_ALIKE | TUPLES]
-    free, tied = ([op for op in ops if op.constrainable is can] for can in (True, False))
-    found = [(tied, {}, False), (tied, {}, True), (free, {"constraint": "to_output_scale"}, False)]
+    free, tied = (
+        [op for op in ops if op.constrainable is can] for can in (True, False)
+    )
+    found = [
+        (tied, {}, False),
+        (tied, {}, True),
+        (free, {"constraint": "to_output_scale"}, False),
+    ]
     found += [(free, {"constraint": None}, False), (free, {"constraint": None}, True)]
     return [
-        pytest.param(part, settings, dynamic, id=f"{part[0].name} to {part[-1].name}, {dynamic}")
+        pytest.param(
+            part, settings, dynamic, id=f"{part[0].name} to {part[-1].name}, {dynamic}"
+        )
         for group, settings, dynamic in found
         for rows in [[op for op in group if has_dynamic_rule(op) or not dynamic]]
         for part in (rows[i : i + 8] for i in range(0, len(rows), 8))
@@ -233,7 +255,9 @@ def test_random_op_compiles_whole(name):
     compiled = torch.compile(OPS[name].fn, backend="aot_eager", fullgraph=True)
     kwargs = op_kwargs(OPS[name], torch.float32)
     expected, got = results(OPS[name].fn, kwargs), results(compiled, kwargs)
-    assert all(got[k].isfinite().all() and got[k].shape == x.shape for k, x in expected.items())
+    assert all(
+        got[k].isfinite().all() and got[k].shape == x.shape for k, x in expected.items()
+    )
 
 
 def test_forward_mode_in_a_graph():

@@ -16,13 +16,17 @@ def normal(*shape):
 
 
 def with_gradients(output, *inputs):
-    grads = torch.autograd.grad(output, inputs, torch.ones_like(output), retain_graph=True)
+    grads = torch.autograd.grad(
+        output, inputs, torch.ones_like(output), retain_graph=True
+    )
     return [output.detach(), *grads]
 
 
 def assert_parallel(ours, theirs, inputs, scales):
     """The output and each gradient are torch's times a factor of the rule."""
-    pairs = zip(with_gradients(ours, *inputs), with_gradients(theirs, *inputs), strict=True)
+    pairs = zip(
+        with_gradients(ours, *inputs), with_gradients(theirs, *inputs), strict=True
+    )
     for (got, expected), scale in zip(pairs, scales, strict=True):
         torch.testing.assert_close(got, expected * scale, rtol=1e-9, atol=1e-9)
 
@@ -30,7 +34,9 @@ def assert_parallel(ours, theirs, inputs, scales):
 # --- addmm ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (-3.0, 1), (0, 2.0), (2.0, 0)])
+@pytest.mark.parametrize(
+    ("beta", "alpha"), [(1, 1), (0.5, -2.0), (-3.0, 1), (0, 2.0), (2.0, 0)]
+)
 @pytest.mark.parametrize("form", ["addmm", "baddbmm"])
 def test_weighted_sum(form, beta, alpha):
     """beta and alpha weigh two unit-scaled terms, and the gradients are those of that sum."""
@@ -107,9 +113,27 @@ def test_einsum_factors_are_counted():
 
 OFFS = torch.tensor([0, 3, 12, 32], dtype=torch.int32)
 GROUPED = {
-    "experts": ((32, 6), (4, 6, 10), OFFS, {"output": 6, "left": 10, "right": 8}, ("right",)),
-    "turned": ((4, 10, 6), (6, 32), OFFS, {"output": 6, "right": 10, "left": 8}, ("left",)),
-    "stacks": ((4, 5, 6), (4, 6, 10), None, {"output": 6, "left": 10, "right": 5}, ("right",)),
+    "experts": (
+        (32, 6),
+        (4, 6, 10),
+        OFFS,
+        {"output": 6, "left": 10, "right": 8},
+        ("right",),
+    ),
+    "turned": (
+        (4, 10, 6),
+        (6, 32),
+        OFFS,
+        {"output": 6, "right": 10, "left": 8},
+        ("left",),
+    ),
+    "stacks": (
+        (4, 5, 6),
+        (4, 6, 10),
+        None,
+        {"output": 6, "left": 10, "right": 5},
+        ("right",),
+    ),
     "summed": ((6, 32), (32, 10), OFFS, {"output": 8, "left": 10, "right": 6}, ()),
 }
 
@@ -150,7 +174,10 @@ TRANSPOSED += [{"stride": 2, "padding": 1, "output_padding": 1, "groups": 2}]
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize(
     ("kind", "setting"),
-    [*(("conv", each) for each in SETTINGS), *(("conv_transpose", each) for each in TRANSPOSED)],
+    [
+        *(("conv", each) for each in SETTINGS),
+        *(("conv_transpose", each) for each in TRANSPOSED),
+    ],
 )
 def test_convolution(kind, dims, setting):
     """Of a batch, and of one example."""
@@ -192,8 +219,12 @@ def test_counts_of_a_convolution(kernel, stride, padding, length, transposed):
     w.requires_grad_()
     op = OPS["conv_transpose1d" if transposed else "conv1d"]
     plain = op.replaces[0]
-    given = w.detach().transpose(0, 1).contiguous().requires_grad_() if transposed else w
-    s = op.scales((x, given), {"stride": stride, "padding": padding, "constraint": None})
+    given = (
+        w.detach().transpose(0, 1).contiguous().requires_grad_() if transposed else w
+    )
+    s = op.scales(
+        (x, given), {"stride": stride, "padding": padding, "constraint": None}
+    )
     y = plain(x, given, stride=stride, padding=padding)
     y.sum().backward()
     found = {"output": y, "input": x.grad, "weight": given.grad}
@@ -225,5 +256,7 @@ def test_operands_are_cast_once(name):
     outputs = 5 if name in ("matmul", "einsum") else 8  # of those that are not tied
     scales = (8**-0.5, outputs**-0.5, 6**-0.5)
     values, magnitudes = reference.product(F.linear, [a, b], g, scales, "unit")
-    for got, value, magnitude in zip((y, a.grad, b.grad), values, magnitudes, strict=True):
+    for got, value, magnitude in zip(
+        (y, a.grad, b.grad), values, magnitudes, strict=True
+    ):
         reference.assert_within(got, value, magnitude, torch.float32)

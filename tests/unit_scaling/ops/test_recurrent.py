@@ -13,7 +13,9 @@ from unit_scaling.rules.table import OPS
 from unit_scaling.transforms import unit_scale
 
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)
 
 KINDS = {  # -> arguments, gates, the factor of the hidden state
     "LSTM": ({}, 4, recurrent.LSTM_FACTOR),
@@ -38,7 +40,10 @@ def make(kind, *sizes, **settings):
 def oracle(ours, kind):
     """torch's module in float64. Its hidden state is ours over the factor, all else is the same."""
     arguments, gates, factor = KINDS[kind]
-    settings = {k: getattr(ours, k) for k in ("num_layers", "bias", "batch_first", "bidirectional")}
+    settings = {
+        k: getattr(ours, k)
+        for k in ("num_layers", "bias", "batch_first", "bidirectional")
+    }
     plain_class = getattr(nn, kind.split()[0])
     sizes = (ours.input_size, ours.hidden_size)
     plain = plain_class(*sizes, **settings, **arguments, dtype=torch.float64)
@@ -48,11 +53,17 @@ def oracle(ours, kind):
         first = "_l0" in name
         if "_ih" in name:
             width = ours.input_size if first else plain.weight_ih_l1.shape[1]
-            p *= width**-0.5 * share * (factor if name.startswith("weight") and not first else 1)
+            p *= (
+                width**-0.5
+                * share
+                * (factor if name.startswith("weight") and not first else 1)
+            )
         else:
             p *= (gates * ours.hidden_size) ** -0.5 * share
             p *= factor if name.startswith("weight") else 1
-            if kind == "GRU":  # the candidate reads reset * product, at unit scale again
+            if (
+                kind == "GRU"
+            ):  # the candidate reads reset * product, at unit scale again
                 p[2 * ours.hidden_size :] *= 0.293379036**-0.5
     return plain
 
@@ -99,10 +110,14 @@ def test_gradients_of_parameters_are_torchs_up_to_the_rule(kind):
     plain(x)[0].backward(g * factor)
     parallel = torch.nn.functional.cosine_similarity
     for name, p in ours.named_parameters():
-        rows = 5 if kind != "GRU" or "_hh" not in name else 2  # of one factor in the oracle
+        rows = (
+            5 if kind != "GRU" or "_hh" not in name else 2
+        )  # of one factor in the oracle
         a, b = (q.grad.flatten() for q in (p, plain.get_parameter(name)))
         head = a.numel() // p.shape[0] * 5 * rows if rows == 2 else a.numel()
-        assert parallel(a[:head], b[:head], dim=0).item() == pytest.approx(1, abs=1e-9), name
+        assert parallel(a[:head], b[:head], dim=0).item() == pytest.approx(
+            1, abs=1e-9
+        ), name
 
 
 @each_kind

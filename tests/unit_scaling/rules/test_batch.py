@@ -97,7 +97,9 @@ def test_block():
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1.5, TypeError)])
 def test_bad_numbers(argument, value, error):
     block = uu.batch_multiplier(**{"n": 1, argument: value})
-    with pytest.raises(error, match=f"{argument} must be a whole number from 1, got {value}"):
+    with pytest.raises(
+        error, match=f"{argument} must be a whole number from 1, got {value}"
+    ):
         block.__enter__()
 
 

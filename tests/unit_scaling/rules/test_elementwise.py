@@ -14,7 +14,9 @@ from unit_scaling.rules.quadrature import normal_means
 from unit_scaling.rules.table import OPS
 
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)
 
 X = torch.linspace(-2, 2, 24, dtype=torch.float64).reshape(4, 6)
 SAMPLES = 100_000
@@ -46,7 +48,10 @@ def test_factors_agree_with_monte_carlo(op, mult):
     for value in (y.detach(), dx):
         squares = value.square()
         error = squares.std().item() / math.sqrt(SAMPLES)
-        assert abs(squares.mean().item() - 1) < 5 * error + 1e-9, (squares.mean(), error)
+        assert abs(squares.mean().item() - 1) < 5 * error + 1e-9, (
+            squares.mean(),
+            error,
+        )
 
 
 SQRT_PI = math.sqrt(2 * math.pi)
@@ -110,7 +115,12 @@ def test_settings_of_a_compiled_function_are_seen():
         return scaled(x, a, b=b, mult=mult) + scaled(x, a=1.3, constraint=None)
 
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
-    for settings in [(1.0, 1.0, 1.0), (2.0, 1.5, 1.0), (0.5, 2.0, 3.0), (1.0, 1.0, 1.0)]:
+    for settings in [
+        (1.0, 1.0, 1.0),
+        (2.0, 1.5, 1.0),
+        (0.5, 2.0, 3.0),
+        (1.0, 1.0, 1.0),
+    ]:
         assert_close(compiled(X, *settings), model(X, *settings))
 
 
@@ -123,15 +133,23 @@ def test_worked_out_outside_of_the_callers_modes():
 
     exported = torch.export.export(Model(), (X,), strict=False)
     assert_close(exported.module()(X), Model()(X))
-    derivative = torch.func.vmap(torch.func.grad(uu.unit_scaled(torch.cos)))(X.flatten())
+    derivative = torch.func.vmap(torch.func.grad(uu.unit_scaled(torch.cos)))(
+        X.flatten()
+    )
     assert_close(derivative, -X.flatten().sin() * OPS["cos"].rule()["input"])
 
 
 REFUSED = {
-    "softmax": (lambda x: x.softmax(-1), "not an elementwise function: its value at a point"),
+    "softmax": (
+        lambda x: x.softmax(-1),
+        "not an elementwise function: its value at a point",
+    ),
     "dropout": (F.dropout, "or is random"),
     "sum": (lambda x: x.sum(), "not an elementwise function"),
-    "positions": (lambda x: x + torch.ones(3), "not an elementwise function: The size of tensor"),
+    "positions": (
+        lambda x: x + torch.ones(3),
+        "not an elementwise function: The size of tensor",
+    ),
     "log": (torch.log, "log cannot be unit-scaled: not finite at -"),
     "reciprocal": (torch.reciprocal, "second moment infinite around 0"),
     "constant": (lambda x: x * 0 + 1, "constant from -6 to 6"),
@@ -155,7 +173,9 @@ def test_mult_is_positive(mult):
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(TypeError, match="settings of add are numbers and strings, got a tensor"):
+    with pytest.raises(
+        TypeError, match="settings of add are numbers and strings, got a tensor"
+    ):
         uu.unit_scaled(torch.add)(X, X)
     with pytest.raises(ValueError, match="infinite around"):
         normal_means(lambda x: (1 / x.abs())[None])
@@ -164,7 +184,9 @@ def test_what_cannot_be_measured_is_refused():
 # --- rows ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [*DERIVED, OPS["gelu"], OPS["silu"]], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op", [*DERIVED, OPS["gelu"], OPS["silu"]], ids=lambda op: op.name
+)
 def test_in_place_and_integers(op):
     x = X.clone()
     assert op.fn(x, inplace=True) is x

@@ -24,7 +24,16 @@ from fp8.torch_internals.hidden_functions import called
 from fp8.torch_internals.running_calls import python_frames
 
 from ..install import Args, Given, Kwargs
-from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, kind_of, name_of, writes
+from .kinds import (
+    CONSTANT,
+    PRODUCTS,
+    RECURRENT,
+    TRANSPARENT,
+    canonical,
+    kind_of,
+    name_of,
+    writes,
+)
 from .values import has_scale, is_strided, rms_of
 
 Slot = tuple[int | str, ...]
@@ -101,7 +110,9 @@ def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {name: mapped(change, item) for name, item in value.items()}
     items = [mapped(change, item) for item in value]
-    return items if isinstance(value, list) else getattr(type(value), "_make", tuple)(items)
+    if isinstance(value, list):
+        return items
+    return getattr(type(value), "_make", tuple)(items)
 
 
 class Calls(EarlyMode):
@@ -122,7 +133,11 @@ class Calls(EarlyMode):
         return not self._busy
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Args = (), kwargs: Any = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Args = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         if not self.sees():
@@ -178,7 +193,9 @@ class Pass(Calls):
     @property
     def path(self) -> str:
         """The path of the innermost running module."""
-        return self.paths[-1] if self.paths else ""
+        if self.paths:
+            return self.paths[-1]
+        return ""
 
     def place(self, function: Callable[..., Any]) -> Place:
         """The place of a call that is about to run."""
@@ -194,7 +211,9 @@ def results_of(place: Place, args: Args, output: Any) -> list[Tensor]:
     """The tensors that a call computes."""
     if place.kind == "setitem":
         return [args[0]]
-    return [output] if isinstance(output, Tensor) else [t for _, t in tensors_in(output)]
+    if isinstance(output, Tensor):
+        return [output]
+    return [t for _, t in tensors_in(output)]
 
 
 class Recorder(Pass):
@@ -209,7 +228,8 @@ class Recorder(Pass):
         self.nodes: list[CallNode] = []
         self.index_of: dict[Place, int] = {}
         self.outputs: list[int] = []  # the nodes of the results
-        self.changed: frozenset[str] = frozenset()  # parameters that the model changes itself
+        # The parameters that the model changes itself.
+        self.changed: frozenset[str] = frozenset()
         self._node_of: dict[int, int] = {}
         self._makers: dict[Node, int] = {}
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
@@ -276,7 +296,9 @@ class Recorder(Pass):
             self._describe(node, sources, results)
             self._remember(results, returned)
 
-    def _describe(self, node: CallNode, sources: list[Value], results: list[Tensor]) -> None:
+    def _describe(
+        self, node: CallNode, sources: list[Value], results: list[Tensor]
+    ) -> None:
         value = node.value
         value.numel = max(map(Tensor.numel, results))
         value.floating = any(map(has_scale, results))
@@ -298,8 +320,12 @@ class Recorder(Pass):
             self._alive.append(tensor)
         if id(tensor) not in self._node_of:
             name = self._parameters.get(id(tensor))
-            value = Value(tensor.numel(), has_scale(tensor), name, name, computed=name is not None)
-            value.live = value.floating and (value.computed or id(tensor) in self._inputs)
+            value = Value(
+                tensor.numel(), has_scale(tensor), name, name, computed=name is not None
+            )
+            value.live = value.floating and (
+                value.computed or id(tensor) in self._inputs
+            )
             self.nodes.append(CallNode("", name or "input", value=value))
             self._remember([tensor])
         return Input(slot, self._node_of[id(tensor)])
@@ -311,7 +337,9 @@ class Recorder(Pass):
         index = self._node_of[id(tensor)]
         if maker.name() == _RECOMPUTES:
             self._makers[maker] = index
-        chosen = isinstance(maker, BackwardCFunction) and self._makers.get(maker) != index
+        chosen = (
+            isinstance(maker, BackwardCFunction) and self._makers.get(maker) != index
+        )
         return chosen or not self.nodes[index].value.live
 
     def _add_hidden(self, tensor: Tensor, maker: Node) -> None:
@@ -382,7 +410,9 @@ def _is_computed(kind: str, sources: list[Value]) -> bool:
     """Whether the result depends on parameters and not on the model's inputs, which integer tensors
     are too. Products of parameters are values."""
     computed = all(v.computed if v.live else v.floating for v in sources)
-    return computed and any(v.live for v in sources) and kind not in PRODUCTS | RECURRENT
+    return (
+        computed and any(v.live for v in sources) and kind not in PRODUCTS | RECURRENT
+    )
 
 
 _PACKAGE = Path(__file__).parents[3]

@@ -35,7 +35,11 @@ class Flow:
         if not node.value.live or node.value.computed:
             return []
         inputs = dict.fromkeys(i.node for i in node.inputs)
-        return [i for i in inputs if self.nodes[i].value.live and not self.nodes[i].value.computed]
+        return [
+            i
+            for i in inputs
+            if self.nodes[i].value.live and not self.nodes[i].value.computed
+        ]
 
     def origin(self, i: Input) -> str | None:
         """The name of the parameter that an argument is, or is a view or a copy of."""
@@ -52,11 +56,15 @@ class Flow:
 
     def before(self, ends: Iterable[int]) -> set[int]:
         """The nodes whose results feed one of the calls ``ends``."""
-        return reached([s for end in ends for s in self.sources[end]], self.sources.__getitem__)
+        return reached(
+            [s for end in ends for s in self.sources[end]], self.sources.__getitem__
+        )
 
     def between(self, start: int, end: int) -> list[int]:
         """The nodes on all paths from ``start`` (excluded) to ``end``, in order."""
-        above = reached([end], lambda index: [s for s in self.sources[index] if s >= start])
+        above = reached(
+            [end], lambda index: [s for s in self.sources[index] if s >= start]
+        )
         if start not in above or start == end:
             return []
         below = {start}

@@ -76,7 +76,9 @@ GAINS = NORMS - {"normalize"} | {"mul"}
 """Kinds that multiply values by a gain."""
 
 RECURRENT = frozenset(
-    name + cell for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")
+    name + cell
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for cell in ("", "_cell")
 )
 """Kinds that are whole layers with products inside."""
 
@@ -114,12 +116,18 @@ def kind_of(function: Callable[..., Any]) -> str:
 
 def _spellings(kind: str) -> list[Callable[..., Any]]:
     spaces = (torch, torch.Tensor, F, torch.linalg)
-    named = [getattr(space, name, None) for name in (kind, f"{kind}_") for space in spaces]
+    named = [
+        getattr(space, name, None) for name in (kind, f"{kind}_") for space in spaces
+    ]
     return [function for function in named if callable(function)]
 
 
 KINDS: dict[Callable[..., Any], str] = {
-    **{f: kind for kind in sorted(PRODUCTS | RECURRENT | EMBEDDINGS) for f in _spellings(kind)},
+    **{
+        f: kind
+        for kind in sorted(PRODUCTS | RECURRENT | EMBEDDINGS)
+        for f in _spellings(kind)
+    },
     **{function: op.name for op in OPS.values() for function in op.replaces},
 }
 """Torch callable -> kind, for those with a rule. That of others is their name, see `kind_of`."""
@@ -142,7 +150,9 @@ def names_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return _NAMES.get(function, ())
 
 
-def writes(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> bool:
+def writes(
+    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any
+) -> bool:
     """Whether a call with `canonical` arguments writes its result into one of them."""
     names = names_of(function)
     place = names.index("inplace") if "inplace" in names else len(args)

@@ -49,7 +49,9 @@ class Observer(Calls):
     @property
     def path(self) -> str:
         """The path of the running module."""
-        return self.paths[-1] if self.paths else ""
+        if self.paths:
+            return self.paths[-1]
+        return ""
 
     def sees(self) -> bool:
         """Whether the call is the model's, not this package's or a recording's."""

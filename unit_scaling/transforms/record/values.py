@@ -28,7 +28,9 @@ def size_of(tensor: Tensor) -> float:
         total = whole(sizes.float().square().sum()).item()
     except RuntimeError:  # in torch.vmap, which hides values
         return 1.0
-    return math.sqrt(total / sizes.numel()) if math.isfinite(total) else 1.0
+    if math.isfinite(total):
+        return math.sqrt(total / sizes.numel())
+    return 1.0
 
 
 def is_any(condition: Tensor) -> bool:

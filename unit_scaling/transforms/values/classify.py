@@ -38,7 +38,9 @@ class Classes:
         scaled = (name for name, each in tags.items() if each.mup_divisor)
         #: The weights and gains that were divided by their RMS.
         self.scaled = frozenset(scaled)
-        self._readouts = frozenset(n for n, each in tags.items() if each.mup_type == "output")
+        self._readouts = frozenset(
+            n for n, each in tags.items() if each.mup_type == "output"
+        )
 
     @cached_property
     def branches(self) -> list[Branch]:
@@ -77,7 +79,9 @@ class Classes:
                 sizes[origin] += [rms_of(node.tensors[v.slot]) for v in values]
             else:
                 others.add(origin)
-        return {n: max(s) for n, s in sizes.items() if n in self.kept and n not in others}
+        return {
+            n: max(s) for n, s in sizes.items() if n in self.kept and n not in others
+        }
 
     @cached_property
     def inner(self) -> frozenset[str]:
@@ -92,7 +96,11 @@ class Classes:
         RMS 1."""
         node = self._nodes[index]
         weights = self._weights(node) - self.kept
-        if node.function is None or node.inside or not (self.flow.is_product(index) and weights):
+        if (
+            node.function is None
+            or node.inside
+            or not (self.flow.is_product(index) and weights)
+        ):
             return None
         # A query that is a parameter is an operand: its size is that of logits.
         if node.kind in ATTENTION or not all(map(is_strided, node.tensors.values())):
@@ -102,7 +110,9 @@ class Classes:
             return 1.0
         factor: float = op.scales(node.args, node.kwargs, func=node.function)["output"]
         is_readout = op.name == "linear" and weights & (self._readouts - self.inner)
-        return factor**2 if is_readout else factor
+        if is_readout:
+            return factor**2
+        return factor
 
     @cached_property
     def _adds(self) -> frozenset[int]:
@@ -122,7 +132,9 @@ class Classes:
         for index, node in enumerate(self._nodes):
             for i in node.inputs:
                 origin = self.flow.origin(i)
-                moves = node.kind in TRANSPARENT and not (node.inside and i.slot == (0,))
+                moves = node.kind in TRANSPARENT and not (
+                    node.inside and i.slot == (0,)
+                )
                 if origin is not None and not moves:
                     yield index, i, origin
 
@@ -132,13 +144,21 @@ class Classes:
         that other calls read (hidden states) do not count."""
         ends = {i for i in self._outputs if not self.flow.readers[i]}
         formulas = {i for i in ends if not self._normalizes(i)}
-        found = reached(formulas, lambda i: () if self._normalizes(i) else self.flow.sources[i])
-        tables = [self._nodes[i] for i in found - ends if self._nodes[i].kind in EMBEDDINGS]
+        found = reached(
+            formulas, lambda i: () if self._normalizes(i) else self.flow.sources[i]
+        )
+        tables = [
+            self._nodes[i] for i in found - ends if self._nodes[i].kind in EMBEDDINGS
+        ]
         origins = {self.flow.origin(i) for table in tables for i in table.inputs}
         return {name for name in origins if name is not None}
 
     def _normalizes(self, index: int) -> bool:
-        return self._nodes[index].kind in NORMS or index in self._adds or self._is_layer(index)
+        return (
+            self._nodes[index].kind in NORMS
+            or index in self._adds
+            or self._is_layer(index)
+        )
 
     def _is_weight(self, index: int, slot: Slot, is_gain: bool) -> bool:
         """Whether a call multiplies values by a gain, or reads the argument in ``slot`` as the

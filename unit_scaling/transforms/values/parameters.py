@@ -61,12 +61,18 @@ def starts_of(model: nn.Module) -> dict[str, Start]:
 
 def joined(path: str, leaf: str) -> str:
     """The name of a parameter of the module at ``path``."""
-    return f"{path}.{leaf}" if path else leaf
+    if path:
+        return f"{path}.{leaf}"
+    return leaf
 
 
 @torch.no_grad()
 def _start(
-    module: nn.Module, path: str, leaf: str, readout: Tensor | None, others: Mapping[str, Start]
+    module: nn.Module,
+    path: str,
+    leaf: str,
+    readout: Tensor | None,
+    others: Mapping[str, Start],
 ) -> Start:
     parameter = dict(module.named_parameters(recurse=False))[leaf]
     stacked = holds_experts(module)
@@ -76,10 +82,14 @@ def _start(
     if parameter.dim() - stacked > 1 and not _is_gain(parameter):
         tags = Tags("output") if parameter is readout else Tags("weight")
         return _of_weight(parameter, tags._replace(mup_stacked=stacked))
-    if leaf.endswith("bias") or leaf.startswith("bias_"):  # recurrent layers have bias_ih_l0
+    if leaf.endswith("bias") or leaf.startswith(
+        "bias_"
+    ):  # recurrent layers have bias_ih_l0
         return _of_bias(module, path, leaf, others)
     # The slopes of a PReLU are no gains.
-    return Start(Tags("norm")) if isinstance(module, nn.PReLU) else _of_gain(parameter)
+    if isinstance(module, nn.PReLU):
+        return Start(Tags("norm"))
+    return _of_gain(parameter)
 
 
 def _of_weight(parameter: nn.Parameter, tags: Tags) -> Start:
@@ -89,7 +99,9 @@ def _of_weight(parameter: nn.Parameter, tags: Tags) -> Start:
     if not parameter.numel():
         return Start(tags, done="unchanged", why="is empty")
     if not is_any(parameter):  # has the factor that its learning rate is for
-        return Start(tags._replace(mup_divisor=1.0), done="unchanged", why="starts at zeros")
+        return Start(
+            tags._replace(mup_divisor=1.0), done="unchanged", why="starts at zeros"
+        )
     if _is_one_number(parameter):
         value = whole(parameter.detach()).flatten()[0].item()
         return Start(tags, done=LEFT_ALONE, why=f"is {value:.4g} everywhere")
@@ -99,7 +111,9 @@ def _of_weight(parameter: nn.Parameter, tags: Tags) -> Start:
     return Start(tags._replace(mup_divisor=rms), 1 / rms)
 
 
-def _of_bias(module: nn.Module, path: str, leaf: str, others: Mapping[str, Start]) -> Start:
+def _of_bias(
+    module: nn.Module, path: str, leaf: str, others: Mapping[str, Start]
+) -> Start:
     """A bias: zeros, unless it is no noise. That of a layer of few inputs is divided as its weight:
     the product multiplies both."""
     bias, tags = dict(module.named_parameters(recurse=False))[leaf], Tags("bias")
@@ -109,7 +123,8 @@ def _of_bias(module: nn.Module, path: str, leaf: str, others: Mapping[str, Start
         return Start(tags, done="unchanged", why="its mean is not zero")
     parameters = dict(module.named_parameters(recurse=False))
     name = leaf.replace("bias", "weight")
-    name = name if name in parameters else f"{name}_orig"
+    if name not in parameters:
+        name = f"{name}_orig"
     weight, start = parameters.get(name), others.get(joined(path, name))
     if weight is not None and start is not None and start.number != 1.0:
         inputs = fan_in(weight.shape)
@@ -127,7 +142,9 @@ def _of_gain(parameter: nn.Parameter) -> Start:
     rms = _rms(parameter)
     same = bool(whole(parameter.abs().min() == parameter.abs().max()))
     far = 0 < rms < SMALL or (same and 2 < rms < math.inf)
-    return Start(tags._replace(mup_divisor=rms), 1 / rms) if far else Start(tags)
+    if far:
+        return Start(tags._replace(mup_divisor=rms), 1 / rms)
+    return Start(tags)
 
 
 def _has_offset(bias: nn.Parameter) -> bool:
@@ -149,7 +166,9 @@ def refuse_weights(model: nn.Module) -> None:
     computes before each call."""
     for path, module in model.named_modules():
         if why := why_quantized(module):
-            raise ValueError(f"{path or 'the model'} is {why}; unit-scale the model before that")
+            raise ValueError(
+                f"{path or 'the model'} is {why}; unit-scale the model before that"
+            )
         for hook in module._forward_pre_hooks.values():
             masks = isinstance(hook, BasePruningMethod)
             if type(hook).__module__.startswith("torch.nn.utils.") and not masks:
@@ -173,7 +192,9 @@ def _readout(model: nn.Module) -> Tensor | None:
     owners = [(m, p) for m in model.modules() for p in m.parameters(recurse=False)]
     tied = sum(p is weight for _, p in owners) > 1
     layers = [p for m, p in owners if not isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    return weight if any(p.dim() > 1 and p is not weight for p in layers) and not tied else None
+    if any(p.dim() > 1 and p is not weight for p in layers) and not tied:
+        return weight
+    return None
 
 
 def _is_gain(parameter: nn.Parameter) -> bool:

@@ -94,7 +94,12 @@ def run_pass(model: nn.Module, given: Given, seen: P) -> P:
     try:
         with ExitStack() as stack:
             stack.enter_context(untouched(model, seed=0))
-            for context in (apart(), torch.inference_mode(False), torch.enable_grad(), uncast()):
+            for context in (
+                apart(),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                uncast(),
+            ):
                 stack.enter_context(context)
             stack.enter_context(_saving_as_torch())
             args, kwargs = detached(given)
@@ -123,7 +128,9 @@ def _gathered(model: nn.Module, seen: Pass) -> Iterator[None]:
 
     with ExitStack() as hooks:
         for path, module in model.named_modules() if is_in_fsdp(model) else ():
-            hooks.enter_context(module.register_forward_pre_hook(partial(enter, path=path)))
+            hooks.enter_context(
+                module.register_forward_pre_hook(partial(enter, path=path))
+            )
         try:
             yield
         finally:

@@ -57,7 +57,9 @@ class _Sample:
             return True  # it has no values to compare, or is divided among processes
         if other.dtype == self.dtype:
             return torch.equal(other.values, self.values)
-        return bool(torch.isclose(other.values, self.values, rtol=2.0**-6, atol=1e-6).all())
+        return bool(
+            torch.isclose(other.values, self.values, rtol=2.0**-6, atol=1e-6).all()
+        )
 
 
 @torch.no_grad()
@@ -67,7 +69,11 @@ def _sample(parameter: Tensor) -> _Sample | None:
         return None
     flat = parameter.detach().flatten()
     step = math.ceil(flat.numel() / PLACES)
-    values = flat[::step].clone().to(torch.complex128 if flat.is_complex() else torch.float64)
+    values = (
+        flat[::step]
+        .clone()
+        .to(torch.complex128 if flat.is_complex() else torch.float64)
+    )
     return _Sample(values.cpu(), parameter.dtype)
 
 
@@ -114,7 +120,9 @@ class Record:
             for each in list(self.copies):
                 each.finish(self.changes)
 
-    def _changes(self, decision: Decision, owner: _Copy, model: nn.Module) -> dict[str, Change]:
+    def _changes(
+        self, decision: Decision, owner: _Copy, model: nn.Module
+    ) -> dict[str, Change]:
         name_of = {id(p): name for name, p in model.named_parameters()}
         changes = {}
         for path, module in model.named_modules():
@@ -163,7 +171,10 @@ class _Copy:
                     unknown[name] = parameter
                     continue
                 # `set_depth` may have come before.
-                depth = tags_of(parameter).mup_scaling_depth or change.tags.mup_scaling_depth
+                depth = (
+                    tags_of(parameter).mup_scaling_depth
+                    or change.tags.mup_scaling_depth
+                )
                 retag(parameter, change.tags._replace(mup_scaling_depth=depth))
                 if sample is not None and not sample.is_of(parameter):
                     written.append(_Written(name, parameter, change))
@@ -218,7 +229,9 @@ class _Written:
     @property
     def is_far(self) -> bool:
         """Whether its size is not that of the decision."""
-        return abs(math.log2(rms_of(self.parameter) / self.change.tags.mup_scale)) > REACH
+        return (
+            abs(math.log2(rms_of(self.parameter) / self.change.tags.mup_scale)) > REACH
+        )
 
 
 class _Hook:
@@ -237,14 +250,18 @@ class _Hook:
         self.module = weakref.ref(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(copy.deepcopy(self.owner, memo), self.path, memo.get(id(self.module())))
+        return _Hook(
+            copy.deepcopy(self.owner, memo), self.path, memo.get(id(self.module()))
+        )
 
     def __reduce__(self) -> Any:
         return _Hook, (self.owner, self.path, None)
 
     @property
     def __name__(self) -> str:  # of functions; TorchScript reads it
-        raise AttributeError(f"{PENDING}: call it once, or pass batch= to unit_scale, before that")
+        raise AttributeError(
+            f"{PENDING}: call it once, or pass batch= to unit_scale, before that"
+        )
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own parameters with their keys in the record."""
@@ -267,7 +284,9 @@ class _Hook:
         remember_tags(module, recurse=is_root)
         if is_root:
             REPORTS[module] = Report(self.owner.record.rows, heading="parameter")
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
+        for key in [
+            key for key, hook in module._forward_pre_hooks.items() if hook is self
+        ]:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -307,15 +326,23 @@ def _hooks_of(module: nn.Module, record: Record) -> Iterator[_Hook]:
 
 
 _before_call = untraced(
-    _running, f"{PENDING}: call it once, or pass batch= to unit_scale, before fullgraph=True"
+    _running,
+    f"{PENDING}: call it once, or pass batch= to unit_scale, before fullgraph=True",
 )
 
 
 def _check(model: nn.Module, given: Given) -> None:
     """Raises RuntimeError for a first call without values or with others than the parameters'."""
     what = ""
-    parameters = [p for part in model.modules() for p in part._parameters.values() if p is not None]
-    tagged = {name for part in model.modules() for name in getattr(part, "mup_tags", {})}
+    parameters = [
+        p
+        for part in model.modules()
+        for p in part._parameters.values()
+        if p is not None
+    ]
+    tagged = {
+        name for part in model.modules() for name in getattr(part, "mup_tags", {})
+    }
     tensors = [t for _, t in tensors_in(given)]
     replicas = any(not isinstance(p, nn.Parameter) for p in parameters)
     if torch.compiler.is_exporting():
@@ -323,15 +350,21 @@ def _check(model: nn.Module, given: Given) -> None:
     elif torch.jit.is_tracing():  # type: ignore[attr-defined, unused-ignore]
         what = "torch.jit.trace"
     elif (replicas and tagged) or getattr(model, "_is_replica", False):
-        what = "torch.func.functional_call or DataParallel, which replace its parameters"
+        what = (
+            "torch.func.functional_call or DataParallel, which replace its parameters"
+        )
     elif any(t.is_meta for t in (*tensors, *parameters)):
         what = "a call on the meta device, which has no values"
-    elif is_in_fsdp(model) and not isinstance(next(iter(model._forward_pre_hooks.values())), _Hook):
+    elif is_in_fsdp(model) and not isinstance(
+        next(iter(model._forward_pre_hooks.values())), _Hook
+    ):
         what = "fully_shard, or call unit_scale after that"
     elif not has_values((*tensors, *parameters)):
         what = "torch.vmap, which hides values"
     if what:
-        raise RuntimeError(f"{PENDING}: call it once, or pass batch= to unit_scale, before {what}")
+        raise RuntimeError(
+            f"{PENDING}: call it once, or pass batch= to unit_scale, before {what}"
+        )
 
 
 def pend(model: nn.Module) -> None:
@@ -352,7 +385,9 @@ def pend(model: nn.Module) -> None:
 def set_values(model: nn.Module, given: Given) -> None:
     """Sets the values of the parameters of ``model``, in place, as it runs on these arguments, and
     tags them."""
-    decision = decide(model, given, model_name(name for name, _ in model.named_parameters()))
+    decision = decide(
+        model, given, model_name(name for name, _ in model.named_parameters())
+    )
     for name, parameter in model.named_parameters():
         change = decision.changes[name]
         retag(parameter, change.tags)

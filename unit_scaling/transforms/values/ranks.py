@@ -48,6 +48,8 @@ def agreed(name: str, values: Mapping[K, Any]) -> dict[K, Any]:
     for key, value in values.items():
         text = f"unit_scaling/{name}/{key}"
         if text not in _VALUES:
-            _VALUES[text] = json.loads(store.compare_set(text, "", json.dumps(value)).decode())
+            _VALUES[text] = json.loads(
+                store.compare_set(text, "", json.dumps(value)).decode()
+            )
         result[key] = _VALUES[text]
     return result

@@ -82,7 +82,9 @@ class Change:
         wide = plain.to(torch.complex128 if plain.is_complex() else torch.float64)
         if not self.shift:
             return (wide * (self.start * self.number)).to(plain.dtype)
-        return ((wide * self.start + self.shift) * self.number - self.shift).to(plain.dtype)
+        return ((wide * self.start + self.shift) * self.number - self.shift).to(
+            plain.dtype
+        )
 
     @torch.no_grad()
     def apply(self, parameter: nn.Parameter) -> None:
@@ -124,7 +126,9 @@ def decide(model: nn.Module, given: Given, title: str) -> Decision:
     plain = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise ValueError(f"unit_scale: {name} is on the meta device: give it values before")
+            raise ValueError(
+                f"unit_scale: {name} is on the meta device: give it values before"
+            )
         plain[name] = parameter.detach().clone()
     try:
         setter = _Setter(model, plain, given, title)
@@ -159,7 +163,9 @@ class _Setter:
         seen = run_pass(model, given, Recorder(model))
         self.nodes, self.index_of = seen.nodes, seen.index_of
         self.place_of = {index: place for place, index in seen.index_of.items()}
-        self.classes = Classes(seen, {name: each.tags for name, each in self.changes.items()})
+        self.classes = Classes(
+            seen, {name: each.tags for name, each in self.changes.items()}
+        )
         self._keep()
         for name in self.classes.inner:
             self._tag(name, mup_type="weight")
@@ -174,7 +180,10 @@ class _Setter:
         """Finds the products that read weights, and which of these read one first."""
         self.rules: dict[int, float] = {}
         self.weights: dict[int, Input] = {}
-        origin, scaled = self.classes.flow.origin, self.classes.scaled - self.classes.kept
+        origin, scaled = (
+            self.classes.flow.origin,
+            self.classes.scaled - self.classes.kept,
+        )
         first: dict[str | None, int] = {}
         for index, node in enumerate(self.nodes):
             factor = self.classes.factor(index)
@@ -261,9 +270,12 @@ class _Setter:
             else:
                 size, kind = tags.mup_divisor or 1.0, tags.mup_type
                 why = "read by calls that are no products"
-            kind = "weight" if kind == "output" else kind
+            if kind == "output":
+                kind = "weight"
             size = self._agreed(f"kept {name}", size)
-            self._tag(name, mup_type=kind, mup_divisor=None, mup_scale=_nearest_power(size))
+            self._tag(
+                name, mup_type=kind, mup_divisor=None, mup_scale=_nearest_power(size)
+            )
             self._keep_one(name, why)
             path, _, leaf = name.rpartition(".")
             bias = joined(path, leaf.removesuffix("_orig").replace("weight", "bias"))
@@ -273,7 +285,10 @@ class _Setter:
             self.kept_biases.add(bias)
             if kind == "weight":
                 # The layer is s * (u @ x / sqrt(n) + b / s) for u of RMS 1 and this scale s.
-                scale = self.changes[name].tags.mup_scale * fan_in(self.plain[name].shape) ** 0.5
+                scale = (
+                    self.changes[name].tags.mup_scale
+                    * fan_in(self.plain[name].shape) ** 0.5
+                )
                 self._tag(bias, mup_scale=_nearest_power(scale))
 
     def _keep_one(self, name: str, why: str) -> None:
@@ -289,7 +304,9 @@ class _Setter:
         bias = self.plain[name]
         bound = 1.001 * fan_in(weight.shape) ** -0.5
         if not is_any(weight) or is_any(bias.abs() > bound):
-            self._keep_one(name, "carries information: no initialization of torch gives its values")
+            self._keep_one(
+                name, "carries information: no initialization of torch gives its values"
+            )
             self.kept_biases.add(name)
 
     def before(self, place: Place, args: Args, kwargs: Kwargs) -> None:
@@ -338,7 +355,8 @@ class _Setter:
         self._tag_fan_in(name, index)
         moved, parameter = tensors[weight.slot], self.parameters[name]
         if _storage(moved) != _storage(parameter):
-            moved.data.mul_(number)  # a copy in another dtype or order, or what FSDP has gathered
+            # A copy in another dtype or order, or what FSDP has gathered.
+            moved.data.mul_(number)
         for i in node.inputs:
             bias = self.classes.flow.origin(i)
             if is_added(node.kind, i.slot) and bias in self.parameters:
@@ -370,7 +388,9 @@ class _Setter:
             if "weight_ih" in name:
                 fan = self.parameters[name].shape[1]
                 is_inner = "_l0" not in name
-                operand = self._agreed(f"operand {name}", _off_one(tensors[inputs[0].slot]))
+                operand = self._agreed(
+                    f"operand {name}", _off_one(tensors[inputs[0].slot])
+                )
                 size = cell.size if is_inner else 1 / operand
                 number = norm * fan**-0.5 * size
             self._multiply(Holder(name), number)
@@ -387,7 +407,10 @@ class _Setter:
             return 1.0
         holders = self.sources.holders(target.end, target.reader)
         if holders is None:
-            node, kind = self.nodes[target.reader], self.nodes[target.end].kind or "an input"
+            node, kind = (
+                self.nodes[target.reader],
+                self.nodes[target.end].kind or "an input",
+            )
             why = f"ends in {kind}, which no parameter scales alone: {ratio:.3g} is missing"
             key = f"{node.path}.{node.name} {kind}"
             self.rows[key] = Row(node.path, node.name, LEFT_ALONE, why)
@@ -439,7 +462,9 @@ class _Setter:
         if result is not None:
             why += f": its result has RMS {result:.3g}"
         if not LOWEST <= number <= HIGHEST:
-            why += f"; {number:.3g} times the weight of RMS 1 is outside of 2^-12 to 2^4"
+            why += (
+                f"; {number:.3g} times the weight of RMS 1 is outside of 2^-12 to 2^4"
+            )
         self._row(name, "scaled", why)
 
     def _set_siblings(self) -> None:
@@ -489,7 +514,9 @@ def _storage(tensor: Tensor) -> int:
 def _off_one(tensor: Tensor) -> float:
     """The RMS of an operand on the `GRID`, 1 within `REACH`."""
     size = rms_of(tensor)
-    return _rounded(size) if abs(math.log2(size)) > REACH else 1.0
+    if abs(math.log2(size)) > REACH:
+        return _rounded(size)
+    return 1.0
 
 
 def _rounded(size: float) -> float:

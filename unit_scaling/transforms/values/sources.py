@@ -71,11 +71,16 @@ class Sources:
         parameter, or it is read by others too."""
         visited: set[int] = set()
         found = self._back(index, visited)
-        return found if found and not self._is_shared(visited, reader) else None
+        if found and not self._is_shared(visited, reader):
+            return found
+        return None
 
     def _is_shared(self, visited: Collection[int], reader: int) -> bool:
         readers = (r for index in visited for r in self._flow.readers[index])
-        return any(r not in visited and r != reader and not self._is_absorbed(r) for r in readers)
+        return any(
+            r not in visited and r != reader and not self._is_absorbed(r)
+            for r in readers
+        )
 
     def _is_absorbed(self, index: int) -> bool:
         """Whether the result of a call does not depend on the scale of what it reads."""
@@ -83,23 +88,36 @@ class Sources:
         if kind in NORMS:
             return True
         readers = self._flow.readers[index]
-        return kind in PROPORTIONAL and bool(readers) and all(map(self._is_absorbed, readers))
+        return (
+            kind in PROPORTIONAL
+            and bool(readers)
+            and all(map(self._is_absorbed, readers))
+        )
 
     def _back(self, index: int, visited: set[int]) -> list[Holder] | None:
         node = self._nodes[index]
         if node.function is None:
-            return [Holder(node.value.parameter)] if node.value.parameter else None
+            if node.value.parameter:
+                return [Holder(node.value.parameter)]
+            return None
         if index in visited:
             return []
         visited.add(index)
         if index in self._weights:
             return self._of_product(index)
         kind, terms = node.kind, self._terms(node)
-        if isinstance(node.function, type) or node.inside or kind in RECURRENT or not terms:
+        if (
+            isinstance(node.function, type)
+            or node.inside
+            or kind in RECURRENT
+            or not terms
+        ):
             return None
         if kind in EMBEDDINGS:
             name = self._origin(terms[0])
-            return [Holder(name)] if name and name not in self._fixed else None
+            if name and name not in self._fixed:
+                return [Holder(name)]
+            return None
         if kind == "add" and len(terms) == 1:
             return self._shifted(node, terms[0])
         if kind in SUMS:
@@ -132,8 +150,12 @@ class Sources:
     def _shifted(self, node: CallNode, term: Input) -> list[Holder] | None:
         """Returns the holder of the sum of a parameter and a number."""
         name = self._origin(term)
-        numbers = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, int | float)]
-        return [Holder(name, float(sum(numbers)))] if name else None
+        numbers = [
+            v for v in (*node.args, *node.kwargs.values()) if isinstance(v, int | float)
+        ]
+        if name:
+            return [Holder(name, float(sum(numbers)))]
+        return None
 
     def _of_all(self, terms: Iterable[Input], visited: set[int]) -> list[Holder] | None:
         found: list[Holder] = []
@@ -144,7 +166,9 @@ class Sources:
             found += [holder for holder in own if holder not in found]
         return found
 
-    def _of_one(self, index: int, terms: list[Input], visited: set[int]) -> list[Holder] | None:
+    def _of_one(
+        self, index: int, terms: list[Input], visited: set[int]
+    ) -> list[Holder] | None:
         """Returns the holders of one factor of a product: the factor that nothing else reads, and
         a computed one rather than a gain."""
         kind = self._nodes[index].kind
@@ -156,7 +180,10 @@ class Sources:
             own = set(visited)
             found = self._back(i.node, own)
             if found:
-                rank = (self._is_shared(own - visited, index), self._origin(i) is not None)
+                rank = (
+                    self._is_shared(own - visited, index),
+                    self._origin(i) is not None,
+                )
                 if best is None or rank < best[0]:
                     best = rank, found, own
         if best is None:

@@ -75,7 +75,9 @@ def _branch(
     return None
 
 
-def _origin(flow: Flow, adds: dict[int, Branch], skip: int, end: int) -> tuple[int, list[int]]:
+def _origin(
+    flow: Flow, adds: dict[int, Branch], skip: int, end: int
+) -> tuple[int, list[int]]:
     """(origin of the branch, nodes of the branch); the origin is the nearest common ancestor."""
     at = skip
     while not (region := flow.between(at, end)):
@@ -115,11 +117,15 @@ def weighted_branches(
 ) -> list[Weighted]:
     """Returns the branches that have a weight. outputs: the nodes of what the model returns."""
     tau = completep_residual_scaling_rule()
-    returned = {branch.add for branch in branches if _is_returned(flow, branch.add, outputs)}
+    returned = {
+        branch.add for branch in branches if _is_returned(flow, branch.add, outputs)
+    }
     adds = {branch.add: branch for branch in branches}
     found = []
     for branch in branches:
-        if _is_logit(flow, branch.add) or _in_units_of_data(flow, branch, adds, returned):
+        if _is_logit(flow, branch.add) or _in_units_of_data(
+            flow, branch, adds, returned
+        ):
             continue
         weight = tau(branch.number, branch.count)
         found.append(Weighted(branch.add, branch.end.node, branch.skip.node, weight))
@@ -142,7 +148,11 @@ def _is_returned(flow: Flow, index: int, outputs: Collection[int]) -> bool:
     """Whether a sum, moved or not, is a result of the model."""
     if index in outputs:
         return True
-    moved = [reader for reader in flow.readers[index] if flow.nodes[reader].kind in TRANSPARENT]
+    moved = [
+        reader
+        for reader in flow.readers[index]
+        if flow.nodes[reader].kind in TRANSPARENT
+    ]
     return any(_is_returned(flow, reader, outputs) for reader in moved)
 
 
@@ -160,7 +170,10 @@ def _in_units_of_data(
         else:
             return False
     begins = flow.nodes[stream].value
-    after = any(other.add in returned and _follows(other, branch, adds) for other in adds.values())
+    after = any(
+        other.add in returned and _follows(other, branch, adds)
+        for other in adds.values()
+    )
     return begins.parameter is None and (is_result or after)
 
 

@@ -10,14 +10,18 @@ from fp8.lab.forecast.card import Card
 from fp8.lab.forecast.compiled import Graph
 
 _KERNEL = re.compile(
-    r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)", re.M | re.S
+    r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)",
+    re.M | re.S,
 )
 
 
 def assembled(graph: Graph, card: Card) -> dict[str, bytes]:
     """Kernel -> its machine code for the card, in the first of the configurations that a device
     would time. Inside of `fp8.lab.forecast.card.compiling_for`."""
-    return {name: _assembled(name, text, card) for name, text in _KERNEL.findall(graph.source)}
+    return {
+        name: _assembled(name, text, card)
+        for name, text in _KERNEL.findall(graph.source)
+    }
 
 
 def _assembled(name: str, text: str, card: Card) -> bytes:
@@ -31,7 +35,9 @@ def _assembled(name: str, text: str, card: Card) -> bytes:
         tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]
     )
     options = tuner._create_compile_options(first, meta)
-    binary = triton.compile(source, target=GPUTarget("cuda", card.arch, 32), options=options)
+    binary = triton.compile(
+        source, target=GPUTarget("cuda", card.arch, 32), options=options
+    )
     return binary.asm["cubin"]
 
 

@@ -53,7 +53,9 @@ class Speedup(NamedTuple):
 
 def squares(recipe, *speedups):
     sizes = [256 << i for i in range(len(speedups))]
-    return [Speedup(m, m, m, recipe, s, True) for m, s in zip(sizes, speedups, strict=True)]
+    return [
+        Speedup(m, m, m, recipe, s, True) for m, s in zip(sizes, speedups, strict=True)
+    ]
 
 
 #: Source -> device and rows.
@@ -85,8 +87,14 @@ LINEAR = {
     "torchao, prototype/moe_training/README.md (2025-10-14), grouped products on a B200": (
         HARDWARE["b200"],
         [
-            *(Speedup(128000, 5120, 8192, "mxfp8", s) for s in (1.808, 1.690, 1.637, 1.700)),
-            *(Speedup(128000, 7168, 2048, "mxfp8", s) for s in (1.188, 1.321, 1.595, 1.440)),
+            *(
+                Speedup(128000, 5120, 8192, "mxfp8", s)
+                for s in (1.808, 1.690, 1.637, 1.700)
+            ),
+            *(
+                Speedup(128000, 7168, 2048, "mxfp8", s)
+                for s in (1.188, 1.321, 1.595, 1.440)
+            ),
         ],
     ),
 }
@@ -96,7 +104,9 @@ def speedup(row, device):
     """The estimate of a row. A layer norm reads and writes its input, and its gradient reads input
     and gradient and writes one; a sigmoid does so with the output: four kernels."""
     layer = linear(row.m, row.k, row.n)
-    passes = 5 * 2 * (row.m * row.k + row.m * row.n) / device.stream + 4 * hardware.LAUNCH
+    passes = (
+        5 * 2 * (row.m * row.k + row.m * row.n) / device.stream + 4 * hardware.LAUNCH
+    )
     both = passes if row.norms else 0.0
     high, low = (one(layer, recipe, device).seconds for recipe in (None, row.recipe))
     return (high + both) / (low + both)
@@ -121,11 +131,14 @@ def test_median_errors():
 
 def test_the_page_states_these_errors():
     rows = re.findall(
-        r"^\| (.+?) \| (\d+) \| (\d+) % \| (\d+) % \|$", PAGE.read_text(encoding="utf-8"), re.M
+        r"^\| (.+?) \| (\d+) \| (\d+) % \| (\d+) % \|$",
+        PAGE.read_text(encoding="utf-8"),
+        re.M,
     )
     found = {name: (int(n), int(mid), int(worst)) for name, n, mid, worst in rows}
     expected = {
-        name: (len(e), round(100 * median(e)), round(100 * max(e))) for name, e in errors().items()
+        name: (len(e), round(100 * median(e)), round(100 * max(e)))
+        for name, e in errors().items()
     }
     assert found == expected
 
@@ -135,13 +148,18 @@ def test_a_whole_step_gains_less_than_its_products():
     second (torchao, float8/README.md, 2025-03-12)."""
     sizes = {"q": (4096, 4096), "o": (4096, 4096), "k": (4096, 1024), "v": (4096, 1024)}
     sizes |= {"gate": (4096, 14336), "up": (4096, 14336), "down": (14336, 4096)}
-    rows = [replace(linear(8192, *size, calls=32), layer=name) for name, size in sizes.items()]
+    rows = [
+        replace(linear(8192, *size, calls=32), layer=name)
+        for name, size in sizes.items()
+    ]
     rows.append(replace(linear(8192, 4096, 128256), layer="head"))
     high = estimate(rows, {}, TORCHAO).seconds
     for recipe, measured in (("tensor", 1.25), ("row", 1.10)):
         low = estimate(rows, dict.fromkeys(sizes, fp8.RECIPES[recipe]), TORCHAO).seconds
         assert measured < high / low, recipe
-        assert f"{high / low:.2f} for recipe `{recipe}`" in PAGE.read_text(encoding="utf-8")
+        assert f"{high / low:.2f} for recipe `{recipe}`" in PAGE.read_text(
+            encoding="utf-8"
+        )
 
 
 # Casts, counted by hand

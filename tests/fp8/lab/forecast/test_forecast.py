@@ -27,7 +27,9 @@ def mlp(width=1024, dtype=torch.bfloat16):
 
 
 def batch(tokens=4096, width=1024):
-    return torch.empty(tokens, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    return torch.empty(
+        tokens, width, dtype=torch.bfloat16, device="meta", requires_grad=True
+    )
 
 
 # The walk over autograd's graph
@@ -55,7 +57,9 @@ def test_gradients_are_those_of_torch():
     x.requires_grad_(), w.requires_grad_()
     y, others = branching(x, w), (unused * 2).sum()
     got = gradients([y, others], [g, None], [x, w, unused])
-    want = torch.autograd.grad([branching(x, w), (unused * 2).sum()], [x, w, unused], [g, None])
+    want = torch.autograd.grad(
+        [branching(x, w), (unused * 2).sum()], [x, w, unused], [g, None]
+    )
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
 
 
@@ -80,12 +84,16 @@ def test_without_a_cuda_build_shapes_give_an_estimate(monkeypatch):
 def uneven():
     """Two of three products are so small that casts take longer than they save."""
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 64), nn.Linear(64, 64))
+        model = nn.Sequential(
+            nn.Linear(4096, 4096), nn.Linear(4096, 64), nn.Linear(64, 64)
+        )
         return model, torch.empty(8192, 4096)
 
 
 def left_alone(model, policy):
-    return [row.path for row in fp8.report(fp8.convert(model, policy)) if row.left_alone]
+    return [
+        row.path for row in fp8.report(fp8.convert(model, policy)) if row.left_alone
+    ]
 
 
 def test_layers_that_get_slower_stay_as_they_are(monkeypatch):
@@ -101,7 +109,9 @@ def test_layers_that_get_slower_stay_as_they_are(monkeypatch):
 
 
 def test_a_device_that_the_compiler_does_not_know_is_estimated():
-    result = fp8.forecast(mlp(64), batch(64, 64), hardware=replace(HARDWARE["h100"], name="mine"))
+    result = fp8.forecast(
+        mlp(64), batch(64, 64), hardware=replace(HARDWARE["h100"], name="mine")
+    )
     assert result.source == "estimate"
     assert "mine" in result.notes[0]
 
@@ -143,10 +153,16 @@ def test_the_command_prints_the_table_or_json(tmp_path, monkeypatch, capsys):
     setup = f"{tmp_path / 'forecast_setup.py'}:setup"
     assert main(["forecast", setup, "--recipes", "unit"]) == 0
     assert "of bf16" in capsys.readouterr().out
-    assert main(["forecast", setup, "--recipes", "unit", "--json", "--hardware", "b200"]) == 0
+    assert (
+        main(["forecast", setup, "--recipes", "unit", "--json", "--hardware", "b200"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["hardware"] == "b200"
     file = tmp_path / "policy.json"
-    assert main(["forecast", setup, "--recipes", "row", "unit", "--policy", str(file)]) == 0
+    assert (
+        main(["forecast", setup, "--recipes", "row", "unit", "--policy", str(file)])
+        == 0
+    )
     assert fp8.Policy.from_json(file).recipe == "unit"
     assert main(["forecast", setup.replace(":setup", ":alone")]) == 2
     assert "(model, batches[, loss])" in capsys.readouterr().err

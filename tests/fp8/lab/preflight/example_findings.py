@@ -32,7 +32,9 @@ def _candidates() -> list[Candidate]:
                 policy=POLICY if kept else {"recipe": name.split()[0]},
                 kept=kept,
                 share=0.72 if kept else 0.985,
-                errors={step: error * (1 + 0.2 * i) for i, step in enumerate(SNAPSHOTS)},
+                errors={
+                    step: error * (1 + 0.2 * i) for i, step in enumerate(SNAPSHOTS)
+                },
                 gap=gap,
                 low=None if half is None else gap - half,
                 high=None if half is None else gap + half,
@@ -64,7 +66,9 @@ def _forecasts() -> list[Forecast]:
 def _verdict() -> Verdict:
     return Verdict(
         answer="Yes, but keep lm_head in bf16; all other layers with recipe mxfp8 (8-bit numbers).",
-        savings=["On h100, the matrix products of a step are 1.24 times as fast (estimate)."],
+        savings=[
+            "On h100, the matrix products of a step are 1.24 times as fast (estimate)."
+        ],
         reasons=[
             "The loss ends 0.0012 below that of the model in bf16 (3 pairs of runs).",
             f"Slower than in bf16 is {HOSTILE}.",
@@ -83,13 +87,26 @@ def _verdict() -> Verdict:
 def rich() -> Findings:
     """Every part, with a layer of a hostile name, an infinite gap, and losses that become NaN."""
     return Findings(
-        model={"name": "GPT", "parameters": 13_533_696, "dtype": "bfloat16", "device": "cpu"},
-        settings={"steps": 200, "target": 0.01, "budget": 240.0, "recipes": ["row", "mxfp8"]},
+        model={
+            "name": "GPT",
+            "parameters": 13_533_696,
+            "dtype": "bfloat16",
+            "device": "cpu",
+        },
+        settings={
+            "steps": 200,
+            "target": 0.01,
+            "budget": 240.0,
+            "recipes": ["row", "mxfp8"],
+        },
         versions={"fp8": "0.5.0", "platform": "Linux x86_64", "date": "2026-11-23"},
         seconds={"trace": 0.41, "reference": 38.2},
         verdict=_verdict(),
         products=[Product(name, "linear", 4096, 512, 512) for name in LAYERS],
-        runs=[Run("reference", 0, [4.2, 2.3], 2.3), Run("row", 0, [4.2, math.nan], math.nan)],
+        runs=[
+            Run("reference", 0, [4.2, 2.3], 2.3),
+            Run("row", 0, [4.2, math.nan], math.nan),
+        ],
         candidates=_candidates(),
         forecasts=_forecasts(),
         not_forecast="1 of 2 accelerators: compiling took longer than 20% of the budget",

@@ -38,4 +38,8 @@ def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
 def setup(seed: int = 0) -> Setup:
     """A classifier with its own weights and data for each seed."""
     model = Classifier()
-    return Setup(model, batches(64, seed), optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3))
+    return Setup(
+        model,
+        batches(64, seed),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
+    )

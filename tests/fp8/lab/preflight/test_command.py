@@ -75,7 +75,9 @@ def test_the_command_writes_a_page_and_figures(train_py, capsys):
     assert figures["products"][0]["layer"] == "(model)"
     assert main([*command[1:], "--seeds", "2"]) == 0
     capsys.readouterr()
-    other = "preflight train_of_user.py:setup --steps 6 --resume --out out/a.html --quiet"
+    other = (
+        "preflight train_of_user.py:setup --steps 6 --resume --out out/a.html --quiet"
+    )
     assert main(other.split()) == 1
     assert "of another preflight: its recipes is" in capsys.readouterr().err
 
@@ -84,7 +86,15 @@ def test_the_command_writes_a_page_and_figures(train_py, capsys):
 def test_sigterm_keeps_the_figures_and_writes_the_page(train_py):
     """In the middle of the training, which would take an hour."""
     (train_py / "slow.py").write_text(SLOW, encoding="utf-8")
-    command = [sys.executable, "-m", "fp8", "preflight", "slow.py:setup", "--budget", "3600"]
+    command = [
+        sys.executable,
+        "-m",
+        "fp8",
+        "preflight",
+        "slow.py:setup",
+        "--budget",
+        "3600",
+    ]
     root = str(Path(fp8.__file__).parents[1])
     process = subprocess.Popen(
         [*command, "--seeds", "1000", "--steps", "4", "--target", "1e-9"],

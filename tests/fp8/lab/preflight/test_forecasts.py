@@ -40,10 +40,17 @@ def findings(*names):
         Candidate(n, n, fp8.Policy(n).to_dict(), bits=8.0 + i, errors={1: 0.1})
         for i, n in enumerate(names)
     ]
-    made = Findings(candidates=rows, products=trace(nn.Linear(64, 64), torch.ones(32, 64)))
+    made = Findings(
+        candidates=rows, products=trace(nn.Linear(64, 64), torch.ones(32, 64))
+    )
     for device in DEVICES:
-        casts = {"bf16": {}, **{n: {p.layer: fp8.RECIPES[n] for p in made.products} for n in names}}
-        variants = (estimate(made.products, cast, device, name) for name, cast in casts.items())
+        casts = {
+            "bf16": {},
+            **{n: {p.layer: fp8.RECIPES[n] for p in made.products} for n in names},
+        }
+        variants = (
+            estimate(made.products, cast, device, name) for name, cast in casts.items()
+        )
         made.forecasts.append(Forecast(device.name, "estimate", tuple(variants)))
     return made
 
@@ -58,19 +65,25 @@ def problem(kind=nn.Linear, inputs=64):
 
 
 @forks
-def test_finalists_are_forecast_on_each_accelerator_that_the_compiler_knows(monkeypatch):
+def test_finalists_are_forecast_on_each_accelerator_that_the_compiler_knows(
+    monkeypatch,
+):
     monkeypatch.setattr(forecasts, "why_not", lambda: "")
     found = findings("mxfp8", "row", "tensor", "block")
     compile_steps(problem(), DEVICES, found, Budget(1e5))
     assert found.not_forecast == ""
     names = {row.hardware: [v.recipe for v in row.variants] for row in compiled(found)}
-    assert names == {"h100": ["bf16", "row", "tensor"], "b200": ["bf16", "mxfp8", "tensor"]}
+    assert names == {
+        "h100": ["bf16", "row", "tensor"],
+        "b200": ["bf16", "mxfp8", "tensor"],
+    }
     again = Findings.from_dict(json.loads(json.dumps(found.to_dict())))
     assert again.forecasts == found.forecasts
 
 
 @pytest.mark.parametrize(
-    ("devices", "reason"), [(DEVICES, "torch is a build without CUDA"), (DEVICES[2:], "")]
+    ("devices", "reason"),
+    [(DEVICES, "torch is a build without CUDA"), (DEVICES[2:], "")],
 )
 def test_without_a_compiler_for_gpus_the_page_says_so(devices, reason, monkeypatch):
     """And nothing of accelerators that it does not know."""
@@ -89,5 +102,7 @@ def test_a_process_that_does_not_end_in_time_is_ended(monkeypatch):
     compile_steps(problem(Slow), DEVICES, found, Budget(5.0))
     assert time.monotonic() - begun < 50
     assert found.not_forecast.startswith("0 of 2 accelerators: compiling took longer")
-    compile_steps(problem(inputs=3), DEVICES, found, Budget(1e5))  # an error of the model
+    compile_steps(
+        problem(inputs=3), DEVICES, found, Budget(1e5)
+    )  # an error of the model
     assert re.match("0 of 2 accelerators: .*RuntimeError", found.not_forecast)

@@ -11,7 +11,12 @@ from bs4 import BeautifulSoup
 
 from fp8.lab.preflight.findings import Findings
 from fp8.lab.preflight.page import page
-from tests.fp8.lab.preflight.example_findings import HOSTILE, SNAPSHOTS, interrupted, rich
+from tests.fp8.lab.preflight.example_findings import (
+    HOSTILE,
+    SNAPSHOTS,
+    interrupted,
+    rich,
+)
 
 STATES = {"rich": rich, "empty": Findings, "interrupted": interrupted}
 SECTIONS = "policies time code how".split()
@@ -62,7 +67,10 @@ def test_headings_figures_and_tables_can_be_read_out(each):
     levels = [int(heading.name[1]) for heading in each.find_all(re.compile("^h[1-6]$"))]
     assert levels[0] == 1
     assert all(1 < after <= before + 1 for before, after in itertools.pairwise(levels))
-    assert [section.get("id") for section in each.main.find_all("section")] == [None, *SECTIONS]
+    assert [section.get("id") for section in each.main.find_all("section")] == [
+        None,
+        *SECTIONS,
+    ]
     for table in each.find_all("table"):
         assert text(table.caption)
         assert all(cell.get("scope") for cell in table.find_all("th"))
@@ -83,9 +91,16 @@ def test_a_missing_library_names_the_extra(monkeypatch):
 
 def test_what_decides_appears(whole):
     findings, shown = rich(), text(whole)
-    names = {value for item in findings.candidates for value in (item.name, item.outcome)}
+    names = {
+        value for item in findings.candidates for value in (item.name, item.outcome)
+    }
     names |= {forecast.hardware for forecast in findings.forecasts}
-    names |= {*findings.verdict.code, *findings.settings, *findings.model, *findings.versions}
+    names |= {
+        *findings.verdict.code,
+        *findings.settings,
+        *findings.model,
+        *findings.versions,
+    }
     names |= {*findings.versions.values(), findings.not_forecast}
     names |= {*str(findings.verdict).splitlines(), *findings.notes}
     assert not {name for name in names if name not in shown}
@@ -96,7 +111,9 @@ def test_what_decides_appears(whole):
 
 def test_ranking(whole):
     table = whole.find(id="policies").table
-    assert text(table.caption).endswith("at step " + ", ".join(map(str, SNAPSHOTS)) + ".")
+    assert text(table.caption).endswith(
+        "at step " + ", ".join(map(str, SNAPSHOTS)) + "."
+    )
     cells = row(table, "mxfp8 except lm_head")
     assert cells == [
         "as the reference", "-0.0012[-0.0050, +0.0026]", "0.028 / 0.0336 / 0.0392", "72%", "3",
@@ -118,10 +135,15 @@ def test_the_verdict_comes_first_with_its_command():
     )
     section = soup(findings).main.section
     assert (
-        text(section.find(class_="answer")) == "Not decided: run 3 more minutes with this command:"
+        text(section.find(class_="answer"))
+        == "Not decided: run 3 more minutes with this command:"
     )
     assert text(section.code) == "fp8 preflight a.py"
-    assert [text(title) for title in section.find_all("h3")] == ["What it saves", "Why", "Notes"]
+    assert [text(title) for title in section.find_all("h3")] == [
+        "What it saves",
+        "Why",
+        "Notes",
+    ]
     assert {"Recipe", "Gap", "FP8, e4m3, e5m2", "Estimate, forecast"} <= {
         text(term) for term in section.find_all("dt")
     }
@@ -130,7 +152,10 @@ def test_the_verdict_comes_first_with_its_command():
 def test_estimates_are_called_estimates(whole):
     section = whole.find(id="time")
     assert "From rates that are published, not measured." in text(section)
-    rows = [[text(cell) for cell in line.find_all(["th", "td"])] for line in section("tr")[1:]]
+    rows = [
+        [text(cell) for cell in line.find_all(["th", "td"])]
+        for line in section("tr")[1:]
+    ]
     name = "mxfp8 except lm_head"
     assert rows[1] == ["h100, estimate", name, "1.53 ms", "0.76", "1 of 2", "1 GB"]
     assert rows[3] == ["h200, estimate", name, "not run: it has no MX formats"]

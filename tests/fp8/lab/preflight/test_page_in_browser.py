@@ -67,7 +67,12 @@ def seen(look, findings, folder, width):
     file = folder / "frame.html"
     inner = html.escape(page(findings), quote=True)
     file.write_text(FRAME.format(width=width, page=inner, look=look), encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'user'}"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={folder / 'user'}",
+    ]
     flags += ["--virtual-time-budget=5000", "--window-size=1400,1000", "--dump-dom"]
     command = [str(BROWSER), *flags, file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -85,7 +90,8 @@ def long_names():
 
 
 @pytest.mark.parametrize(
-    ("findings", "width"), [(rich, 390), (rich, 1280), (long_names, 375), (interrupted, 375)]
+    ("findings", "width"),
+    [(rich, 390), (rich, 1280), (long_names, 375), (interrupted, 375)],
 )
 def test_the_body_does_not_scroll_sideways(findings, width, tmp_path):
     """Nor with all details open; only tables and code do, each in its own box."""

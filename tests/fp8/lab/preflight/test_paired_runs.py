@@ -30,7 +30,11 @@ TARGET = 0.01
 
 def runs(**losses):
     """Runs that have one loss at every step and on the held-out batches."""
-    return [Run(n, seed, [x] * 3, x) for n, held in losses.items() for seed, x in enumerate(held)]
+    return [
+        Run(n, seed, [x] * 3, x)
+        for n, held in losses.items()
+        for seed, x in enumerate(held)
+    ]
 
 
 @parametrize(
@@ -58,7 +62,11 @@ def test_the_sequential_gap_is_of_the_last_batches():
 
 def test_runs_are_paired_by_seed():
     made = runs(reference=[1.0, 5.0, 9.0], a=[1.5, 5.5])
-    assert gap(made[::-1], "a").mean == sequential_gap(made, "a").mean == pytest.approx(0.5)
+    assert (
+        gap(made[::-1], "a").mean
+        == sequential_gap(made, "a").mean
+        == pytest.approx(0.5)
+    )
     assert gap(made, "a").seeds == 2
     assert gap(made, "b") is None
 
@@ -78,7 +86,12 @@ def said(differences, looks=(3, 4, 6, 8, 12), chance=None):
     for n in looks:
         half = student(n - 1, LOOKS[n]) * differences[:, :n].std(1) / math.sqrt(n)
         limits = 0 * half if chance is None else chance
-        rows = zip(differences[:, :n].mean(1).tolist(), half.tolist(), limits.tolist(), strict=True)
+        rows = zip(
+            differences[:, :n].mean(1).tolist(),
+            half.tolist(),
+            limits.tolist(),
+            strict=True,
+        )
         for i, (mean, h, limit) in enumerate(rows):
             if words[i] == "not decided":
                 words[i] = outcome(Gap(mean, mean - h, mean + h, n), TARGET, limit)
@@ -93,13 +106,20 @@ def test_false_verdicts_are_rarer_than_the_error(true, deviation):
     draw = torch.Generator().manual_seed(round(1e4 * (true + deviation)))
     words = said(true + deviation * torch.randn(1500, 12, generator=draw))
     wrong = ("worse",) if true < TARGET else ("as the reference", "better")
-    false, decided = sum(w in wrong for w in words), sum(w != "not decided" for w in words)
-    assert false <= ERROR * 1500 + 3 * math.sqrt(ERROR * 1500)  # three deviations of the count
+    false, decided = (
+        sum(w in wrong for w in words),
+        sum(w != "not decided" for w in words),
+    )
+    assert false <= ERROR * 1500 + 3 * math.sqrt(
+        ERROR * 1500
+    )  # three deviations of the count
     assert decided >= 0.9 * 1500 or deviation > TARGET
 
 
 def test_chance_is_the_deviation_of_the_reference_over_seeds():
-    assert chance_of(runs(reference=[1.0, 2.0, 4.0, math.nan])) == pytest.approx(1.527525)
+    assert chance_of(runs(reference=[1.0, 2.0, 4.0, math.nan])) == pytest.approx(
+        1.527525
+    )
     assert chance_of(runs(reference=[1.0, 2.0], a=[3.0])) == 0
 
 
@@ -149,7 +169,9 @@ def trained(losses, *, max_seeds=8, has_time=lambda names: True, before=()):
 
 
 def test_seeds_end_when_all_are_decided():
-    _, calls = trained({"good": lambda s: 1e-5 * (s % 2), "bad": lambda s: 1 + 0.001 * s})
+    _, calls = trained(
+        {"good": lambda s: 1e-5 * (s % 2), "bad": lambda s: 1 + 0.001 * s}
+    )
     assert [seed for name, seed in calls if name == "bad"] == [0, 1, 2]
     assert max(seed for _, seed in calls) == 2
 
@@ -163,7 +185,9 @@ def test_the_candidate_nearest_to_a_good_verdict_is_next():
 
 
 def test_no_pair_follows_the_last_look():
-    before = runs(reference=[0.0] * max(LOOKS), a=[(-1.0) ** i for i in range(max(LOOKS))])
+    before = runs(
+        reference=[0.0] * max(LOOKS), a=[(-1.0) ** i for i in range(max(LOOKS))]
+    )
     assert outcome(sequential_gap(before, "a"), TARGET) == "not decided"
     assert trained({"a": lambda s: 0.0}, max_seeds=1000, before=before)[1] == []
 

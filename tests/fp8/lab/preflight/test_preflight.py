@@ -41,17 +41,28 @@ def report():
     return fp8.preflight(setup, **QUICK)
 
 
-@pytest.mark.proves("the field", "which precision a model takes, measured before", how="own")
+@pytest.mark.proves(
+    "the field", "which precision a model takes, measured before", how="own"
+)
 def test_every_stage_leaves_its_findings(report):
     found = report.findings
-    assert [p.layer for p in found.products] == ["first", "blocks.0", "blocks.1", "head"]
+    assert [p.layer for p in found.products] == [
+        "first",
+        "blocks.0",
+        "blocks.1",
+        "head",
+    ]
     assert {c.name for c in found.candidates} >= {"bf16", "tensor", "mxfp4", "unit"}
     assert all(sorted(c.errors) == [3, 12] for c in found.candidates)
     assert any(candidate.kept for candidate in found.candidates)
     estimates = [row for row in found.forecasts if row.source == "estimate"]
     assert [row.hardware for row in estimates] == ["h100", "b200"]
-    assert all(candidate.name in row for row in estimates for candidate in found.candidates)
-    assert found.model["parameters"] == sum(p.numel() for p in Classifier().parameters())
+    assert all(
+        candidate.name in row for row in estimates for candidate in found.candidates
+    )
+    assert found.model["parameters"] == sum(
+        p.numel() for p in Classifier().parameters()
+    )
     assert found.verdict.answer
 
 
@@ -76,7 +87,9 @@ def test_nothing_of_the_users_changes():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with fp8.strict():  # which does not stop it
         fp8.preflight(model, batches(20), optimizer=optimizer, **ONE)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    )
     assert not optimizer.state
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
@@ -91,13 +104,17 @@ def test_resume_repeats_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(
         stages,
         "train",
-        lambda problem, name, *a, **k: seen.append(name) or real(problem, name, *a, **k),
+        lambda problem, name, *a, **k: (
+            seen.append(name) or real(problem, name, *a, **k)
+        ),
     )
     again = fp8.preflight(setup, resume=path, **ONE)
     assert seen == []
     assert again.table() == first.table()
     other = lambda seed: setup(seed + 1)  # noqa: E731
-    with pytest.raises(ValueError, match="seed 0 has other weights or batches than the run of ref"):
+    with pytest.raises(
+        ValueError, match="seed 0 has other weights or batches than the run of ref"
+    ):
         fp8.preflight(other, resume=path, **ONE)
     with pytest.raises(ValueError, match="of another preflight: its parameters is"):
         fp8.preflight(Classifier(64), batches(20), resume=path, **ONE)
@@ -107,11 +124,15 @@ def test_resume_repeats_nothing(tmp_path, monkeypatch):
 
 def test_the_recipe_of_convert_is_always_trained():
     """Beside recipes that save nothing, which are not."""
-    found = fp8.preflight(setup, **ONE | {"recipes": ("bf16", "static", "delayed")}).findings
+    found = fp8.preflight(
+        setup, **ONE | {"recipes": ("bf16", "static", "delayed")}
+    ).findings
     outcomes = {c.name: c.outcome for c in found.candidates}
     assert outcomes["bf16"] == "not trained"
     assert outcomes["tensor"] != "not trained"
-    assert all(math.isfinite(c.errors[12]) for c in found.candidates)  # also with stored scales
+    assert all(
+        math.isfinite(c.errors[12]) for c in found.candidates
+    )  # also with stored scales
 
 
 def continued(report):
@@ -145,7 +166,9 @@ def test_without_a_recommendation_there_is_a_policy_to_try_first():
     """And a command, which begins again without a file."""
     report = fp8.preflight(setup, **ONE)  # one seed decides nothing
     assert report.policy is None
-    assert report.findings.verdict.policy["recipe"] == "tensor"  # of the first device, the H100
+    assert (
+        report.findings.verdict.policy["recipe"] == "tensor"
+    )  # of the first device, the H100
     assert "Policy" in report.findings.verdict.code["fp8"]
     line = continued(report)
     assert float(line.partition("budget=")[2].partition(",")[0]) > QUICK["budget"]
@@ -154,7 +177,9 @@ def test_without_a_recommendation_there_is_a_policy_to_try_first():
 
 def test_the_budget_is_wall_time(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("fp8.lab.preflight.paired_runs.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        "fp8.lab.preflight.paired_runs.time.perf_counter", lambda: now[0]
+    )
     budget = Budget(100.0)
     assert budget.allows(70.0)
     assert not budget.allows(80.0)  # runs differ by 30 %
@@ -170,7 +195,9 @@ def whole():
 
 
 @parametrize("name", ["keeping", "LayerError", "estimate"])
-def test_an_interrupted_stage_is_repeated_as_a_whole(name, tmp_path, monkeypatch, whole):
+def test_an_interrupted_stage_is_repeated_as_a_whole(
+    name, tmp_path, monkeypatch, whole
+):
     """And all numbers are the same again."""
     calls, path = [], tmp_path / "a.json"
     real = getattr(stages, name)
@@ -189,12 +216,18 @@ def test_an_interrupted_stage_is_repeated_as_a_whole(name, tmp_path, monkeypatch
     for field in ("candidates", "forecasts", "notes"):
         assert getattr(again, field) == getattr(whole, field), field
     for run, other in zip(again.runs, whole.runs, strict=True):
-        assert (run.name, run.losses, run.held_out) == (other.name, other.losses, other.held_out)
+        assert (run.name, run.losses, run.held_out) == (
+            other.name,
+            other.losses,
+            other.held_out,
+        )
 
 
 class Silent(nn.Module):
     def forward(self, x, y):
-        return (x.relu().sum() + y.float().relu().sum()) * torch.ones((), requires_grad=True)
+        return (x.relu().sum() + y.float().relu().sum()) * torch.ones(
+            (), requires_grad=True
+        )
 
 
 class Unseen(Classifier):
@@ -207,13 +240,30 @@ class Unseen(Classifier):
     [
         (Silent(), batches(20), None, "of this Silent can be cast: it computes none"),
         (Classifier(), batches(20), lambda y: y.expand(2), "one element"),
-        (Classifier(), batches(20), lambda y: y * math.nan, "the reference became nan at step 1"),
-        (Unseen(), batches(20), None, "the held-out loss of the reference is not finite"),
+        (
+            Classifier(),
+            batches(20),
+            lambda y: y * math.nan,
+            "the reference became nan at step 1",
+        ),
+        (
+            Unseen(),
+            batches(20),
+            None,
+            "the held-out loss of the reference is not finite",
+        ),
         (Classifier(), batches(3), None, "batches ran out after 3"),
-        (nn.LSTM(16, 16), [torch.randn(2, 3, 16)] * 20, None, "one kernel computes all its"),
+        (
+            nn.LSTM(16, 16),
+            [torch.randn(2, 3, 16)] * 20,
+            None,
+            "one kernel computes all its",
+        ),
     ],
 )
-def test_what_cannot_be_measured_is_said_with_what_was_measured(model, data, loss, message):
+def test_what_cannot_be_measured_is_said_with_what_was_measured(
+    model, data, loss, message
+):
     with pytest.raises(PreflightError, match=message) as error:
         fp8.preflight(model, data, loss=loss, **QUICK)
     assert error.value.report.findings.notes[-1].startswith("stopped: ")
@@ -240,21 +290,28 @@ class Held(Classifier):
 
     def forward(self, x, y):
         x = self.first(x)
-        return nn.functional.cross_entropy(self.head(x + self.registry["block"](x).relu()), y)
+        return nn.functional.cross_entropy(
+            self.head(x + self.registry["block"](x).relu()), y
+        )
 
 
 @parametrize("as_function", [False, True])
 def test_a_copy_that_computes_with_the_caller_s_model_is_refused(as_function):
     made = Held(), batches(20)
     arguments = ((lambda: made),) if as_function else made
-    with pytest.raises(PreflightError, match=r"computes with blocks.0.(weight|bias) of the model"):
+    with pytest.raises(
+        PreflightError, match=r"computes with blocks.0.(weight|bias) of the model"
+    ):
         fp8.preflight(*arguments, **ONE)
 
 
 def test_several_losses_are_noted():
     class Two(Classifier):
         def forward(self, x, y):
-            return {"penalty": self.head.weight.square().mean(), "main": super().forward(x, y)}
+            return {
+                "penalty": self.head.weight.square().mean(),
+                "main": super().forward(x, y),
+            }
 
     notes = fp8.preflight(Two(), batches(20), **ONE).findings.notes
     assert any("has 2 scalars that require a gradient" in note for note in notes)
@@ -295,18 +352,26 @@ def test_transforms_are_found_and_trained_with_the_users_optimizer(monkeypatch):
         return copy.deepcopy(model)
 
     transform.recipe = "tensor"
-    monkeypatch.setattr("fp8.lab.preflight.preflight.installed", lambda: {"copied": transform})
+    monkeypatch.setattr(
+        "fp8.lab.preflight.preflight.installed", lambda: {"copied": transform}
+    )
     found = fp8.preflight(setup, **ONE | {"transforms": True}).findings
     runs = {run.name: run for run in found.runs}
     assert runs["copied"].losses == runs["tensor"].losses  # its parameters were trained
 
 
 def candidate(name, bits, error, outcome="as the reference"):
-    return Candidate(name, name, {"recipe": "row"}, bits=bits, errors={1: error}, outcome=outcome)
+    return Candidate(
+        name, name, {"recipe": "row"}, bits=bits, errors={1: error}, outcome=outcome
+    )
 
 
 def runs_on(device, *names):
-    return [Forecast(device, "estimate", tuple(Variant(recipe=n, seconds=1.0) for n in names))]
+    return [
+        Forecast(
+            device, "estimate", tuple(Variant(recipe=n, seconds=1.0) for n in names)
+        )
+    ]
 
 
 def names(chosen):
@@ -319,9 +384,15 @@ def found(candidates, forecasts):
 
 def test_finalists_are_the_fine_ones_with_the_fewest_bits_of_each_device():
     """Without accelerators, of all."""
-    rows = [candidate("row", 8, 0.1), candidate("mx", 8, 0.05), candidate("four", 4, 0.2)]
+    rows = [
+        candidate("row", 8, 0.1),
+        candidate("mx", 8, 0.05),
+        candidate("four", 4, 0.2),
+    ]
     rows += [candidate("coarse", 4, 0.9), candidate("bf16", 16, 0.001)]
-    on = runs_on("old", "row", "bf16") + runs_on("new", "row", "mx", "four", "coarse", "bf16")
+    on = runs_on("old", "row", "bf16") + runs_on(
+        "new", "row", "mx", "four", "coarse", "bf16"
+    )
     assert names(finalists(found(rows, on))) == ["row", "four"]
     rows[0].outcome = "worse"
     assert names(finalists(found(rows, on))) == ["four"]
@@ -342,7 +413,10 @@ def test_recommended_is_for_each_device_what_trains_with_the_fewest_bits():
     best = {device: c.name for device, c in recommended(found(rows, on)).items()}
     assert best == {"old": "row", "new": "row", "none": "four"}
     rows[0].outcome, rows[0].high, rows[1].high = "within chance", 0.2, 0.1
-    assert names(recommended(found(rows, on))) == ["row", "four"]  # the lowest upper end
+    assert names(recommended(found(rows, on))) == [
+        "row",
+        "four",
+    ]  # the lowest upper end
 
 
 @parametrize("wrapped", [lambda model: fp8.convert(model, "mxfp4"), torch.compile])
@@ -362,7 +436,11 @@ class Inside(Classifier):
 
 CAST = "the reference is in low precision already: it casts the {} of first to {}"
 REFERENCES = {
-    "simulated": (lambda: simulate_fp8(Classifier()), nullcontext(), CAST.format("input", "e4m3")),
+    "simulated": (
+        lambda: simulate_fp8(Classifier()),
+        nullcontext(),
+        CAST.format("input", "e4m3"),
+    ),
     "gradients": (
         Classifier,
         fp8.autocast(fp8.Recipe(name="gradients", grad=fp8.Cast(format="e5m2"))),
@@ -384,10 +462,14 @@ def test_a_reference_in_low_precision_is_refused(kind):
         fp8.preflight(make(), batches(20), **ONE)
 
 
-def test_a_resumed_preflight_trains_what_the_budget_did_not_allow(tmp_path, monkeypatch):
+def test_a_resumed_preflight_trains_what_the_budget_did_not_allow(
+    tmp_path, monkeypatch
+):
     """In runs of the steps that the first budget allowed."""
     path, note = tmp_path / "a.json", "the budget did not allow a training run of"
-    first = fp8.preflight(setup, save=path, **ONE | {"steps": 50, "budget": 1e-3}).findings
+    first = fp8.preflight(
+        setup, save=path, **ONE | {"steps": 50, "budget": 1e-3}
+    ).findings
     assert any(text.startswith(note) for text in first.notes)
     steps = first.settings["steps"]
     assert steps < 50

@@ -7,7 +7,15 @@ import torch
 
 import fp8
 from fp8.lab.preflight.demo import GPT
-from fp8.lab.preflight.search import LayerError, choose, frontier, keeping, knee, name_of, shares
+from fp8.lab.preflight.search import (
+    LayerError,
+    choose,
+    frontier,
+    keeping,
+    knee,
+    name_of,
+    shares,
+)
 from fp8.lab.trace import Product
 
 
@@ -28,7 +36,9 @@ def test_no_subset_of_layers_is_better_than_a_point_of_the_frontier(seed):
     for kept in itertools.product([False, True], repeat=8):
         cast = [s for s, keep in zip(given, kept, strict=True) if not keep]
         share, error = sum(s.share for s in cast), sum(s.squared_error for s in cast)
-        assert not any(share >= p.share - 1e-12 and error < p.squared_error - 1e-12 for p in points)
+        assert not any(
+            share >= p.share - 1e-12 and error < p.squared_error - 1e-12 for p in points
+        )
 
 
 def test_the_knee_keeps_the_one_bad_layer():
@@ -54,7 +64,9 @@ def test_the_choice_is_the_first_that_is_measured_to_be_fine(errors, kept):
 
     layers = [LayerError(name, 1.0, 0.2) for name in "abcde"]
     chosen = choose(fp8.RECIPES["row"], layers, [probe(0.5), probe(1.0)])
-    assert chosen == (knee(frontier(layers)) if kept is None else frontier(layers)[kept])
+    assert chosen == (
+        knee(frontier(layers)) if kept is None else frontier(layers)[kept]
+    )
 
 
 def test_shares_leave_out_what_cannot_be_cast_but_count_it():
@@ -74,7 +86,9 @@ def test_names():
 
 
 def test_keeping_is_a_policy_that_converts_the_others():
-    model = fp8.convert(GPT(), keeping("row", ["head", "blocks.0.up"]), backend="simulate")
+    model = fp8.convert(
+        GPT(), keeping("row", ["head", "blocks.0.up"]), backend="simulate"
+    )
     left = {row.path for row in fp8.report(model).left_alone}
     assert {"head", "blocks.0.up"} <= left
     assert "blocks.1.up" not in left

@@ -60,12 +60,16 @@ def test_a_model_is_copied_and_seeds_reorder_its_batches():
     data = batches(12)
     problem = Problem(Setup(model, data), 8, 4)
     first, second = problem.start(0), problem.start(1)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    )
     order, other = (list(map(id, start.batches)) for start in (first, second))
     assert order == list(map(id, data[:8])) != other
     assert sorted(order) == sorted(other)
     assert list(map(id, second.held_out)) == list(map(id, data[8:]))
-    assert first.optimizer.param_groups[0]["params"][0] is next(first.model.parameters())
+    assert first.optimizer.param_groups[0]["params"][0] is next(
+        first.model.parameters()
+    )
 
 
 def test_a_function_is_called_once_per_seed_with_its_seed():
@@ -116,7 +120,9 @@ def test_batches_that_share_memory_are_refused():
         for values, labels in batches(6):
             yield x.copy_(values), y.copy_(labels)
 
-    with pytest.raises(ValueError, match="a batch of seed 0 was overwritten after it was drawn"):
+    with pytest.raises(
+        ValueError, match="a batch of seed 0 was overwritten after it was drawn"
+    ):
         train(Problem(Setup(Classifier(), refilled()), 4, 2), "x")
 
 
@@ -144,7 +150,9 @@ def test_random_numbers_of_every_generator_are_those_of_the_seed(draw):
 
 def test_a_run_ends_at_a_loss_that_is_not_finite():
     steps = iter([1, 1, math.nan])
-    run, _ = train(Problem(Setup(Classifier(), batches(8), lambda y: y * next(steps)), 5, 2), "x")
+    run, _ = train(
+        Problem(Setup(Classifier(), batches(8), lambda y: y * next(steps)), 5, 2), "x"
+    )
     assert len(run.losses) == 3
     assert math.isnan(run.held_out)
 
@@ -168,7 +176,9 @@ BAD = {
     "loss must be a function": (lambda: Setup(Classifier(), [], 3), TypeError),
     "optimizer must be": (lambda: Setup(Classifier(), [], None, 3), TypeError),
     "none of the model's parameters": (
-        lambda: Setup(Classifier(), [], None, torch.optim.SGD(Classifier().parameters(), lr=0.1)),
+        lambda: Setup(
+            Classifier(), [], None, torch.optim.SGD(Classifier().parameters(), lr=0.1)
+        ),
         ValueError,
     ),
     r"high precision, but first.weight is stored in e4m3: .* before fp8.initialize": (
@@ -179,7 +189,10 @@ BAD = {
         lambda: loss_of(nn.Linear(4, 4), torch.randn(2, 4), lambda y: y),
         ValueError,
     ),
-    "the model returns it": (lambda: loss_of(nn.Linear(4, 4), torch.randn(2, 4), None), ValueError),
+    "the model returns it": (
+        lambda: loss_of(nn.Linear(4, 4), torch.randn(2, 4), None),
+        ValueError,
+    ),
 }
 
 

@@ -39,7 +39,9 @@ def test_it_is_its_definition(probe, recipe):
     for name, g in exact.items():
         v = snapshot.second_moments[name].double()
         root = (v + 0.001 * g.square()).sqrt() + EPSILON
-        widest = (v + 0.001 * torch.maximum(g.abs(), cast[name].abs()).square()).sqrt() + EPSILON
+        widest = (
+            v + 0.001 * torch.maximum(g.abs(), cast[name].abs()).square()
+        ).sqrt() + EPSILON
         noise += float(((cast[name] - g) / widest).square().sum())
         signal += float((g / root).square().sum())
     assert measure(recipe) == pytest.approx(math.sqrt(noise / signal), rel=1e-4)
@@ -56,7 +58,9 @@ def test_squares_of_layers_add(probe):
     """To a factor of 2 on this model; a GPT's agree to 20 % (docs/preflight.md)."""
     measure, snapshot = probe
     layers = shares(trace(Classifier(), snapshot.batch))
-    squares = [measure(fp8.Policy(None, rules=[(x, None, "mxfp4")])) ** 2 for x in layers]
+    squares = [
+        measure(fp8.Policy(None, rules=[(x, None, "mxfp4")])) ** 2 for x in layers
+    ]
     assert sum(squares) == pytest.approx(measure("mxfp4") ** 2, rel=0.5)
 
 

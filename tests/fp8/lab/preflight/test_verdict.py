@@ -21,7 +21,10 @@ def candidate(name, outcome, gap=0.001, kept=0):
 def forecast(hardware, low, *names, source="estimate"):
     """3 s in bf16; of policies half of what is saved, and of 9 layers those that get slower."""
     high = Variant(
-        recipe="bf16", seconds=3.0, layers=dict.fromkeys("abcdefghi", 1.0), saved=2 * 10**9
+        recipe="bf16",
+        seconds=3.0,
+        layers=dict.fromkeys("abcdefghi", 1.0),
+        saved=2 * 10**9,
     )
     layers = dict.fromkeys("abcdefghi", low / 3)
     rows = [Variant(recipe=n, seconds=low, layers=layers, saved=10**9) for n in names]
@@ -30,7 +33,10 @@ def forecast(hardware, low, *names, source="estimate"):
 
 def decided(*candidates, chance=0.0, forecasts=None):
     names = [candidate.name for candidate in candidates]
-    runs = [Run("reference", 0, [1.0], 1.0, seconds=60.0), Run("row", 0, [1.0], 1.0, 120.0)]
+    runs = [
+        Run("reference", 0, [1.0], 1.0, seconds=60.0),
+        Run("row", 0, [1.0], 1.0, 120.0),
+    ]
     findings = Findings(
         model={"dtype": "bfloat16"}, settings={"target": 0.01, "chance": chance}, runs=runs,
         candidates=list(candidates), forecasts=forecasts or [forecast("h100", 2.0, *names)],
@@ -68,7 +74,10 @@ def test_yes_but(kept, words):
 
 def test_within_chance():
     verdict = decided(candidate("row", "within chance", 0.02), chance=0.05).verdict
-    assert verdict.answer == f"Yes, with {ROW}; the loss differs by less than from seed to seed."
+    assert (
+        verdict.answer
+        == f"Yes, with {ROW}; the loss differs by less than from seed to seed."
+    )
     assert "the model itself has a standard deviation of 0.0500" in verdict.reasons[0]
 
 
@@ -106,7 +115,10 @@ def test_nothing_is_trained_yet():
     )
     empty = Findings(settings={"budget": 300.0})
     decide(empty, lambda seconds, seeds: f"go {seconds:g}")
-    assert empty.verdict.answer == "Not decided: run 5 more minutes with this command: go 300"
+    assert (
+        empty.verdict.answer
+        == "Not decided: run 5 more minutes with this command: go 300"
+    )
     assert str(Findings().verdict) == ""
 
 
@@ -132,11 +144,19 @@ def test_devices_that_agree_share_a_line_and_the_compiler_replaces_the_estimate(
     rows.append(forecast("b200", 2.5, "row", source="compiler"))
     first, second = decided(row, forecasts=rows).verdict.savings
     assert first.startswith("On h100 and h200, the matrix products")
-    assert second.startswith("On b200, a training step is 1.20 times as fast; what it saves")
+    assert second.startswith(
+        "On b200, a training step is 1.20 times as fast; what it saves"
+    )
     assert second.endswith("(forecast from the compiler's code).")
 
 
 def test_words_of_an_unknown_recipe_and_of_bytes():
     assert recipe_in_words("mine") == "recipe mine"
     sizes = [0, 999.4, 999.6, 2.5e6, 3e13]
-    assert list(map(bytes_in_words, sizes)) == ["0 B", "999 B", "1 kB", "2.5 MB", "30 TB"]
+    assert list(map(bytes_in_words, sizes)) == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "2.5 MB",
+        "30 TB",
+    ]

@@ -18,8 +18,12 @@ K = 128
 MAGNITUDES = {
     "normal": lambda shape: torch.randn(shape),
     "subnormal": lambda shape: torch.randn(shape) * 2.0**-8,
-    "mixed": lambda shape: torch.randn(shape) * torch.exp2(torch.randint(-14, 8, shape).float()),
-    "cancelling": lambda shape: torch.randn(shape).repeat_interleave(2, -1)[..., : shape[-1]],
+    "mixed": lambda shape: (
+        torch.randn(shape) * torch.exp2(torch.randint(-14, 8, shape).float())
+    ),
+    "cancelling": lambda shape: torch.randn(shape).repeat_interleave(2, -1)[
+        ..., : shape[-1]
+    ],
     "sparse": lambda shape: torch.randn(shape) * (torch.rand(shape) < 0.02),
     "large": lambda shape: torch.randn(shape).relu() * 2.0**15,
     "not finite": lambda shape: torch.where(
@@ -33,7 +37,9 @@ MAGNITUDES = {
 def values(kind, shape, format, seed):
     torch.manual_seed(seed)
     x = MAGNITUDES[kind](shape)
-    if kind == "cancelling" and seed:  # of opposite signs against the first operand's pairs
+    if (
+        kind == "cancelling" and seed
+    ):  # of opposite signs against the first operand's pairs
         x[:, 1::2] *= -1
     return quantize(x, format, overflow="saturate")
 
@@ -68,7 +74,10 @@ def ids(value):
 
 
 def check(chip, first, second, op, kind, k, seed=0):
-    a, b = values(kind, (op.m, k), first, seed), values(kind, (op.n, k), second, seed + 1)
+    a, b = (
+        values(kind, (op.m, k), first, seed),
+        values(kind, (op.n, k), second, seed + 1),
+    )
     c = torch.zeros(op.m, op.n)
     left, right = stored(a, first), stored(b, second)
     for start in range(0, k, op.k):

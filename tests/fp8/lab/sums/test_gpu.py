@@ -38,7 +38,14 @@ def test_the_devices_product_has_these_sums(k):
     left, right = (x.cuda().to(torch.float8_e4m3fn) for x in (a, b))
     got = {
         fast: F.scaled_mm(
-            left, right.t(), one, whole, one, whole, output_dtype=torch.float32, use_fast_accum=fast
+            left,
+            right.t(),
+            one,
+            whole,
+            one,
+            whole,
+            output_dtype=torch.float32,
+            use_fast_accum=fast,
         ).cpu()
         for fast in (True, False)
     }

@@ -42,7 +42,10 @@ def test_the_products_are_those_of_the_instruction():
     kinds = [lowered(cast) for cast in (recipe.input, recipe.weight, recipe.grad)]
 
     def product(a, b, of_a, of_b):
-        first, second = quantized(a.detach(), kinds[of_a]), quantized(b.detach(), kinds[of_b])
+        first, second = (
+            quantized(a.detach(), kinds[of_a]),
+            quantized(b.detach(), kinds[of_b]),
+        )
         low = {"e4m3": -6, "e5m2": -14}
         lows = low[kinds[of_a].format], low[kinds[of_b].format]
         sums = dot(first.values, second.values, lows, TENSOR_CORES["hopper"])
@@ -54,7 +57,9 @@ def test_the_products_are_those_of_the_instruction():
 
 
 @parametrize(("name", "promote"), [("unit", 32), ("mxfp8", 0)])
-def test_promotion_and_scales_that_the_instruction_does_not_apply_end_a_sum(name, promote):
+def test_promotion_and_scales_that_the_instruction_does_not_apply_end_a_sum(
+    name, promote
+):
     """After 32 products; each part is scaled and added with one rounding."""
     x, w, _ = operands()
     y = linear(x, w, recipe=on(name, "hopper", promote=promote))
@@ -87,7 +92,10 @@ def test_compiled_is_eager(name, rows, width, backend):
 
 def test_empty_products():
     recipe = on("block", "hopper")
-    assert linear(torch.randn(0, IN), torch.randn(OUT, IN), recipe=recipe).shape == (0, OUT)
+    assert linear(torch.randn(0, IN), torch.randn(OUT, IN), recipe=recipe).shape == (
+        0,
+        OUT,
+    )
     y = linear(torch.randn(4, 0), torch.randn(OUT, 0), recipe=recipe)
     assert torch.equal(y, torch.zeros(4, OUT))
 
@@ -95,13 +103,21 @@ def test_empty_products():
 @parametrize(
     ("call", "message"),
     [
-        (lambda: on("nvfp4", "hopper"), r"'hopper' multiplies e4m3, e5m2, not e2m1 by e2m1"),
+        (
+            lambda: on("nvfp4", "hopper"),
+            r"'hopper' multiplies e4m3, e5m2, not e2m1 by e2m1",
+        ),
         (lambda: on("tensor", "volta"), "accumulate"),
-        (lambda: dataclasses.replace(fp8.RECIPES["tensor"], promote=128), "needs accumulate"),
+        (
+            lambda: dataclasses.replace(fp8.RECIPES["tensor"], promote=128),
+            "needs accumulate",
+        ),
         (lambda: on("tensor", "hopper", promote=-1), "promote must be 0"),
         (
             lambda: fp8.convert(
-                nn.Sequential(nn.Linear(IN, OUT)), on("tensor", "hopper"), backend="native"
+                nn.Sequential(nn.Linear(IN, OUT)),
+                on("tensor", "hopper"),
+                backend="native",
             ),
             "'hopper' are simulated",
         ),
@@ -137,7 +153,9 @@ def test_products_without_these_sums_warn(kind):
         "convolution": lambda: nn.functional.conv1d(m, torch.randn(2, 4, 3)),
         "grouped": lambda: nn.functional.grouped_mm(q[0], q[0].mT),
     }
-    raised = pytest.raises(fp8.warnings.RecipeWarning, match=kind)  # each is shown once per process
+    raised = pytest.raises(
+        fp8.warnings.RecipeWarning, match=kind
+    )  # each is shown once per process
     with fp8.strict(), fp8.autocast(on("tensor", "hopper")), raised:
         functions[kind]()
 
