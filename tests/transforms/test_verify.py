@@ -442,6 +442,7 @@ def test_a_tensor_is_judged_at_the_scale_that_it_is_cast_at() -> None:
         assert uu.verify(simulated, 1e-6 * x, loss=loss).share("activation") < 1
 
 
+@pytest.mark.filterwarnings("ignore:.*stays in high precision")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_it_judges_as_the_casts_do(name: str) -> None:

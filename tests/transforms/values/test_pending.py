@@ -24,7 +24,7 @@ from fp8.warnings import ScaleWarning
 from tests.launch import run_ranks
 from tests.transforms.models import Net, batch, gpt, graphs, hooks_of, same, step
 from unit_scaling.parameter import tags_of
-from unit_scaling.transforms import compile, unit_scale
+from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 from unit_scaling.transforms.values import pending
 
 ROOT = Path(__file__).parents[3]
@@ -490,3 +490,13 @@ def check_orders(rank, store):
 )
 def test_processes_that_call_in_other_orders(tmp_path):
     run_ranks(check_orders, 2, tmp_path / "store")
+
+
+def test_reading_a_weight_that_is_computed_runs_no_part():
+    """Of a pending model, which `simulate_fp8` does."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    plain, x = nn.Sequential(layer, nn.Linear(16, 16)), torch.randn(8, 16)
+    model = unit_scale(plain)
+    assert torch.equal(model[0].weight, layer.weight)
+    want = simulate_fp8(unit_scale(plain, batch=x))(x)
+    assert torch.equal(simulate_fp8(model)(x), want)

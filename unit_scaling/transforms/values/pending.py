@@ -301,6 +301,8 @@ def _running(hook: _Hook, module: nn.Module, args: Args, kwargs: Kwargs) -> None
     record = hook.owner.record
     if in_shape_inference() or (hook.path and record.runs):
         return
+    if "parametrizations" in hook.path.split("."):
+        return  # who reads a weight that a parametrization computes runs no part of the model
     if hook.path:
         warn_once(
             ScaleWarning,

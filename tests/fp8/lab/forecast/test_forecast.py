@@ -134,7 +134,7 @@ def test_bad_arguments(arguments, error, message):
 
 SETUP = """
 import torch
-from tests.fp8.operands import normal
+from torch import nn
 
 
 def setup(seed):
