@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import fp8
-from fp8.layers.eject import MAX_LINES
+from fp8.layers.eject import MAX_LINES, WIDTH
 from tests.fp8.operands import normal
 from unit_scaling.transforms import unit_scale
 
@@ -124,6 +124,8 @@ def test_the_file_is_short_and_clean(folder):
             *what,
             "--config",
             config,
+            "--config",
+            f"line-length = {WIDTH}",
             "--no-cache",
             ".",
         ]
