@@ -360,6 +360,11 @@ class restored(TorchFunctionMode):
                 values = self._at[key].detach()
                 self._values[key] = values, values.clone()
 
+    def wrote(self, parameter: Tensor) -> bool:
+        """Whether a call has written its values, which are restored."""
+        is_data = any(owner is parameter for owner, _ in self._data)
+        return is_data or _storage(parameter) in self._values
+
     def changed(self, parameter: Tensor) -> bool:
         """Whether a call has changed its values."""
         if any(owner is parameter for owner, _ in self._data):

@@ -228,8 +228,9 @@ class Recorder(Pass):
         self.nodes: list[CallNode] = []
         self.index_of: dict[Place, int] = {}
         self.outputs: list[int] = []  # the nodes of the results
-        # The parameters that the model changes itself.
-        self.changed: frozenset[str] = frozenset()
+        # The parameters that the model writes, and those that it changes by that.
+        self.written: set[str] = set()
+        self.changed: set[str] = set()
         self._node_of: dict[int, int] = {}
         self._makers: dict[Node, int] = {}
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
@@ -238,8 +239,9 @@ class Recorder(Pass):
         self._inputs = frozenset(id(t) for _, t in tensors_in(arguments))
 
     def end(self, output: Any, written: restored) -> None:
-        named = self._model.named_parameters()
-        self.changed = frozenset(name for name, p in named if written.changed(p))
+        named = dict(self._model.named_parameters())
+        self.written = {name for name, p in named.items() if written.wrote(p)}
+        self.changed = {n for n in self.written if written.changed(named[n])}
         self.outputs = [
             self._input((), t).node
             for t in tensors_within(output)

@@ -173,7 +173,7 @@ class _Setter:
         flow = self.classes.flow
         self.sources = Sources(self.nodes, flow, self.weights, self.tables)
         self._find_targets(seen.outputs)
-        self.passes = 0
+        self.written, self.passes = seen.written, 0
         self.multiplied: set[Holder] = set()  # in the last pass
 
     def _find_weights(self) -> None:
@@ -219,8 +219,8 @@ class _Setter:
         self.multiplied.clear()
         places = {self.place_of[index] for index in self.weights}
         seen = run_pass(self.model, self.given, Sizes(places, self.before))
-        # A parameter that the model has written is as it was before the pass.
-        for name in self.parameters:
+        # A parameter that the model writes is as it was before the pass.
+        for name in self.written:
             self._write(name)
         self.passes += 1
         return seen
