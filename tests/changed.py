@@ -62,10 +62,7 @@ def _importers(helper, root):
     """The test files that name the module of a helper."""
     folder, name = ".".join(helper.parts[:-1]), helper.stem
     forms = (f"{folder}.{name}", f"from {folder} import {name}")
-    tests = [
-        (test, test.read_text(encoding="utf-8"))
-        for test in root.glob("tests/**/test_*.py")
-    ]
+    tests = [(test, test.read_text()) for test in root.glob("tests/**/test_*.py")]
     return [
         test.relative_to(root)
         for test, text in tests

@@ -16,6 +16,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Each of the processes that tests start would compile the packages anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+SPELLED = "str int float bool NoneType dtype Format".split()
+
 gc.disable()  # until the tests are collected
 
 
@@ -43,6 +45,20 @@ def needs_native(item):
     call = getattr(item, "callspec", None)
     named = "native" in map(str, call.params.values()) if call else False
     return named or item.get_closest_marker("native") is not None
+
+
+def spelled(val):
+    """Whether a value has the same text in each process."""
+    if isinstance(val, dict):
+        return all(map(spelled, val.items()))
+    if isinstance(val, list | tuple):
+        return all(map(spelled, val))
+    return type(val).__name__ in SPELLED
+
+
+def pytest_make_parametrize_id(val):
+    """Dtypes, formats and short collections are spelled out, which pytest counts."""
+    return str(val) if spelled(val) and len(str(val)) < 80 else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers

@@ -13,11 +13,15 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 
 from fp8.warnings import RecipeWarning
 
 ROOT = Path(__file__).parents[1]
+needs_gloo = pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="this torch is built without gloo"
+)
 #: GLOO talks over the loopback interface.
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),

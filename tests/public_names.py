@@ -101,7 +101,7 @@ def documented(root):
     """The modules of the API reference, MODULES of a file in docs/, and all adapters."""
     found = list(PACKAGES)
     for path in root.glob("docs/*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in ast.parse(path.read_text()).body:
             if (
                 isinstance(node, ast.Assign)
                 and ast.unparse(node.targets[0]) == "MODULES"
@@ -201,7 +201,7 @@ def as_text(gone):
 
 def read():
     """The names in the list, as `public` has them."""
-    text = GONE.read_text(encoding="utf-8")
+    text = GONE.read_text()
     lines = [line.split(": ") for line in text.splitlines() if not line.startswith("#")]
     kinds = {"module", *TABLES.values()}
     return [
@@ -222,7 +222,7 @@ def main():
     about = (
         f"# Written by `python -m tests.public_names`, up to commit {looked_at[-1]}.\n"
     )
-    GONE.write_text(about + as_text(gone), encoding="utf-8")
+    GONE.write_text(about + as_text(gone))
 
 
 if __name__ == "__main__":

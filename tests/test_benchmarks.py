@@ -8,18 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fp8
 from benchmarks import (
     defaults,
-    gpu,
     one_line,
     preflight,
     problems,
@@ -28,19 +25,16 @@ from benchmarks import (
     transfer,
     transfer_depth,
 )
-from benchmarks.gpu_stages import STAGES
 from benchmarks.one_line import WAYS
 from benchmarks.strangers.__main__ import measured, summary
 from benchmarks.strangers.case import Stranger, loss_inside
-from benchmarks.strangers.casts import SQNR, Casts
 from benchmarks.strangers.examine import Options, examine
 from fp8.common.step import tensors
 from fp8.lab.hardware import BF16
-from fp8.lab.preflight.findings import Run
 from fp8.lab.preflight.training import loss_of
 from notebooks.nanogpt.data import load_corpus
 from notebooks.transfer import COMPLETE, ENDS, PARAMETRISATIONS, Experiment, train
-from unit_scaling.transforms import simulate_fp8
+from tests.shared import linears, pairs, parametrize
 
 ROOT = Path(__file__).parents[1]
 
@@ -123,31 +117,10 @@ def test_recipes_are_trained_recorded_and_go_on(run, changed, tmp_path):
     assert run(recipe_loss, *arguments, record="recipe_loss_large") == table
 
 
-CLAIMS = [
-    ([0.05, 0.06, 0.07], ["confirmed", "opposite"]),
-    ([-0.05, -0.06, -0.07], ["confirmed", "confirmed"]),
-    ([-0.3, 0.1, 0.4], ["not seen", "not seen"]),
-    ([0.1], []),  # one seed has no interval
-]
-
-
-@pytest.mark.parametrize(("gaps", "verdicts"), CLAIMS)
-def test_claims_are_judged_by_paired_intervals(changed, gaps, verdicts):
-    bounds = ((0.1,), ())
-    changed(
-        recipe_loss,
-        CLAIMS=[recipe_loss.Claim("paper", "ours", "fp32", *b) for b in bounds],
-    )
-    found = {("fp32", len(gaps)): 1000.0}  # without a run to compare it with
-    for seed, gap in enumerate(gaps):
-        found |= {("fp32", seed): 2.0, ("ours", seed): 2.0 + gap}
-    assert [row["verdict"] for row in recipe_loss.judged(found)] == verdicts
-
-
 # The learning-rate sweep
 
 
-@pytest.mark.parametrize("name", PARAMETRISATIONS)
+@parametrize("name", PARAMETRISATIONS)
 def test_a_sweep_trains(name, text_file):
     corpus = load_corpus(str(text_file), context=8)
     tiny = {"context": 8, "batch_size": 4, "eval_batches": 2}
@@ -189,7 +162,7 @@ def test_sweeps_are_recorded_and_go_on(run, changed, text_file, tmp_path):
 # Preflights
 
 
-@pytest.mark.parametrize("name", problems.PROBLEMS)
+@parametrize("name", problems.PROBLEMS)
 def test_each_problem_makes_a_step(name):
     """Batches are the same whenever asked, and others for another seed."""
     setups = [problems.PROBLEMS[name](seed) for seed in (1, 1, 2)]
@@ -201,26 +174,8 @@ def test_each_problem_makes_a_step(name):
     loss_of(setup.model, batches[0], setup.loss).backward()
     before = [p.detach().clone() for p in setup.model.parameters()]
     setup.optimizer.step()
-    still = [
-        torch.equal(a, b) for a, b in zip(before, setup.model.parameters(), strict=True)
-    ]
+    still = [torch.equal(a, b) for a, b in pairs(before, setup.model.parameters())]
     assert sum(still) <= 0.1 * len(still)
-
-
-def test_losses_differ_by_more_than_their_interval():
-    held_out = {
-        "reference": [1.0, 2.0, 3.0],
-        "a": [1.0, 2.0, 3.0],
-        "b": [1.1, 2.1, 3.1001],  # above a in every pair
-        "c": [0.5, 2.5, 3.1],
-        "d": [math.nan, 2.0, 3.0],
-    }
-    runs = [
-        Run(name, i, [], x) for name, of in held_out.items() for i, x in enumerate(of)
-    ]
-    found = {pair for pair in combinations("abcd", 2) if preflight._differ(runs, *pair)}
-    assert found == {("a", "b"), ("a", "d"), ("b", "d"), ("c", "d")}
-    assert preflight.difference(runs, "b", "a").mean == pytest.approx(0.1, abs=1e-4)
 
 
 def test_preflights_are_measured_recorded_and_go_on(run, changed, tmp_path):
@@ -272,70 +227,13 @@ def test_rows_are_written_as_they_come_and_stay_after_sigterm(tmp_path):
     assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
 
 
-def test_a_stage_ends_with_its_time_and_a_failure_is_not_the_end(tmp_path):
-    """Named stages replace their rows alone. torchao runs in a process of its own."""
-    out = tmp_path / "gpu.json"
-    record = gpu.Record(out, [], "cpu")
-    record.add("rates", {"hardware": {}})
-    record.add("selftest", {"recipe": "old"})
-    record = gpu.Record(out, ["selftest", "model", "nanochat torchao"], "cpu")
-    gpu.run_all(["selftest"], record, gpu.GRACE + 0.5, "cpu", small=True)
-    gpu.run_all(["model"], record, 1000.0, "no device", small=True)
-    gpu.run_all(["nanochat torchao"], record, 300.0, "cpu", small=True)
-    written = json.loads(out.read_text())
-    assert {row["stage"] for row in written["rows"]} == {"rates", "nanochat torchao"}
-    assert not [row for row in written["rows"] if "error" in row]
-    assert written["stages"]["selftest"]["ended"] == "its time was up"
-    assert written["stages"]["model"]["ended"].startswith(
-        "failed: exit code 1: RuntimeError"
-    )
-    assert set(STAGES) == {*gpu.RATES, *gpu.LAST}
-    assert sum(gpu.RATES.values()) + max(gpu.LAST.values()) <= gpu.SECONDS
-
-
-def test_a_model_is_forecast_from_its_parts():
-    """bf16 counts once in a model; a part that is missing leaves no forecast."""
-    rows = []
-    for case in ("block", "readout"):
-        ours = {"stage": f"forecast {case}", "case": case, "times_in_model": 2}
-        theirs = {**ours, "stage": f"forecast {case} torchao"}
-        rows.append({**ours, "recipe": BF16, "ms": 1.0})
-        rows.append({**theirs, "recipe": "torchao tensorwise", "ms": 0.25})
-    whole = {
-        "stage": "model",
-        "case": "model",
-        "recipe": "torchao tensorwise",
-        "ratio": 0.5,
-    }
-    assert gpu.with_forecasts([*rows, whole])[-1]["forecast"] == 0.25
-    assert "forecast" not in gpu.with_forecasts([*rows[:-1], whole])[-1]
-
-
 # Models of other libraries
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-12, 2.0**12])
-def test_the_share_of_casts_is_that_of_operands_in_range(scale):
-    """Of a layer in FP8 without scales, whose input needs no gradient: two operands forward, the
-    gradient backward."""
-    torch.manual_seed(0)
-    layer = nn.Linear(256, 64, bias=False)
-    nn.init.normal_(layer.weight)
-    model = simulate_fp8(layer)
-    casts = Casts(model)
-    with casts.sampled:
-        (model(scale * torch.randn(64, 256)) * torch.randn(64, 64)).sum().backward()
-    assert [cast.inside for cast in casts.seen] == [scale == 1, True, True]
-    for cast in casts.seen:  # of 2**12 values, each with an error of its own
-        assert cast.own == pytest.approx(SQNR[cast.format], abs=0.5)
-
-
 def _network():
-    model = nn.Sequential(
-        nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 4)
-    )
+    model = linears(16, 64, nn.GELU, 64, 4)
     return loss_inside(
-        model, F.cross_entropy, torch.randint(4, (32,)), torch.randn(32, 16)
+        model, nn.functional.cross_entropy, torch.randint(4, (32,)), torch.randn(32, 16)
     )
 
 

@@ -8,11 +8,7 @@ import pytest
 from tests.public_names import GONE, TABLES, documented, is_here, public, read
 
 ROOT = Path(__file__).parents[1]
-REMOVED = (
-    (ROOT / "CHANGELOG.md")
-    .read_text(encoding="utf-8")
-    .partition("### Removed and moved")[2]
-)
+REMOVED = (ROOT / "CHANGELOG.md").read_text().partition("### Removed and moved")[2]
 CODE = re.findall(r"`([^`]+)`", REMOVED)
 
 

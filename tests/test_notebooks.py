@@ -15,6 +15,7 @@ import nbformat
 import pytest
 
 from notebooks.execute import FOLDER, NAMES, conditions, execute
+from tests.shared import parametrize
 
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 NEAR = 0.02
@@ -64,7 +65,7 @@ def _near(number, other):
     return value == pytest.approx(expected, rel=NEAR, abs=limit)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@parametrize("name", NAMES)
 def test_outputs_are_kept_with_what_made_them(name):
     notebook = read(name)
     made = notebook.metadata["conditions"]
@@ -80,7 +81,7 @@ def test_outputs_are_kept_with_what_made_them(name):
     "unit-scaling", "nanoGPT, plain, in FP8 and unit-scaled in FP8", how="own"
 )
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", NAMES)
+@parametrize("name", NAMES)
 def test_cells_run_and_print_what_they_do_there(name, monkeypatch, tmp_path):
     """In this process; a preflight, which trains for minutes, is left out."""
     monkeypatch.chdir(FOLDER)
@@ -103,7 +104,7 @@ def test_cells_run_and_print_what_they_do_there(name, monkeypatch, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", NAMES)
+@parametrize("name", NAMES)
 def test_outputs_are_those_of_the_code(name):
     notebook = read(name)
     here, there = conditions(notebook), notebook.metadata["conditions"]

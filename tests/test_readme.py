@@ -61,7 +61,7 @@ class Block:
 
 
 def blocks(path):
-    document = path.read_text(encoding="utf-8")
+    document = path.read_text()
     found, end = [], 0
     for match in FENCE.finditer(document):
         line = document.count("\n", 0, match.start(2)) + 1
@@ -115,7 +115,7 @@ def apply(diff, root):
         lines = hunk.splitlines()
         before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
         after = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
-        text = "" if old == "/dev/null" else (root / old).read_text(encoding="utf-8")
+        text = "" if old == "/dev/null" else (root / old).read_text()
         assert not before or text.count(before) == 1, (
             f"{old} has other lines than the diff"
         )
@@ -147,7 +147,7 @@ def test_the_diffs_of_contributing_add_what_they_say(tmp_path):
 
 @each_document
 def test_blocks_name_their_language_and_links_lead_somewhere(path):
-    document = path.read_text(encoding="utf-8")
+    document = path.read_text()
     assert document.count("```") == 2 * len(blocks(path))
     assert {block.language for block in blocks(path)} <= {
         "python",
@@ -161,8 +161,8 @@ def test_blocks_name_their_language_and_links_lead_somewhere(path):
 
 
 def test_make_targets_exist_and_install_what_they_need(tmp_path):
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    documents = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    makefile = (ROOT / "Makefile").read_text()
+    documents = "\n".join(path.read_text() for path in DOCUMENTS)
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", documents, re.MULTILINE))
     assert (
         {"demo", "test"}
@@ -179,11 +179,9 @@ def test_make_targets_exist_and_install_what_they_need(tmp_path):
 
 def test_checks_run():
     """CI runs lint and the README's test command; CONTRIBUTING and pre-commit the short one."""
-    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    ci = (ROOT / ".ci" / "run").read_text()
     assert re.findall(r"^make ([a-z-]+)$", ci, re.MULTILINE) == ["lint", "test"]
-    assert re.search(
-        r"^make check ", CONTRIBUTING.read_text(encoding="utf-8"), re.MULTILINE
-    )
+    assert re.search(r"^make check ", CONTRIBUTING.read_text(), re.MULTILINE)
     assert "entry: make check\n" in (ROOT / ".pre-commit-config.yaml").read_text(
         encoding="utf-8"
     )
@@ -200,7 +198,7 @@ def test_checks_run():
 def test_pages_are_short():
     """README: 120 lines, about twenty of them code; CONTRIBUTING 1,800 words; all together."""
     readme = ROOT / "README.md"
-    assert len(readme.read_text(encoding="utf-8").splitlines()) <= 120
+    assert len(readme.read_text().splitlines()) <= 120
     code = [b.text for b in blocks(readme) if b.language == "python"]
     assert (
         15

@@ -57,7 +57,7 @@ def test_nothing_is_loaded_from_elsewhere(site):
         r"""(?:@import|\bimport\b[^\n;]*\bfrom|url\()\s*['"]?https?://"""
     )
     for path in site.rglob("*.html"):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text()
         assert not loading.search(text), path.name
         assert not imported.search(text), path.name
 
@@ -66,7 +66,7 @@ def test_every_public_name_has_an_entry(site):
     from docs.reference import MODULES
 
     for name in MODULES:
-        text = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
+        text = (site / "api" / f"{name}.html").read_text()
         names = set(importlib.import_module(name).__all__) - {"__version__"}
         public = {f"{name}.{one}" for one in names}
         missing = {one for one in public - set(MODULES) if f'id="{one}"' not in text}
@@ -76,7 +76,7 @@ def test_every_public_name_has_an_entry(site):
 
 def test_the_reference_has_the_docstrings(site):
     """Also of functions that only the imported module has, and the rules of ops."""
-    text = (site / "api" / "unit_scaling.functional.html").read_text(encoding="utf-8")
+    text = (site / "api" / "unit_scaling.functional.html").read_text()
     entry = text.partition('id="unit_scaling.functional.relu"')[2].partition("<h2")[0]
     assert "mult" in entry
     assert "Scale factors." in entry
@@ -86,11 +86,9 @@ def test_the_reference_has_the_docstrings(site):
 def test_the_reference_shows_docstrings_as_they_are_written(site):
     """Doctests are code, a sentence of several lines is one item, an attribute has its type."""
     for path in (site / "api").glob("*.html"):
-        assert "<blockquote>" not in path.read_text(encoding="utf-8"), path.name
+        assert "<blockquote>" not in path.read_text(), path.name
     pages = ("fp8.lab.trace", "fp8.lab.preflight.findings")
-    text = "".join(
-        (site / "api" / f"{page}.html").read_text(encoding="utf-8") for page in pages
-    )
+    text = "".join((site / "api" / f"{page}.html").read_text() for page in pages)
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))  # of a no-break space, too
     assert "m, k, n (int) – sizes of the forward product" in text
     assert "snapshot step -&gt; update error" in text
@@ -109,7 +107,7 @@ def test_links_of_the_reference_lead_somewhere(site):
 
 def test_the_architecture_names_every_folder():
     """In the order of the layers."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "architecture.md").read_text()
     for package in LAYERS:
         section = text.partition(f"## The folders of {package}\n")[2].partition(
             "\n## "

@@ -5,27 +5,24 @@ from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
 from docs import build, demo, figures, parity, questions
 from docs.features import COMPARISONS, DOCUMENTS, FEATURES, FIELD, HOW, PEERS
 from notebooks.nanogpt.settings import PRESETS
 from notebooks.nanogpt.variants import DEMO, VARIANTS
+from tests.shared import parametrize
 
 PAGES = sorted(Path(build.__file__).parent.glob("*.md"))
 
 
-@pytest.mark.parametrize("path", build.GENERATED, ids=lambda path: path.name)
+@parametrize("path", build.GENERATED, ids=lambda path: path.name)
 def test_generated_files_are_up_to_date(path):
-    assert path.read_text(encoding="utf-8") == build.GENERATED[path](), (
-        "run `make docs`"
-    )
+    assert path.read_text() == build.GENERATED[path](), "run `make docs`"
 
 
 def test_rows_of_a_table_have_its_columns():
     """A bar in a cell that is not in code would begin another one."""
     for page in PAGES:
-        text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
+        text = re.sub(r"`[^`\n]*`", "", page.read_text())
         rows = [
             pair
             for pair in pairwise(text.split("\n"))
@@ -73,11 +70,11 @@ def test_the_demo_takes_the_best_rates_of_its_sweep():
 
 def test_every_figure_is_shown_and_none_is_left_over():
     assert {path.stem for path in figures.FOLDER.iterdir()} == set(figures.FIGURES)
-    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    text = "".join(page.read_text() for page in PAGES)
     assert not [name for name in figures.FIGURES if f"(figures/{name}.svg)" not in text]
 
 
-@pytest.mark.parametrize("name", figures.FIGURES)
+@parametrize("name", figures.FIGURES)
 def test_figures_are_drawn_for_light_and_dark(name):
     """Well-formed, with colours in the variables of the style alone, and nothing outside."""
     root = ElementTree.fromstring(figures.FIGURES[name]())

@@ -19,7 +19,7 @@ def unpacked(requirement, folder):
         "--quiet",
         "--disable-pip-version-check",
     ]
-    options = ["--no-deps", "--only-binary=:all:", "--retries=0", "--timeout=10"]
+    options = "--no-deps --only-binary=:all: --retries=0 --timeout=10".split()
     run = [*pip, *options, "--dest", str(folder), requirement]
     try:
         done = subprocess.run(run, capture_output=True, text=True, timeout=60)
@@ -37,7 +37,7 @@ def unpacked(requirement, folder):
 
 def _body(path, name):
     """The class, function or method of that dotted name."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body
+    body = ast.parse(path.read_text()).body
     for part in name.split("."):
         found = [node for node in body if getattr(node, "name", None) == part]
         node = found[-1]  # of several, the one that stays

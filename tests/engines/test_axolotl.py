@@ -1,15 +1,13 @@
 """axolotl, run for real: its plugin manager and its Trainer, on a tiny model."""
 
-import warnings
-
 import pytest
 import torch
 
 import fp8
 from tests.fp8.adapters import hub_models
+from tests.shared import quietly
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     pytest.importorskip("axolotl", reason="its own environment: make test-engines")
     import peft
     import transformers

@@ -1,15 +1,17 @@
 """DeepSpeed, run for real on the CPU: ZeRO of converted models, and what of a level it refuses."""
 
+import math
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fp8
+from tests.fp8.adapters.loops import plain_loop
 from tests.launch import run_ranks
+from tests.shared import linears, parametrize
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed = pytest.importorskip(
@@ -37,14 +39,20 @@ def _group(tmp_path_factory):
     torch.distributed.destroy_process_group()
 
 
-def make():
+def make(recipe=None):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    model = linears(32, 64, nn.GELU, 32)
+    if recipe:
+        fp8.convert(model, recipe)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def batches(n=6):
-    return list(torch.randn(n, 8, 32, generator=torch.Generator().manual_seed(1)))
+def batches(n=6, seed=1):
+    return list(torch.randn(n, 8, 32, generator=torch.Generator().manual_seed(seed)))
+
+
+def loss_of(model, x):
+    return nn.functional.mse_loss(model(x), x)
 
 
 def engine_of(model, optimizer, stage):
@@ -56,34 +64,30 @@ def engine_of(model, optimizer, stage):
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-@pytest.mark.proves("the field", "in DeepSpeed's ZeRO", how="library")
-@pytest.mark.parametrize(
-    ("recipe", "stage"), [("tensor", 0), ("delayed", 1), ("mxfp8", 2)]
-)
-def test_zero(recipe, stage):
-    """The losses are those of a plain loop, to the bit."""
-    model, optimizer = make()
-    fp8.convert(model, recipe)
-    expected = []
-    for x in batches():
-        loss = F.mse_loss(model(x), x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    model, optimizer = make()
-    engine, found = engine_of(fp8.convert(model, recipe), optimizer, stage), []
-    for x in batches():
-        loss = F.mse_loss(engine(x), x)
+def trained(engine, data):
+    """The losses of the engine's loop."""
+    losses = []
+    for x in data:
+        loss = loss_of(engine, x)
         engine.backward(loss)
         engine.step()
-        found.append(loss.item())
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.proves("the field", "in DeepSpeed's ZeRO", how="library")
+@parametrize(("recipe", "stage"), [("tensor", 0), ("delayed", 1), ("mxfp8", 2)])
+def test_zero(recipe, stage):
+    """The losses are those of a plain loop, to the bit."""
+    expected = plain_loop(*make(recipe), batches(), loss_of, clip=math.inf)
+    model, optimizer = make(recipe)
+    found = trained(engine_of(model, optimizer, stage), batches())
     assert found == expected
     assert found != sorted(found)  # it trains: not the losses of one set of weights
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize(("level", "stage"), [("O2", 0), ("O3", 2)])
+@parametrize(("level", "stage"), [("O2", 0), ("O3", 2)])
 def test_levels_are_refused(level, stage):
     model, optimizer = make()
     model, optimizer = fp8.initialize(model, optimizer, level, "tensor")

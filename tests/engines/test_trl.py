@@ -1,15 +1,13 @@
 """trl, run for real: its SFTTrainer with LoRA of PEFT, on a tiny model with random weights."""
 
-import warnings
-
 import pytest
 import torch
 
 import fp8
 from tests.fp8.adapters import hub_models
+from tests.shared import quietly
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     trl = pytest.importorskip("trl", reason="its own environment: make test-engines")
     peft = pytest.importorskip("peft", reason="LoRA")
     import transformers

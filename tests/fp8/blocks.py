@@ -1,13 +1,9 @@
 """Blocks under any recipe, also one that keeps scales, for products that no layer computes."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8 import Recipe
 from fp8.common.mixin import add_mixin
 from fp8.layers.settings import Converted, LayerSettings
 from fp8.modes.autocast import LayerBlock
@@ -15,7 +11,7 @@ from fp8.recipes.history import LayerState, add_buffers
 from fp8.recipes.recipe import get_recipe
 
 
-def keeper(recipe: str | Recipe) -> Any:
+def keeper(recipe):
     """A layer of several products, whose buffers keep the scales of each by its order."""
     layer = nn.Identity()
     add_mixin(layer, Converted)
@@ -27,9 +23,7 @@ def keeper(recipe: str | Recipe) -> Any:
     return layer
 
 
-def block(
-    recipe: str | Recipe, backend: str = "simulate", layer: nn.Module | None = None
-) -> fp8.autocast:
+def block(recipe, backend="simulate", layer=None):
     """`fp8.autocast`, or under a recipe with state the block of one call of ``layer``, a `keeper`
     (None: a new one)."""
     recipe = get_recipe(recipe)
@@ -38,7 +32,7 @@ def block(
     return LayerBlock(recipe, backend, LayerState(layer or keeper(recipe)))
 
 
-def saved_by(run: Callable[[], Any]) -> list[Tensor]:
+def saved_by(run):
     """The tensors that autograd saves in a call."""
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(
@@ -48,7 +42,7 @@ def saved_by(run: Callable[[], Any]) -> list[Tensor]:
     return saved
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
+def bytes_of(tensors):
     """The bytes of the storages of tensors, shared ones once."""
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors

@@ -4,12 +4,11 @@ import operator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 import fp8
 from fp8 import Cast, Recipe
-from tests.fp8.operands import normal
+from tests.shared import normal, pairs
 
 A, B, V = (5, 8), (8, 6), (8,)
 BATCH = ((3, 5, 8), (3, 8, 6))
@@ -50,7 +49,7 @@ def _added(shape, *shapes, names, **kw):
     return Row((shape, *shapes), ("input", *names), ("none", "input", "input"), **kw)
 
 
-def _each(row: Row, *functions: object) -> dict:
+def _each(row, *functions):
     return dict.fromkeys(functions, row)
 
 
@@ -83,23 +82,23 @@ CALLS = {
 }
 
 
-def name_of(function) -> str:
+def name_of(function):
     return getattr(function, "__qualname__", "") or function.__name__
 
 
-def operands(row: Row, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def operands(row, dtype=torch.float32):
     return [(normal(*s, seed=i) * OFF).to(dtype) for i, s in enumerate(row.shapes)]
 
 
-def forms(function, row: Row, tensors: list[Tensor]):
+def forms(function, row, tensors):
     """The call as each form writes it."""
     yield "positional", lambda: function(*row.before, *tensors, **row.kwargs)
     if row.names:
         method = function in vars(torch._C.TensorBase).values()
         first, named = (tensors[:1], row.names[1:]) if method else ([], row.names)
-        values = dict(zip(named, tensors[len(first) :], strict=True))
+        values = dict(pairs(named, tensors[len(first) :]))
         yield "keyword", lambda: function(*first, *row.before, **values, **row.kwargs)
 
 
-def cast(x: Tensor, how: Cast | None) -> Tensor:
+def cast(x, how):
     return x if how is None else fp8.quantize(x, how.format)

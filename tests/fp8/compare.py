@@ -1,14 +1,12 @@
 """What a call computes: its result and gradients, and what autograd keeps of it."""
 
-from collections.abc import Callable, Iterable, Sequence
-
 import torch
 from torch import Tensor
 
+from tests.shared import pairs
 
-def outcome(
-    call: Callable[[], Tensor], leaves: Iterable[Tensor], grad: Tensor | None = None
-) -> list[Tensor]:
+
+def outcome(call, leaves, grad=None):
     """The result of ``call()`` and the gradients of ``leaves``, of ``grad`` (None: of the sum of
     squares of the result)."""
     y = call()
@@ -20,20 +18,18 @@ def outcome(
     ]
 
 
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def assert_same(found, expected):
     """To the bit, with their dtypes."""
-    for one, other in zip(found, expected, strict=True):
+    for one, other in pairs(found, expected):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def assert_near(
-    found: Sequence[Tensor], expected: Sequence[Tensor], **near: float
-) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_near(found, expected, **near):
+    for one, other in pairs(found, expected):
         torch.testing.assert_close(one, other, **near)
 
 
-def bytes_kept(run: Callable[[], Tensor], *, beside: Iterable[Tensor] = ()) -> int:
+def bytes_kept(run, *, beside=()):
     """Of the storages that autograd holds after ``run()``, each once, those of ``beside`` not."""
     held: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(

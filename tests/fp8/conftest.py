@@ -7,7 +7,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def _fresh():
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -1,7 +1,6 @@
 """Independent judges of the casts: ml_dtypes for nearest rounding, gfloat for the other modes."""
 
 import contextlib
-from collections.abc import Iterator
 
 import gfloat
 import ml_dtypes
@@ -9,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 from gfloat import formats as gf
-from torch import Tensor
 
-from fp8 import Format
-from fp8.formats.random_bits import Seed, bits_from_key, random_key
+from fp8.formats.random_bits import bits_from_key, random_key
 
 ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -39,7 +36,7 @@ GFLOAT = {
 
 
 @contextlib.contextmanager
-def flush_denormal() -> Iterator[None]:
+def flush_denormal():
     """Flushes subnormals to zero, as some devices and modes do."""
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU has no flush-denormal mode")
@@ -49,19 +46,19 @@ def flush_denormal() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-def all_patterns(dtype: torch.dtype) -> Tensor:
+def all_patterns(dtype):
     """Every value of a 16-bit dtype."""
     return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
-def random_patterns(count: int, seed: int) -> Tensor:
+def random_patterns(count, seed):
     """float32 values of random bits: every exponent equally often, NaN, Inf and subnormals among
     them."""
     bits = np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint32)
     return torch.from_numpy(bits.view(np.int32)).view(torch.float32)
 
 
-def nearest(x: Tensor, format: Format, overflow: str) -> Tensor:
+def nearest(x, format, overflow):
     """What quantize(x, format, overflow=overflow) has to give, as float32.
 
     ml_dtypes decides. Where it has a convention of its own ours is applied: NaN stays NaN (it gives
@@ -82,9 +79,7 @@ def nearest(x: Tensor, format: Format, overflow: str) -> Tensor:
     )
 
 
-def within(
-    want: Tensor, dtype: torch.dtype, format: Format, beyond: float | None
-) -> Tensor:
+def within(want, dtype, format, beyond):
     """`want` with magnitudes that `dtype` cannot hold replaced by `beyond`, and that by the largest
     it can."""
     held = want.to(dtype).to(want.dtype)
@@ -96,12 +91,12 @@ def within(
 
 
 def with_gfloat(
-    x: Tensor,
-    format: Format,
-    mode: gfloat.RoundMode,
-    overflow: str,
-    bits: Tensor | None = None,
-) -> Tensor:
+    x,
+    format,
+    mode,
+    overflow,
+    bits=None,
+):
     """`x` rounded by gfloat in float64. `bits` are 31-bit; gfloat rounds up where bits + fraction
     overflows."""
     stochastic = (
@@ -119,14 +114,14 @@ def with_gfloat(
     return torch.from_numpy(rounded)
 
 
-def mismatches(got: Tensor, want: Tensor) -> Tensor:
+def mismatches(got, want):
     """Mask of the elements that differ in value or in the sign of zero. NaN equals NaN."""
     got, want = (t if t.dtype == torch.float64 else t.float() for t in (got, want))
     same = (got == want) & (got.signbit() == want.signbit())
     return (~same).logical_and_(~(got.isnan() & want.isnan()))
 
 
-def assert_same(got: Tensor, want: Tensor, x: Tensor) -> None:
+def assert_same(got, want, x):
     """Fail with the first few (input, got, want) where the two differ."""
     wrong = mismatches(got, want)
     if wrong.any():
@@ -135,6 +130,6 @@ def assert_same(got: Tensor, want: Tensor, x: Tensor) -> None:
         raise AssertionError(f"{int(wrong.sum())} of {x.numel()} differ: {listed}")
 
 
-def random_bits(shape: tuple[int, ...], seed: Seed) -> Tensor:
+def random_bits(shape, seed):
     """The random bits of a seed on the CPU."""
     return bits_from_key(shape, random_key(seed), device=torch.device("cpu"))

@@ -4,13 +4,12 @@ computes alone."""
 import asyncio
 from contextlib import nullcontext
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import fp8
-from tests.fp8.operands import normal
+from tests.shared import normal, parametrize, refuses
 from tests.threads import Meet, meeting, together
 
 X = normal(16, 32)
@@ -55,7 +54,7 @@ def test_a_recipe_for_each_thread():
     assert_same([outside], [step(plain)])
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@parametrize("recipe", [None, *RECIPES])
 def test_one_block_or_one_converted_model_in_several_threads(recipe):
     block, net = fp8.autocast("unit") if recipe is None else nullcontext(), model()
     net = net if recipe is None else fp8.convert(net, recipe)
@@ -81,9 +80,7 @@ def test_generators_close_blocks_innermost_first():
     list(held("tensor"))  # nested
     assert torch.equal(next(first), expected)
     next(second)
-    with pytest.raises(
-        RuntimeError, match="closed innermost first: close those of a generator"
-    ):
+    with refuses("closed innermost first: close those of a generator", RuntimeError):
         first.close()
     second.close()
     assert nothing_is_cast()
@@ -92,7 +89,7 @@ def test_generators_close_blocks_innermost_first():
 def test_a_block_is_closed_in_its_thread():
     block = fp8.autocast("unit")
     block.__enter__()
-    with pytest.raises(RuntimeError, match="closed in the thread that has opened it"):
+    with refuses("closed in the thread that has opened it", RuntimeError):
         together(lambda: block.__exit__(None, None, None))
     block.__exit__(None, None, None)
     assert nothing_is_cast()
@@ -116,7 +113,7 @@ def test_a_block_in_each_task():
     assert_same(asyncio.run(main()), [[y] * 3 for y in expected])
 
 
-@pytest.mark.parametrize("enabled", [True, False], ids=["nothing", "enabled=False"])
+@parametrize("enabled", [True, False], ids=["nothing", "enabled=False"])
 def test_a_block_of_another_task_is_refused(enabled):
     """Whichever of the two is innermost, neither computes under the recipe of the other."""
 
@@ -130,9 +127,7 @@ def test_a_block_of_another_task_is_refused(enabled):
 
         task = asyncio.create_task(hold(), name="holder")
         await opened.wait()
-        with pytest.raises(
-            RuntimeError, match=r"open in holder, another task.*before await"
-        ):
+        with refuses(r"open in holder, another task.*before await", RuntimeError):
             F.linear(X, W)
         assert torch.equal(within(fp8.autocast("tensor"), F.linear, X, W), expected)
         close.set()

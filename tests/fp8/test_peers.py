@@ -1,7 +1,6 @@
 """Casts by blocks, and layers, against microxcaling, torchao and TransformerEngine."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ from fp8.recipes.rules import E8M0
 from fp8.recipes.scaling import scale_of, scaled_tiles
 from tests import reference
 from tests.fp8.compare import outcome
-from tests.fp8.operands import normal
+from tests.shared import normal, pairs, parametrize, quietly, seeded
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     pytest.importorskip("torchao", reason="torchao is the oracle")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
@@ -40,13 +38,13 @@ ELEMENTS = {
 NVFP4 = RECIPES["nvfp4"].input
 EQUAL = {"rtol": 0, "atol": 0, "equal_nan": True}
 
-each_format = pytest.mark.parametrize("format", ELEMENTS)
+each_format = parametrize("format", ELEMENTS)
 
 
 def blocks():
     """One row for each power of two of float32, its subnormals included; blocks of zeros; values on
     ties; NaN."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = torch.rand(276, 96, generator=generator) * 2 - 1
     x[::5] = x[::5].bfloat16().float()
     x[:, 7], x[:, ::9], x[:, 64:] = (
@@ -58,8 +56,8 @@ def blocks():
 
 
 @pytest.mark.proves("the field", "MXFP8", how="library")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rule", MODES)
+@parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("rule", MODES)
 @each_format
 def test_mx_is_torchao_s_at_every_magnitude_and_for_nan(format, rule, dtype):
     """Values are equal where its scale is not 2**-127, which it stores and does not divide by; Inf
@@ -111,15 +109,14 @@ def float8_linear(name, weight):
         object.__setattr__(config, field, True)
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight = nn.Parameter(weight.clone())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         return convert_to_float8_training(layer, config=config)
 
 
 @pytest.mark.proves("the field", "a scale for each tensor, current", how="library")
 @pytest.mark.proves("the field", "a scale for each row", how="library")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", THEIRS)
+@parametrize("name", THEIRS)
 def test_float8_linear(name):
     """Scales are the same powers of two, so the operands are the same, and what is left is the
     order of summation: as tests.reference.assert_within has it, twice."""
@@ -130,6 +127,6 @@ def test_float8_linear(name):
     ours = outcome(lambda: linear(x, w, recipe=RECIPES[name]), (x, w), g)
     theirs = outcome(lambda: layer(x), (x, layer.weight), g)
     expected = reference.product(nn.functional.linear, (x, w), g, recipe=RECIPES[name])
-    for one, other, value, magnitude in zip(ours, theirs, *expected, strict=True):
+    for one, other, value, magnitude in pairs(ours, theirs, *expected):
         assert ((one - other).abs() <= 2 * 100 * 2.0**-24 * magnitude).all()
         assert ((other.double() - value).abs() <= 100 * 2.0**-24 * magnitude).all()

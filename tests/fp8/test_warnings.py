@@ -19,7 +19,7 @@ def test_it_is_shown_once_for_each_object_and_key():
             warn_once(fp8.warnings.ScaleWarning, "small", about=model)
         warn_once(fp8.warnings.ScaleWarning, "large", about=first, key="other")
         warn_once(fp8.warnings.RecipeWarning, "lossy", about=first)
-    assert [str(w.message) for w in seen] == ["small", "small", "large", "lossy"]
+    assert [str(w.message) for w in seen] == "small small large lossy".split()
     assert all(issubclass(w.category, fp8.PitfallWarning) for w in seen)
 
 

@@ -6,11 +6,11 @@ import functools
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fp8
 from tests.published.tensors import GUARDED, NVFP4, in_units, measured, normal
 from tests.reference import rotation
+from tests.shared import pairs
 
 COUNTS = (1, 4, 16, 64)
 
@@ -50,7 +50,7 @@ def averages(cast, counts):
     x, w = normal(128, 256), normal(128, 256, seed=1)
     torch.manual_seed(0)
     with fp8.autocast(two_way(cast, cast)):
-        draws = torch.stack([F.linear(x, w) for _ in range(counts[-1])])
+        draws = torch.stack([nn.functional.linear(x, w) for _ in range(counts[-1])])
     found = bits(squared_errors(draws, x @ w.mT, counts))
     return measured(found, [0.0113] * len(found))
 
@@ -106,9 +106,9 @@ def quartet2():
         )
 
     exact = gradients(None)
-    draws = zip(*(gradients(two_way(cast)) for _ in range(COUNTS[-1])), strict=True)
+    draws = pairs(*(gradients(two_way(cast)) for _ in range(COUNTS[-1])))
     found = []
-    for of, true in zip(draws, exact, strict=True):
+    for of, true in pairs(draws, exact):
         errors = squared_errors(torch.stack(of), true)
         spread = float((-0.5 * errors[0].log2()).std())  # of one draw, as of one mean
         ours = [spread / len(error) ** 0.5 for error in errors]
@@ -131,7 +131,9 @@ def concentration():
     def gradient(recipe):
         with run_under(recipe):
             y = model(x)
-        return torch.autograd.grad(F.cross_entropy(y, torch.arange(128)), weight)[0]
+        return torch.autograd.grad(
+            nn.functional.cross_entropy(y, torch.arange(128)), weight
+        )[0]
 
     exact, found = gradient(None), []
     for cast in (GUARDED, dataclasses.replace(GUARDED, rule="e4m3_4_6")):

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fp8
 from fp8.optim.encodings import ENCODINGS, decode, write, zeros
 from fp8.recipes.scaling import scale_of
+from tests.shared import seeded
 
 NVFP4 = fp8.RECIPES["nvfp4"].input
 GUARDED = dataclasses.replace(NVFP4, rule="e4m3_guarded", rounding="stochastic")
@@ -36,7 +36,7 @@ def measured(values, errors, published=None):
 
 def normal(*shape, seed=0):
     """N(0, 1), float32."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=seeded(seed))
 
 
 def quantized(x, cast):
@@ -53,7 +53,7 @@ def quantized(x, cast):
     )
     root = math.sqrt(size or 1)
     with fp8.autocast(recipe):
-        return F.linear(x, torch.eye(x.shape[1]) * root) / root
+        return nn.functional.linear(x, torch.eye(x.shape[1]) * root) / root
 
 
 def e2m1():
@@ -156,14 +156,14 @@ def sums():
     hopper = fp8.Recipe(
         name="sums", input=cast, weight=cast, grad=cast, accumulate="hopper"
     )
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     found = []
     for draw, to_each in ((torch.randn, False), (torch.rand, True)):
         x, w = (draw(16, 4096, generator=generator) for _ in range(2))
         results = []
         for recipe in (hopper, dataclasses.replace(hopper, accumulate=None)):
             with fp8.autocast(recipe):
-                results.append(F.linear(x, w))
+                results.append(nn.functional.linear(x, w))
         size = results[1].abs()
         error = (results[0] - results[1]).abs()
         found.append(float((error / (size if to_each else size.max())).max()))

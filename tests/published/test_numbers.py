@@ -8,6 +8,7 @@ import pytest
 
 from docs.papers import NUMBERS
 from tests.published import models, tensors
+from tests.shared import parametrize
 
 MEASURES = tensors.MEASURES | models.MEASURES
 
@@ -49,7 +50,7 @@ def test_every_number_is_measured():
     assert sorted(MEASURES) == sorted(NUMBERS)
 
 
-@pytest.mark.parametrize("key", NUMBERS)
+@parametrize("key", NUMBERS)
 def test_ours(key):
     found = measure(key)
     assert is_near(found.values, NUMBERS[key].ours, found.errors), found
@@ -63,7 +64,7 @@ def misses(reason):
 ROWS = [pytest.param(key, marks=misses(row.miss)) for key, row in NUMBERS.items()]
 
 
-@pytest.mark.parametrize("key", ROWS)
+@parametrize("key", ROWS)
 def test_theirs(key):
     row, found = NUMBERS[key], measure(key)
     published = [float(number) for number in row.theirs]

@@ -1,13 +1,9 @@
 """`benchmarks.papers`: the casts of its runs, and what its rows say."""
 
-import dataclasses
 import math
 
 import pytest
-import torch
-from torch import nn
 
-import fp8
 from benchmarks import papers
 from benchmarks.papers import (
     NVIDIA,
@@ -19,9 +15,10 @@ from benchmarks.papers import (
 )
 from fp8.lab.preflight.findings import Run
 from fp8.lab.preflight.training import Problem
+from tests.shared import parametrize
 
 
-@pytest.mark.parametrize("recipe", [NVIDIA, QUARTET2], ids=lambda recipe: recipe.name)
+@parametrize("recipe", [NVIDIA, QUARTET2], ids=lambda recipe: recipe.name)
 def test_each_product_is_cast_in_one_of_the_halves(recipe):
     forward, backward = forward_only(recipe), backward_only(recipe)
     assert forward.forward == recipe.forward
@@ -52,7 +49,7 @@ def runs(**losses):
     ]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("larger", "smaller", "published", "order", "ratio"),
     [
         ([0.3, 0.31, 0.32], [0.1, 0.11, 0.12], 3.0, "seen", 2.82),
@@ -77,11 +74,3 @@ def test_rows_are_of_runs_with_two_seeds():
     made = runs(reference=[1.0, 2.0], nvfp4_nvidia=[1.2, 2.4], quartet2=[math.nan])
     (row,) = papers.rows(made)
     assert (row["name"], row["gap"], row["seeds"]) == ("nvfp4_nvidia", 0.3, 2)
-
-
-def test_formats_are_cast_in_blocks():
-    layer, x = nn.Linear(256, 4, bias=False), torch.randn(8, 256)
-    fp8.convert(layer, papers.RUNS["e2m1"].recipe, backend="simulate")
-    cast = dataclasses.replace(papers.RUNS["e2m1"].recipe.input)
-    assert (cast.format, cast.tile) == ("e2m1", (1, 128))
-    assert layer(x).isfinite().all()

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from tests.shared import linears, pairs, seeded
+
 
 class Block(nn.Module):
     def __init__(self, width, heads):
@@ -170,7 +172,7 @@ def tiny():
 
 
 def batch(seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     ids = torch.randint(0, 65, (2, 17), generator=generator)
     return ids[:, :-1], ids[:, 1:]
 
@@ -189,7 +191,7 @@ def step(model):
 
 def same(ours, theirs, rtol=0.0, atol=0.0):
     assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in pairs(ours, theirs):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
@@ -283,7 +285,7 @@ class Kind:
     whole: bool = True
 
     def batch(self, seed=0):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         if self.like == "tokens":
             return torch.randint(12, (8, LENGTH), generator=generator)
         shape = (8, 3, 8, 8) if self.like == "images" else (8, LENGTH, WIDTH)
@@ -331,10 +333,7 @@ def _lstm():
 
 
 def _experts():
-    each = (
-        nn.Sequential(nn.Linear(WIDTH, 32), nn.SiLU(), nn.Linear(32, WIDTH))
-        for _ in range(3)
-    )
+    each = (linears(WIDTH, 32, nn.SiLU, WIDTH) for _ in range(3))
     modules = {**_linears(**_ENDS, gate=(WIDTH, 3)), "experts": nn.ModuleList(each)}
     return _net(experts, modules)
 

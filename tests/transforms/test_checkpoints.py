@@ -2,16 +2,15 @@
 
 import copy
 import logging
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
+from tests.shared import parametrize, quietly
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     transformers = pytest.importorskip("transformers")
 
 IDS = torch.arange(24).reshape(2, 12)
@@ -37,7 +36,7 @@ def same(model, other):
         assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("assign", [False, True])
+@parametrize("assign", [False, True])
 def test_the_plain_class_loads_it(assign, tmp_path):
     """By a file, and a part of it alone."""
     safetensors = pytest.importorskip("safetensors.torch")
@@ -100,7 +99,7 @@ def hidden(model):
 
 
 @of_transformers
-@pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "AutoModel"])
+@parametrize("cls", ["GPT2LMHeadModel", "AutoModel"])
 def test_files_of_transformers(cls, tmp_path):
     """Those of a part too."""
     model = unit_scale(gpt2())

@@ -1,7 +1,7 @@
 """Copies of models that keep functions of their parts, or tensors of their last call."""
 
-import copy
 import pickle
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -10,6 +10,7 @@ from torch import nn
 
 import unit_scaling as uu
 from fp8.common.copies import deep_copy
+from tests.shared import linears, parametrize
 from tests.transforms.models import Net
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 
@@ -43,12 +44,12 @@ def keeping(m, x):
 
 
 def test_a_model_that_keeps_tensors_of_its_last_call():
-    """`copy.deepcopy` refuses those with a graph: of copies they have the values."""
+    """`deepcopy` refuses those with a graph: of copies they have the values."""
     plain = Net(keeping, body=nn.Linear(8, 8), head=nn.Linear(8, 4))
     x = torch.randn(8, 8)
     plain(x)
     with pytest.raises(RuntimeError, match="graph leaves"):
-        copy.deepcopy(plain)
+        deepcopy(plain)
     other = deep_copy(plain)
     assert torch.equal(other.maps[0], plain.maps[0])
     assert other.last_loss.grad_fn is None
@@ -64,7 +65,7 @@ class Tapped(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.net = linears(8, 16, nn.ReLU, 4)
         self.projector = nn.Linear(16, 8)
         self.hidden = {}
         self.net[1].register_forward_hook(self.keep)
@@ -103,11 +104,11 @@ def test_parametrized_layers_have_copies_of_their_own():
     layers = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(30)]
     model = unit_scale(nn.Sequential(*layers))
     for _ in range(3):
-        assert len(list(copy.deepcopy(model).modules())) == len(list(model.modules()))
+        assert len(list(deepcopy(model).modules())) == len(list(model.modules()))
 
 
 def ordinary():
-    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16))
+    net = linears(8, 16, nn.GELU, 16)
     return nn.Sequential(net, nn.Linear(16, 4))
 
 
@@ -143,11 +144,11 @@ def halved(grad, layer, seen):
     return grad / 2
 
 
-@pytest.mark.parametrize("transform", [unit_scale, simulate_fp8, compile])
+@parametrize("transform", [unit_scale, simulate_fp8, compile])
 def test_hooks_of_parameters_are_copied(transform):
     """A mask of a gradient would be lost silently. What refers to a part refers to that of the
     copy, and a frozen parameter stays frozen."""
-    model, mask = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.arange(8.0) % 2
+    model, mask = linears(8, 8, 4), torch.arange(8.0) % 2
     seen = []
     done = []
     model[0].weight.register_hook(lambda grad: grad * mask)

@@ -17,9 +17,7 @@ INITIALIZED = initialized.label
 
 def test_it_is_registered():
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
-    groups = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"][
-        "entry-points"
-    ]
+    groups = tomllib.loads(PYPROJECT.read_text())["project"]["entry-points"]
     rows = groups["fp8.transforms"].items()
     loaded = {
         name: EntryPoint(name, row, "fp8.transforms").load() for name, row in rows

@@ -1,16 +1,15 @@
 """Models nobody here wrote: built from a configuration, with random weights."""
 
 import logging
-import warnings
 
 import pytest
 
 import unit_scaling as uu
 from benchmarks import zoo
+from tests.shared import parametrize, quietly
 from unit_scaling.transforms import unit_scale
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs to fix
@@ -22,7 +21,7 @@ def quiet():
 
 
 @pytest.mark.proves("unit-scaling", "unit_scale(model)", how="own")
-@pytest.mark.parametrize("name", ["Llama", "T5"])
+@parametrize("name", ["Llama", "T5"])
 def test_it_trains(name):
     model, batch = zoo.build(name)
     ours = unit_scale(model)
@@ -42,7 +41,7 @@ def test_it_trains(name):
     assert ours(**batch).loss < first
 
 
-@pytest.mark.parametrize("name", ["BERT", "T5", "ViT", "ConvNeXt", "RWKV", "Mamba"])
+@parametrize("name", "BERT T5 ViT ConvNeXt RWKV Mamba".split())
 def test_casts_are_in_range(name):
     """At the second step, with the scales of the first."""
     found = zoo.examine(name)

@@ -1,12 +1,10 @@
 """``unit_scale(model, replace=...)``: other functions in place of torch's, in whatever way a model
 calls them, and beside the other transforms."""
 
-import copy
 import operator
-import pickle
 import re
+from copy import deepcopy
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -15,10 +13,11 @@ from torch.testing import assert_close
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
+from tests.shared import in_one_graph, linears, parametrize, pickled, refuses, seeded
 from tests.transforms.models import Net, hooks_of
 from unit_scaling.transforms import compile, simulate_fp8, track_scales, unit_scale
 
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+X = torch.randn(4, 8, generator=seeded(1))
 
 
 def constant(*args, **kwargs):
@@ -26,7 +25,7 @@ def constant(*args, **kwargs):
 
 
 def fullgraph(model, x):
-    return torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    return in_one_graph(model)(x)
 
 
 def exported(model, x):
@@ -37,7 +36,7 @@ WAYS = {
     "eager": lambda model, x: model(x),
     "fullgraph": fullgraph,
     "export": exported,
-    "copy": lambda model, x: copy.deepcopy(model)(x),
+    "copy": lambda model, x: deepcopy(model)(x),
 }
 
 SPELLINGS = {
@@ -57,8 +56,8 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", SPELLINGS)
+@parametrize("way", WAYS)
+@parametrize("name", SPELLINGS)
 def test_spellings(name, way):
     function, call = SPELLINGS[name]
     net = Net(lambda m, x: m.call(x))
@@ -89,8 +88,8 @@ def negated(input, *args):
     return -input
 
 
-@pytest.mark.parametrize("way", ["eager", "fullgraph"])
-@pytest.mark.parametrize("name", IN_PLACE)
+@parametrize("way", ["eager", "fullgraph"])
+@parametrize("name", IN_PLACE)
 def test_in_place(name, way):
     function, call = IN_PLACE[name]
     net = Net(written)
@@ -99,18 +98,18 @@ def test_in_place(name, way):
     assert torch.equal(WAYS[way](model, X), -X)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "other",
     [U.gelu, torch.relu, torch.tanh, lambda x: -x, lambda x, inplace=False: 3 * x],
 )
-@pytest.mark.parametrize("inplace", [False, True])
+@parametrize("inplace", [False, True])
 def test_what_takes_no_argument_inplace_gets_none(other, inplace):
     """`nn.ReLU` gives it by name, which a replacement need not know."""
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=inplace))
     model = unit_scale(net, replace={F.relu: other})
     model(X)
     expected = other(model[0](X))
-    for run in (model, copy.deepcopy(model)):
+    for run in (model, deepcopy(model)):
         assert torch.equal(run(X), expected)
     assert_close(fullgraph(model, X), expected)
 
@@ -133,9 +132,7 @@ def test_modules_of_torch_and_of_uu():
 
 def test_numbers_are_those_of_what_runs():
     """A replacement is a part of the passes: its result is the operand of the next product."""
-    net = nn.Sequential(
-        nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4)
-    )
+    net = linears(8, 64, nn.ReLU, 64, 4)
     large = lambda x: 100 * F.relu(x)  # noqa: E731
     for model in (
         unit_scale(net, {F.relu: large}, batch=X),
@@ -155,9 +152,7 @@ def relu_squared(x):
 
 def plain():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
-    )
+    return linears(8, 16, nn.ReLU, 16, nn.ReLU, 4)
 
 
 def by_hand():
@@ -181,8 +176,8 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("batch", [None, X], ids=["pending", "batch"])
-@pytest.mark.parametrize("name", ORDERS)
+@parametrize("batch", [None, X], ids=["pending", "batch"])
+@parametrize("name", ORDERS)
 def test_beside_the_other_transforms(name, batch):
     """As the model that was written with the other function, in its first call and later."""
     ours = ORDERS[name](
@@ -201,12 +196,12 @@ def test_beside_the_other_transforms(name, batch):
 
 def test_copies_and_pickles():
     model = unit_scale(plain(), {F.relu: relu_squared})
-    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    others = [deepcopy(model), pickled(model)]
     expected = model(X)
     written = by_hand()
     written.load_state_dict(model.state_dict(), strict=True)
     assert torch.equal(written(X), expected)
-    for other in (*others, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for other in (*others, deepcopy(model), pickled(model)):
         assert torch.equal(other(X), expected)
     assert repr(model).splitlines()[1].strip() == "replace"
     assert isinstance(model, nn.Sequential)
@@ -229,7 +224,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("replace", "error", "match"), REFUSED)
+@parametrize(("replace", "error", "match"), REFUSED)
 def test_what_is_refused(replace, error, match):
-    with pytest.raises(error, match=re.escape(match)):
+    with refuses(re.escape(match), error):
         unit_scale(nn.Linear(2, 2), replace)

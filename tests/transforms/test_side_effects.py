@@ -4,11 +4,11 @@ import copy
 import random
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
 import fp8
+from tests.shared import both, parametrize
 from tests.transforms.models import Net
 from unit_scaling.transforms import unit_scale
 
@@ -18,9 +18,7 @@ def momentum(update):
 
     def forward(m, x):
         with torch.no_grad():
-            for new, old in zip(
-                m.online.parameters(), m.target.parameters(), strict=True
-            ):
+            for new, old in both(m.online, m.target):
                 update(old, new)
             key = m.target(x)
         head = m.heads[int(random.random() * 2)]  # as in scheduled sampling
@@ -49,7 +47,7 @@ def losses(model, x):
     return [model(x).item() for _ in range(4)]
 
 
-@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+@parametrize("update", UPDATES.values(), ids=UPDATES)
 def test_what_a_forward_pass_writes_is_written_once(update):
     model, x = momentum(update).double(), torch.randn(8, 4).double()
     calibrated = fp8.convert(copy.deepcopy(model), "static")

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
+from tests.shared import parametrize, seeded
 from tests.threads import Meet, switching, together
 from tests.transforms.models import Net
 from unit_scaling.transforms import simulate_fp8, unit_scale
@@ -18,12 +19,10 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "unit_scale": unit_scale,
     "both": lambda model: simulate_fp8(unit_scale(model)),
 }
-each_transform = pytest.mark.parametrize(
-    "transform", TRANSFORMS.values(), ids=TRANSFORMS
-)
+each_transform = parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 
 
-def block() -> nn.Module:
+def block():
     """With products by function and by layer. A pass of unit_scale does not wait in `Meet`."""
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(16, 16), Meet(), nn.GELU(), nn.LayerNorm(16))
@@ -31,11 +30,11 @@ def block() -> nn.Module:
     return Net(forward, body=body, last=nn.Linear(16, 4))
 
 
-def batch(seed: int = 0) -> Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+def batch(seed=0):
+    return torch.randn(8, 16, generator=seeded(seed))
 
 
-def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+def step(model, x):
     """The output and the gradients of all parameters and of the input."""
     x = x.clone().requires_grad_()
     y = model(x)
@@ -43,12 +42,12 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), *grads]
 
 
-def assert_same(got: list, expected: list) -> None:
+def assert_same(got, expected):
     assert_close(got, expected, rtol=0, atol=0)
 
 
 @each_transform
-def test_first_calls_at_once(transform: Any) -> None:
+def test_first_calls_at_once(transform):
     """Of one model, and of copies of it."""
     expected = step(transform(block()), batch())
     model = transform(block())
@@ -57,7 +56,7 @@ def test_first_calls_at_once(transform: Any) -> None:
     assert_close(results, [expected] * 3)
 
 
-def threads() -> nn.Module:
+def threads():
     """A model that runs its layers in threads of its own."""
 
     def forward(m, x):
@@ -66,7 +65,7 @@ def threads() -> nn.Module:
     return Net(forward, layers=nn.ModuleList(nn.Linear(16, 16) for _ in range(2)))
 
 
-def test_parts_in_threads_of_the_forward_pass() -> None:
+def test_parts_in_threads_of_the_forward_pass():
     """No part of it waits for the first call that waits for it. What runs there is not seen, and
     keeps its values; set by itself, each part is."""
     model = unit_scale(threads())
@@ -82,17 +81,15 @@ class Stop(nn.Module):
 
     stops = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.stops:
             raise KeyboardInterrupt
         return x
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
+@parametrize("first", [True, False], ids=["first call", "later call"])
 @each_transform
-def test_errors_leave_nothing(
-    transform: Any, first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_leave_nothing(transform, first, monkeypatch):
     """Neither in the thread that they are raised in, nor in those that wait for it."""
     make = lambda: transform(nn.Sequential(block(), Stop(), nn.Linear(4, 4)))  # noqa: E731
     expected, model = make()(batch()), make()

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import unit_scaling as uu
+from tests.shared import both, linears, pairs, parametrize, refuses, seeded
 from tests.transforms.models import GPT, KINDS, Net, batch, gpt, graphs, own, rms
 from unit_scaling.parameter import tag
 from unit_scaling.transforms import unit_scale
@@ -20,7 +21,7 @@ attention = F.scaled_dot_product_attention
 @pytest.mark.proves("unit-scaling", "the unit-scaled MLP", how="own")
 def test_mlp_is_the_hand_written_one():
     """With the factors of its products in the weights."""
-    plain = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8)).double()
+    plain = linears(16, 64, nn.GELU, 8).double()
     x = torch.randn(32, 16, requires_grad=True, dtype=torch.float64)
     model = unit_scale(plain, batch=x)
     units = [layer.weight / rms(layer.weight) for layer in (plain[0], plain[2])]
@@ -43,7 +44,7 @@ def test_every_operand_has_unit_scale():
 
 @pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
 @pytest.mark.proves("unit-scaling", "skip and residual additions", how="own")
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.whole])
+@parametrize("name", [name for name, kind in KINDS.items() if kind.whole])
 def test_a_compiled_graph_is_that_of_the_plain_model(name):
     """Also of a model that has run."""
     kind, plain = KINDS[name], KINDS[name].make().double()
@@ -55,7 +56,7 @@ def test_a_compiled_graph_is_that_of_the_plain_model(name):
     assert graphs(unit_scale(plain, batch=x), (x,), fullgraph=True) == expected
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4, 16])
+@parametrize("layers", [1, 2, 4, 16])
 def test_branches_of_completep_are_equal_parts_of_the_stream(layers):
     """Of 4 / branches of its input, and of at most 1 / sqrt(2)."""
     rule, branches = uu.completep_residual_scaling_rule(), 2 * layers
@@ -95,7 +96,7 @@ RESIDUAL = {
 }
 
 
-@pytest.mark.parametrize("name", RESIDUAL)
+@parametrize("name", RESIDUAL)
 def test_residual_branches_are_found(name):
     """Their last weights have less than their rule, RMS 1, or are not alone in it."""
     forward, inside = RESIDUAL[name]
@@ -112,7 +113,7 @@ def test_residual_branches_are_found(name):
 
 
 def batch_of(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return torch.randn(shape, generator=seeded(1))
 
 
 def _delta_rule(m, x):
@@ -137,7 +138,7 @@ def _ladder(m, x):
     return x
 
 
-@pytest.mark.parametrize("forward", [_delta_rule, _solver, _ladder])
+@parametrize("forward", [_delta_rule, _solver, _ladder])
 def test_sums_in_a_loop_keep_their_coefficients(forward):
     """With weights of the terms, a delta rule grew without bound and a solver diverged."""
     model = unit_scale(Net(forward, **layers()), batch=batch_of(64, 16))
@@ -163,7 +164,7 @@ READS_OF_GAINS = {
 }
 
 
-@pytest.mark.parametrize("name", READS_OF_GAINS)
+@parametrize("name", READS_OF_GAINS)
 def test_a_gain_that_multiplies_values_alone_is_scaled(name):
     """Whatever its shape (vit-pytorch's are (1, 1, n), torchvision's (n, 1, 1)). One that does more
     keeps its values."""
@@ -201,8 +202,8 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("start", [0.0, 0.02])
-@pytest.mark.parametrize("name", READS)
+@parametrize("start", [0.0, 0.02])
+@parametrize("name", READS)
 def test_what_is_added_to_values_learns_as_a_bias(name, start):
     """By its own size, its rate is too low to reach that of the values: a DiT ended at .76 for .35,
     as its positions did not learn."""
@@ -223,7 +224,7 @@ def test_what_is_added_to_values_learns_as_a_bias(name, start):
         assert change.item() == pytest.approx(0.5 / 32 * size, rel=0.01)
 
 
-@pytest.mark.parametrize("inputs", [1, 8, 15, 16, 64])
+@parametrize("inputs", [1, 8, 15, 16, 64])
 def test_biases_of_few_inputs_are_scaled_as_the_result(inputs):
     """There they are no small part of it: features of one input differ by them."""
     plain, x = nn.Linear(inputs, 64), batch_of(256, inputs)
@@ -239,9 +240,9 @@ def test_tags_and_optimizer():
     )
     model(batch_of(64, 16))
     tags = {name: p.mup_type for name, p in model.named_parameters()}
-    assert list(tags.values()) == ["weight", "bias", "norm", "bias", "output", "bias"]
+    assert list(tags.values()) == "weight bias norm bias output bias".split()
     optimizer = uu.optim.AdamW(model.parameters(), lr=1.0)
-    rates = dict(zip(tags, optimizer.param_groups[0]["mup_lr_scales"], strict=True))
+    rates = dict(pairs(tags, optimizer.param_groups[0]["mup_lr_scales"]))
     assert rates["0.weight"] == pytest.approx(
         1 / math.sqrt(16) * model[0].weight.mup_scale
     )
@@ -257,13 +258,13 @@ STEPPED = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "settings"), STEPPED)
+@parametrize(("cls", "settings"), STEPPED)
 def test_steps_are_those_of_weights_at_unit_scale(cls, settings):
     """w = f u moves as u, an independent weight of RMS 1 with the learning rate of its rule."""
     w = nn.Linear(64, 32).double()
     scales, kinds = [2.0**-2, 2.0**-3], ["weight", "bias"]
     u = []
-    for p, f, kind in zip(w.parameters(), scales, kinds, strict=True):
+    for p, f, kind in pairs(w.parameters(), scales, kinds):
         tag(p, kind, mup_scale=f)
         u.append(uu.Parameter(p.detach() / f, kind))
     x, y = torch.randn(16, 64).double(), torch.randn(16, 32).double()
@@ -275,7 +276,7 @@ def test_steps_are_those_of_weights_at_unit_scale(cls, settings):
         (F.linear(x, scales[0] * u[0], scales[1] * u[1]) - y).square().sum().backward()
         ours.step()
         theirs.step()
-    for p, q, f in zip(w.parameters(), u, scales, strict=True):
+    for p, q, f in pairs(w.parameters(), u, scales):
         assert_close(p.detach(), f * q.detach(), rtol=1e-6, atol=1e-9)
 
 
@@ -299,7 +300,7 @@ LAST = {
 }
 
 
-@pytest.mark.parametrize("kind", LAST)
+@parametrize("kind", LAST)
 def test_the_last_linear_layer_is_the_readout_after_layers_with_weights(kind):
     """A linear layer on an embedding alone is a table of logits, none of which is a hidden one; one
     inside of a residual branch is none either."""
@@ -332,7 +333,7 @@ def test_what_an_autograd_function_computes_keeps_its_values():
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 def test_odd_parameters_are_left_with_a_row():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(1, 1))
+    model = linears(8, 8, 1, 1)
     nn.init.ones_(model[0].weight)
     model = unit_scale(model, batch=batch_of(4, 8))
     assert torch.equal(model[0].weight, torch.ones(8, 8))
@@ -353,9 +354,7 @@ def test_layers_of_uu_are_left_as_they_are():
     model = unit_scale(plain, batch=batch_of(64, 16).double())
     assert {row.path for row in uu.report(model)} <= {"", "0"}
     assert not uu.report(model).left_alone
-    for before, after in zip(
-        plain[1:].parameters(), model[1:].parameters(), strict=True
-    ):
+    for before, after in both(plain[1:], model[1:]):
         assert torch.equal(before, after)
         assert before.mup_type == after.mup_type
         assert before.mup_scaling_depth == after.mup_scaling_depth
@@ -376,7 +375,7 @@ def test_report_counts_every_weight():
     assert torch.equal(model(*batch())[0], model(*batch())[0])
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("call", "error", "match"),
     [
         (lambda: unit_scale("model"), TypeError, "needs an nn.Module, got str"),
@@ -393,5 +392,5 @@ def test_report_counts_every_weight():
     ],
 )
 def test_bad_input(call, error, match):
-    with pytest.raises(error, match=match):
+    with refuses(match, error):
         call()

@@ -2,13 +2,13 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.fx import symbolic_trace
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from tests.shared import linears, refuses
 from tests.transforms.models import Net
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 from unit_scaling.transforms.utils import (
@@ -21,7 +21,7 @@ from unit_scaling.transforms.utils import (
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    return linears(4, 4, nn.ReLU, 4)
 
 
 def replacing(old, new, seen=None):
@@ -85,9 +85,9 @@ def test_with_the_other_transforms():
 
 def test_a_backend_in_between_must_return_a_graph():
     model = apply_transform(net(), lambda graph, inputs: graph.forward)
-    with pytest.raises(Exception, match="returned no GraphModule"):
+    with refuses("returned no GraphModule", Exception):
         apply_transform(model, replacing(F.relu, F.silu))(torch.randn(3, 4))
-    with pytest.raises(TypeError, match=r"needs an nn\.Module, got function"):
+    with refuses(r"needs an nn\.Module, got function", TypeError):
         apply_transform(F.relu, replacing(F.relu, F.silu))
 
 

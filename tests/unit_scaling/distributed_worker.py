@@ -3,10 +3,8 @@
 Each trains on its half of a batch, and compares with the whole batch in one process.
 """
 
-import copy
-import warnings
+from copy import deepcopy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +16,7 @@ from torch.testing import assert_close
 
 import unit_scaling as uu
 from tests.launch import as_rank
+from tests.shared import quietly, refuses, seeded
 from unit_scaling import functional as U
 from unit_scaling.transforms import unit_scale
 
@@ -85,10 +84,8 @@ def check(
     loss=U.cross_entropy,
 ):
     """Tags, learning rates, and weights after training equal those of one process."""
-    tokens = torch.randint(
-        VOCAB, (BATCH, 5), generator=torch.Generator().manual_seed(0)
-    )
-    plain = copy.deepcopy(model)
+    tokens = torch.randint(VOCAB, (BATCH, 5), generator=seeded(0))
+    plain = deepcopy(model)
     expected_tags, expected_rates = tags(plain), rates(plain)
     expected = train(plain, [tokens], loss=loss)
     model = distribute(model)
@@ -108,7 +105,7 @@ def check_zero():
 
     torch.manual_seed(0)
     model = nn.Sequential(uu.Linear(8, 16), uu.LayerNorm(16), uu.LinearReadout(16, 4))
-    other = copy.deepcopy(model)
+    other = deepcopy(model)
     shared = ZeroRedundancyOptimizer(model.parameters(), uu.optim.AdamW, lr=0.5)
     for net, opt in (
         (model, shared),
@@ -129,11 +126,9 @@ def check_flattened(scaled):
     def wrapped(model, **options):
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
-    tokens = torch.randint(
-        VOCAB, (BATCH, 5), generator=torch.Generator().manual_seed(0)
-    )
-    expected = train(copy.deepcopy(scaled), [tokens], loss=F.cross_entropy)
-    model = copy.deepcopy(scaled)
+    tokens = torch.randint(VOCAB, (BATCH, 5), generator=seeded(0))
+    expected = train(deepcopy(scaled), [tokens], loss=F.cross_entropy)
+    model = deepcopy(scaled)
     opt = uu.optim.SGD(
         model.parameters(), 0.01, 0.9, readout_constraint="to_output_scale"
     )
@@ -148,9 +143,7 @@ def check_flattened(scaled):
     with FullyShardedDataParallel.summon_full_params(whole):
         result = {n: p.detach().clone() for n, p in model.named_parameters()}
     assert_close(result, expected)
-    with pytest.raises(
-        ValueError, match="make the optimizer before wrapping the model"
-    ):
+    with refuses("make the optimizer before wrapping the model"):
         uu.optim.SGD(whole.parameters(), 0.01)
 
 
@@ -158,27 +151,26 @@ def main(rank, store):
     torch.manual_seed(0)
     model = Model().double()
     for calls in (1, CALLS):
-        check(copy.deepcopy(model), DistributedDataParallel, calls)
-        check(copy.deepcopy(model), lambda m: sharded(m, list(m.blocks)), calls)
+        check(deepcopy(model), DistributedDataParallel, calls)
+        check(deepcopy(model), lambda m: sharded(m, list(m.blocks)), calls)
     net = nn.Sequential(
         nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
     )
     net.append(nn.Linear(VOCAB, VOCAB))
     scaled = unit_scale(net.double())
-    with pytest.raises(RuntimeError, match="before fully_shard"):
-        sharded(copy.deepcopy(scaled), [])(torch.zeros(2, 2, dtype=torch.int64))
+    with refuses("before fully_shard", RuntimeError):
+        sharded(deepcopy(scaled), [])(torch.zeros(2, 2, dtype=torch.int64))
     # Is recorded before it is sharded, and measures the gradient of its loss.
     train(scaled, [torch.randint(VOCAB, (BATCH, 5))], steps=1, loss=F.cross_entropy)
-    check(copy.deepcopy(scaled), lambda m: sharded(m, [m[2]]), 1, F.cross_entropy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated
+    check(deepcopy(scaled), lambda m: sharded(m, [m[2]]), 1, F.cross_entropy)
+    with quietly():
         check_flattened(scaled)
         check_zero()
     tokens = torch.zeros(2, 2, dtype=torch.int64)
-    wrapped = DistributedDataParallel(copy.deepcopy(scaled))
+    wrapped = DistributedDataParallel(deepcopy(scaled))
     assert uu.verify(wrapped, tokens) == uu.verify(scaled, tokens)
-    with pytest.raises(ValueError, match="which FSDP has sharded: call it before"):
-        uu.verify(sharded(copy.deepcopy(scaled), [scaled[2]]), tokens)
+    with refuses("which FSDP has sharded: call it before"):
+        uu.verify(sharded(deepcopy(scaled), [scaled[2]]), tokens)
 
 
 if __name__ == "__main__":

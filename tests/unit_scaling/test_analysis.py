@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fp8.formats.format import FORMATS
+from tests.shared import pairs, parametrize, refuses
 from tests.transforms.models import Net, batch, tiny
 from unit_scaling.analysis import example_batch, graph_to_dataframe, plot, visualiser
 from unit_scaling.transforms import (
@@ -53,7 +54,7 @@ TOKENIZERS = {
 }
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@parametrize("tokenizer", TOKENIZERS)
 def test_example_batch(tokenizer, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
@@ -72,20 +73,14 @@ def test_example_batch(tokenizer, tmp_path):
 
 
 def test_batches_that_cannot_be():
-    with pytest.raises(
-        ValueError, match="no file 'wikitext', and nothing is downloaded"
-    ):
+    with refuses("no file 'wikitext', and nothing is downloaded"):
         example_batch(encode, 2, 8)
-    with pytest.raises(
-        ValueError, match="a text of 4 tokens is too short for sequences of 4"
-    ):
+    with refuses("a text of 4 tokens is too short for sequences of 4"):
         example_batch(encode, 2, 4, text="abcd")
     assert example_batch(encode, 2, 3, text="abcd")[0].tolist() == [[0, 1, 2]] * 2
-    with pytest.raises(
-        ValueError, match="seq_len must be a whole number from 1, got 0"
-    ):
+    with refuses("seq_len must be a whole number from 1, got 0"):
         example_batch(encode, 2, 0, text="abcd")
-    with pytest.raises(TypeError, match="list"):
+    with refuses("list", TypeError):
         example_batch(None, 2, 8, text=["a"])  # type: ignore[arg-type]
 
 
@@ -130,13 +125,11 @@ def points(axes):
     }
 
 
-@pytest.mark.parametrize("metric", ["rms", "absolute maximum"])
+@parametrize("metric", ["rms", "absolute maximum"])
 def test_plot_shows_every_tensor(graph, metric):
     axes = plot(graph, title="A title", metric=metric, prune_same_scale=False)
     nodes = [n for n in prune_non_float_tensors(graph).nodes if "metrics" in n.meta]
-    short = dict(zip(Metrics.full_names(), Metrics.names(), strict=True)).get(
-        metric, metric
-    )
+    short = dict(pairs(Metrics.full_names(), Metrics.names())).get(metric, metric)
     expected = {}
     for row, node in enumerate(nodes):
         marker = "v" if node.meta["requires_grad"] else "o"
@@ -220,15 +213,15 @@ def test_visualiser():
         assert both > 40
         assert len(forward.get_yticklabels()) == len(points(forward))
         assert all(p.grad is None for p in model.parameters())
-    with pytest.raises(ValueError, match="the model's output has no loss"):
+    with refuses("the model's output has no loss"):
         visualiser(Sum(), encode, 2, 8, text=TEXT)
 
 
 def test_what_is_refused(graph, monkeypatch):
-    with pytest.raises(ValueError, match="unknown metric 'mean'"):
+    with refuses("unknown metric 'mean'"):
         plot(graph, metric="mean")
-    with pytest.raises(ValueError, match="has no tensors: run the model first"):
+    with refuses("has no tensors: run the model first"):
         plot(track_scales(tiny()).scales_graph())
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="matplotlib is not installed: pip install"):
+    with refuses("matplotlib is not installed: pip install", ImportError):
         plot(graph)

@@ -9,12 +9,11 @@ import torch
 
 import unit_scaling as uu
 import unit_scaling.functional as U
+from tests.shared import parametrize, refuses
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.scale import scale_bwd
 
-RECORDED = json.loads(
-    Path(__file__).with_name("golden.json").read_text(encoding="utf-8")
-)
+RECORDED = json.loads(Path(__file__).with_name("golden.json").read_text())
 GOLDEN, GOLDEN_MODULES = RECORDED["functions"], RECORDED["modules"]
 
 
@@ -164,7 +163,7 @@ def first_two(*tensors):
 
 
 @pytest.mark.proves("unit-scaling", "names, parameters and defaults", how="own")
-@pytest.mark.parametrize("name", GOLDEN)
+@parametrize("name", GOLDEN)
 def test_function(name):
     f, *inputs = CASES[name]
     inputs = [x.clone().requires_grad_() for x in inputs]
@@ -190,7 +189,7 @@ MODULES = {
 
 
 @pytest.mark.proves("unit-scaling", "the unit-scaled MLP", how="own")
-@pytest.mark.parametrize("name", GOLDEN_MODULES)
+@parametrize("name", GOLDEN_MODULES)
 def test_module(name):
     values, gradients = GOLDEN_MODULES[name]
     module, x = filled(MODULES[name]()), wave(2, 5, 8).requires_grad_()
@@ -227,19 +226,17 @@ def test_residual_scaling_rule():
     expected = [0.316227766, 0.150755672, 0.298142397, 0.142857143]
     expected += [0.282842712, 0.136082763, 0.269679945, 0.130188911]
     assert taus == pytest.approx(expected, rel=1e-8)
-    with pytest.raises(ValueError, match="even number of branches, got 3"):
+    with refuses("even number of branches, got 3"):
         rule()(0, 3)
     for index in (-1, 8):
-        with pytest.raises(
-            ValueError, match=f"one of 8 branches, from 0 on, got {index}"
-        ):
+        with refuses(f"one of 8 branches, from 0 on, got {index}"):
             rule()(index, 8)
 
 
-@pytest.mark.parametrize("name", ["residual_mult", "residual_attn_ratio"])
-@pytest.mark.parametrize("value", [-1.0, float("nan")])
+@parametrize("name", ["residual_mult", "residual_attn_ratio"])
+@parametrize("value", [-1.0, float("nan")])
 def test_a_negative_weight_of_branches_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name} is at least 0, got {value}"):
+    with refuses(f"{name} is at least 0, got {value}"):
         uu.transformer_residual_scaling_rule(**{name: value})
 
 

@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -12,6 +11,7 @@ from torch.testing import assert_close
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
+from tests.shared import parametrize
 
 
 def call(space, name, *args, **settings):
@@ -75,9 +75,7 @@ def check_same(compiled, *given, **settings):
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "changes"), CHANGING.items(), ids=[g[0] for g in CHANGING]
-)
+@parametrize(("given", "changes"), CHANGING.items(), ids=[g[0] for g in CHANGING])
 def test_changed_settings_are_seen(given, changes):
     compiled = compiled_call()
     for settings in [*changes, *reversed(changes)]:
@@ -92,7 +90,7 @@ BY_SYMBOL = [
 ]
 
 
-@pytest.mark.parametrize("given", BY_SYMBOL, ids=[given[0] for given in BY_SYMBOL])
+@parametrize("given", BY_SYMBOL, ids=[given[0] for given in BY_SYMBOL])
 def test_one_graph_for_all_sizes(given):
     name, *args = given
     compiled = compiled_call(dynamic=True)

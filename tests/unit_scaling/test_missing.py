@@ -2,7 +2,6 @@
 
 import inspect
 import operator
-import pickle
 import re
 from types import ModuleType
 
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
+from tests.shared import parametrize, pickled, refuses
 from unit_scaling import modules
 from unit_scaling.common.missing import MISSING, OTHERWISE, advice, names
 
@@ -51,7 +51,7 @@ def message(space, name):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("space", "torchs", "public"),
     [
         (uu, "nn", PUBLIC_MODULES),
@@ -91,7 +91,7 @@ def test_a_row_has_names_of_torch_that_are_absent():
             assert name in PUBLIC_MODULES or name in PUBLIC_FUNCTIONS
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("space", "name", "what"),
     [
         (uu, "Flatten", "use nn.Flatten: it only moves numbers"),
@@ -110,7 +110,7 @@ def test_examples(space, name, what):
     )
 
 
-@pytest.mark.parametrize("space", [uu, U, modules], ids=lambda space: space.__name__)
+@parametrize("space", [uu, U, modules])
 def test_other_names_keep_pythons_error(space):
     for name in ("nothing", "__wrapped__", "_pad", "Tensor"):
         with pytest.raises(AttributeError) as caught:
@@ -121,7 +121,7 @@ def test_other_names_keep_pythons_error(space):
         assert str(caught.value) == str(pythons.value)
         assert (caught.value.name, caught.value.obj) == (name, space)
     for name in ("nothing", "Flatten", "pad"):
-        with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
+        with refuses(f"cannot import name '{name}'", ImportError):
             exec(f"from {space.__name__} import {name}")
         assert not hasattr(space, name)
         assert name not in dir(space)
@@ -130,7 +130,7 @@ def test_other_names_keep_pythons_error(space):
 
 def test_what_looks_at_modules_finds_what_it_found():
     assert dict(inspect.getmembers(U, inspect.isroutine)).keys() >= {"relu", "linear"}
-    assert pickle.loads(pickle.dumps(U.linear)) is U.linear
+    assert pickled(U.linear) is U.linear
     star = {}
     exec("from unit_scaling.functional import *", star)
     assert star.keys() - {"__builtins__"} == set(U.__all__)

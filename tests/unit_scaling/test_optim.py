@@ -1,7 +1,6 @@
 import copy
 import inspect
 import math
-import pickle
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 import unit_scaling as uu
 from fp8.warnings import OptimizerWarning
+from tests.shared import pairs, parametrize, pickled, refuses, warns
 from unit_scaling.optim import (
     LR_MULT,
     RATES,
@@ -24,7 +24,7 @@ from unit_scaling.parameter import Parameter, tag
 from unit_scaling.rules.rates import default_rate, kind_of
 
 OPTIMIZERS = [SGD, Adam, AdamW]
-each_optimizer = pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda c: c.__name__)
+each_optimizer = parametrize("cls", OPTIMIZERS)
 
 
 def parameters():
@@ -70,7 +70,7 @@ FAN_INS = {
 }
 
 
-@pytest.mark.parametrize("shape", FAN_INS, ids=str)
+@parametrize("shape", FAN_INS)
 def test_fan_in(shape):
     """Of up to three dimensions it is that of the library this one replaces. A stack has the rate
     of one of its matrices."""
@@ -98,7 +98,7 @@ def test_rules():
         lr_scale_func_sgd("to_output_scale"),
     )
     assert [scale(p) for p in parameters()] == pytest.approx(sgd, abs=5e-7)
-    with pytest.raises(ValueError, match="choose one of None, 'to_output_scale'"):
+    with refuses("choose one of None, 'to_output_scale'"):
         lr_scale_func_sgd("gmean")
 
 
@@ -119,9 +119,7 @@ def test_lr_mult(cls):
     mult = {"norm": 1 / 4, "bias": 0.5, "output": 1, "kernel": 2, "few": 1}
     for parameter in parameters():
         (alone,) = lrs(cls([parameter], lr=1.0, lr_mult=UMUP))
-        opt = pickle.loads(
-            pickle.dumps(cls([parameter], 1.0, weight_decay=1e-3, lr_mult=mult))
-        )
+        opt = pickled(cls([parameter], 1.0, weight_decay=1e-3, lr_mult=mult))
         opt.add_param_group({"params": [copy.deepcopy(parameter)]})
         expected = alone * mult.get(kind_of(parameter), 1.0)
         assert [group["lr"] for group in opt.param_groups] == [1.0, 1.0]
@@ -133,7 +131,7 @@ def test_default_factors():
     """Those of LR_MULT, unless another is given for the kind."""
     umup = [lr_scale_func_adam(p) for p in parameters()]
     factors = [1, 1 / 32, 1 / 32, 2, 2 * 12**0.5 / 4, 1, 2]
-    expected = [u * f for u, f in zip(umup, factors, strict=True)]
+    expected = [u * f for u, f in pairs(umup, factors)]
     assert lrs(AdamW(parameters(), lr=1.0)) == pytest.approx(expected)
     assert lrs(AdamW(parameters(), lr=1.0, lr_mult=UMUP)) == pytest.approx(umup)
     expected[2] = 1.0
@@ -143,7 +141,7 @@ def test_default_factors():
     assert set(LR_MULT["adam"]) == set(UMUP)
 
 
-@pytest.mark.parametrize("fan_in", [1, 9, 16, 100])
+@parametrize("fan_in", [1, 9, 16, 100])
 def test_the_rate_of_a_weight_of_few_inputs_is_limited(fan_in):
     """To that of 16; also of kernels, but not of readouts."""
     shapes = [
@@ -160,10 +158,10 @@ def test_the_rate_of_a_weight_of_few_inputs_is_limited(fan_in):
 
 
 def test_lr_mult_that_cannot_be():
-    with pytest.raises(ValueError, match=r"kind in lr_mult.*'gain'"):
+    with refuses(r"kind in lr_mult.*'gain'"):
         AdamW(parameters(), lr_mult={"gain": 0.1})
     for factor in (-1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="lr_mult must be finite and not negative"):
+        with refuses("lr_mult must be finite and not negative"):
             scaled_parameters(parameters(), "adam", lr=1.0, lr_mult={"norm": factor})
 
 
@@ -193,7 +191,7 @@ def test_added_groups_are_scaled(cls):
     assert lrs(opt)[1] == pytest.approx(0.5 / 3 / 12**0.5)
     assert decays(opt) == pytest.approx([1e-3, 1e-3, *[0.0] * 5])
     assert peaks(opt) == [0.5, 0.5, 1.0]
-    with pytest.raises(ValueError, match="has no mup_type"):
+    with refuses("has no mup_type"):
         opt.add_param_group({"params": nn.Parameter(torch.ones(2))})
     assert len(lrs(opt)) == 7
 
@@ -216,9 +214,7 @@ def test_weight_decay(cls):
         sorted(1e-3 * rate for rate in lrs(opt))
     )
     decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
-    with pytest.warns(
-        OptimizerWarning, match=f"weight_decay={decay} takes 1% off .* times the lr"
-    ):
+    with warns(f"weight_decay={decay} takes 1% off .* times the lr", OptimizerWarning):
         cls(parameters(), lr=0.5, weight_decay=decay)
     cls(parameters(), lr=0.5, weight_decay=0.009)
 
@@ -226,9 +222,7 @@ def test_weight_decay(cls):
 @each_optimizer
 def test_untagged_parameters(cls):
     params = [("head.weight", nn.Parameter(torch.ones(2, 3)))]
-    with pytest.raises(
-        ValueError, match=r"head\.weight of shape \(2, 3\) has no mup_type"
-    ):
+    with refuses(r"head\.weight of shape \(2, 3\) has no mup_type"):
         cls(params, 0.1)
     assert lrs(cls(params, 0.1, allow_non_unit_scaling_params=True)) == [0.1]
 
@@ -246,7 +240,7 @@ def test_scaled_parameters():
     assert groups[1]["betas"] == (0.8, 0.9)
     assert [g["mup_lr_scale"] for g in groups] == pytest.approx([0.25, 0.5, 1.0])
     torch.optim.RAdam(groups)  # any optimizer of torch takes them
-    with pytest.raises(ValueError, match="a function has no default rate"):
+    with refuses("a function has no default rate"):
         scaled_parameters(parameters(), lr_scale_func_adam)
 
 
@@ -261,17 +255,13 @@ def test_rule_by_name_or_of_ones_own():
     assert peaks(scaled_parameters(parameters()[1:2], rule, lr=0.1)) == pytest.approx(
         [0.1 * 2]
     )
-    with pytest.raises(
-        ValueError, match="unknown learning-rate rule 'adamw'; choose one of 'adam"
-    ):
+    with refuses("unknown learning-rate rule 'adamw'; choose one of 'adam"):
         scaled_parameters(parameters(), "adamw", lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"'muon' is for .* 'weight': got 'bias', .* \(16,\)"
-    ):
+    with refuses(r"'muon' is for .* 'weight': got 'bias', .* \(16,\)"):
         scaled_parameters(parameters(), "muon", lr=0.1)
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 256), (512, 512)], ids=str)
+@parametrize("shape", [(64, 64), (256, 64), (64, 256), (512, 512)])
 def test_muon(shape):
     """The layer changes by lr * sqrt(fan_out/fan_in) in the spectral norm.
 
@@ -297,7 +287,5 @@ def test_the_state_of_another_optimizer_is_refused(cls):
     """Of torch, and of unit-scaling 0.3.5, which has a group for each parameter."""
     plain = getattr(torch.optim, cls.__name__)
     for params in (parameters(), [{"params": [p]} for p in parameters()]):
-        with pytest.raises(
-            ValueError, match=r"is not of an optimizer of unit_scaling\.optim"
-        ):
+        with refuses(r"is not of an optimizer of unit_scaling\.optim"):
             cls(parameters()).load_state_dict(plain(params).state_dict())

@@ -15,9 +15,7 @@ import pytest
 import fp8
 import unit_scaling
 
-TABLE = json.loads(
-    Path(__file__).with_name("signatures_0.3.5.json").read_text(encoding="utf-8")
-)
+TABLE = json.loads(Path(__file__).with_name("signatures_0.3.5.json").read_text())
 
 #: Name -> difference -> why.
 DELIBERATE = {
@@ -115,7 +113,7 @@ def test_the_table_is_whole():
 
 def test_version():
     """One number, in one place, of both packages and of what is installed."""
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'version = { attr = "fp8.version.__version__" }' in project
     assert re.fullmatch(r"\d+\.\d+\.\d+", fp8.__version__)
     assert unit_scaling.__version__ == fp8.__version__

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import weakref
 
 import pytest
@@ -12,6 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import unit_scaling as uu
 from tests.fp8.adapters import hub_models
+from tests.shared import pickled, refuses, seeded
 from unit_scaling.parameter import (
     Parameter,
     Tags,
@@ -105,7 +105,7 @@ def test_tags_survive(name, event, copied, swaps):
     before = tags(model)
     if swaps and name == "own":
         # Not silent: torch cannot swap a parameter that has a weak reference.
-        with pytest.raises(RuntimeError, match=r"Couldn't swap Own\.gain"):
+        with refuses(r"Couldn't swap Own\.gain", RuntimeError):
             model.to(torch.bfloat16)
         return
     if name == "own":
@@ -115,7 +115,7 @@ def test_tags_survive(name, event, copied, swaps):
     if name != "uu":
         restore_tags(model)
     assert tags(model) == before
-    assert tags(pickle.loads(pickle.dumps(model))) == before
+    assert tags(pickled(model)) == before
 
 
 def test_what_was_tagged_by_hand_stays():
@@ -159,15 +159,15 @@ def test_depth_of_a_stack_of_anyones():
         None
     ] * 2
     assert model[1][0].weight.mup_type == "weight"
-    with pytest.raises(ValueError, match=r"parameter '0\.weight' has no mup_type"):
+    with refuses(r"parameter '0\.weight' has no mup_type"):
         set_depth(plain(), 2)
-    with pytest.raises(ValueError, match="must be a whole number from 1, got 0"):
+    with refuses("must be a whole number from 1, got 0"):
         set_depth(model[1], 0)
 
 
 def test_a_module_that_replaces_another_has_its_tags():
     """As transformers' resize_token_embeddings does with a head of its own."""
-    ids = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(32, (4, 16), generator=seeded(0))
     for tied in (True, False):
         settings = {"num_hidden_layers": 1, "tie_word_embeddings": tied}
         plain_model = hub_models.llama(vocab_size=32, **settings)
@@ -175,9 +175,7 @@ def test_a_module_that_replaces_another_has_its_tags():
         before = tags(model)
         model.resize_token_embeddings(48)
         if not tied:
-            with pytest.raises(
-                ValueError, match=r"has no mup_type.*restore_tags\(model\)"
-            ):
+            with refuses(r"has no mup_type.*restore_tags\(model\)"):
                 uu.optim.AdamW(model.parameters())
         restore_tags(model)
         assert tags(model) == before
@@ -222,7 +220,7 @@ REFUSED = [  # a call, its error
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_bad_tags(call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with refuses(message, (TypeError, ValueError)):
         call()
 
 
@@ -232,7 +230,7 @@ def test_copies_of_tied_parameters(requires_grad):
     p = Parameter(torch.randn(2, 2), "output", 4, requires_grad)
     module = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"})
     module["a"].weight = module["b"].weight = p
-    for again in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))) * 2:
+    for again in (copy.deepcopy, lambda m: pickled(m)) * 2:
         module = again(module)
         w = module["a"].weight
         assert w is module["b"].weight is not p

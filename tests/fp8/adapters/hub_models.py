@@ -1,24 +1,23 @@
 """Small models of the library transformers; a test file that imports them is skipped without it."""
 
 import logging
-import warnings
-from typing import Any
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+from tests.shared import quietly
+
+with quietly():
     transformers = pytest.importorskip("transformers", reason="the models")
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def quiet():
     """Of each file that imports it."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
 
 
-def llama(**options: Any) -> Any:
+def llama(**options):
     sizes = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -29,7 +28,7 @@ def llama(**options: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | options)))
 
 
-def gpt2(**options: Any) -> Any:
+def gpt2(**options):
     """Its head tied to its embedding, its layers Conv1D."""
     sizes = {
         "n_embd": 32,

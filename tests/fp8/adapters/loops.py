@@ -1,19 +1,16 @@
 """A small model and its batches, and the loops of Accelerate and of torch that train it."""
 
 import contextlib
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
 class Model(nn.Module):
     """A tied embedding and head around two layers and a norm."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width=32):
         super().__init__()
         self.embed = nn.Embedding(32, width)
         self.up = nn.Linear(width, 2 * width)
@@ -22,31 +19,33 @@ class Model(nn.Module):
         self.head = nn.Linear(width, 32, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         """Logits."""
         x = self.embed(tokens)
-        return self.head(self.norm(x + self.down(F.gelu(self.up(x)))))
+        return self.head(self.norm(x + self.down(nn.functional.gelu(self.up(x)))))
 
 
-def batches(steps: int = 4, start: int = 0) -> list[Tensor]:
+def batches(steps=4, start=0):
     generator = torch.Generator().manual_seed(2)
     return [
         torch.randint(32, (8, 17), generator=generator) for _ in range(start + steps)
     ][start:]
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+def loss_of(model, tokens):
+    return nn.functional.cross_entropy(
+        model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+    )
 
 
 def accelerated(
-    accelerator: Any,
-    model: Any,
-    optimizer: Any,
-    data: Iterable[Tensor],
-    loss_of: Callable[[Any, Tensor], Tensor] = loss_of,
-    clip: float = 1.0,
-) -> list[float]:
+    accelerator,
+    model,
+    optimizer,
+    data,
+    loss_of=loss_of,
+    clip=1.0,
+):
     """The losses of a loop as Accelerate has it, over one epoch."""
     losses = []
     for tokens in data:
@@ -62,15 +61,15 @@ def accelerated(
 
 
 def plain_loop(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    data: Iterable[Any],
-    loss_of: Callable[[Any, Any], Tensor] = loss_of,
+    model,
+    optimizer,
+    data,
+    loss_of=loss_of,
     *,
-    clip: float = 1.0,
-    every: int = 1,
-    dtype: torch.dtype | None = None,
-) -> list[float]:
+    clip=1.0,
+    every=1,
+    dtype=None,
+):
     """The losses of what a trainer does, spelled out: torch.autocast to ``dtype``, scaled losses in
     float16, a step for ``every`` batches, which DDP does not synchronize before, and clipping."""
     scaler, losses = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16), []
@@ -90,5 +89,5 @@ def plain_loop(
     return losses
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)

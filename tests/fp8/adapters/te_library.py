@@ -13,13 +13,11 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from fp8.common.libraries import probe
@@ -52,17 +50,17 @@ class _Absent(types.ModuleType):
     __all__: tuple[str, ...] = ()
     __version__ = "3.0"
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return MagicMock(name=name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, python: Path) -> None:
+    def __init__(self, python):
         self.python = python
 
-    def find_spec(self, name: str, *_: Any) -> Any:
+    def find_spec(self, name, *_):
         absent = name.partition(".")[0] in ABSENT
         return (
             importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -70,12 +68,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             else None
         )
 
-    def create_module(self, spec: Any) -> types.ModuleType:
+    def create_module(self, spec):
         return _Absent(spec.name)
 
-    def exec_module(self, module: types.ModuleType) -> None:
+    def exec_module(self, module):
         for name, (file, copy, prefix) in ENUMS.items():
-            body = ast.parse((self.python / file).read_text(encoding="utf-8")).body
+            body = ast.parse((self.python / file).read_text()).body
             (found,) = [node for node in body if getattr(node, "name", "") == copy]
             members = [
                 ast.unparse(n.targets[0])
@@ -87,7 +85,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             )
 
 
-def _import_wheel(folder: Path) -> None:
+def _import_wheel(folder):
     """Fills MODULES. Skips the test where the wheel cannot be fetched."""
     importlib.import_module(
         "torch._dynamo"
@@ -110,9 +108,7 @@ def _import_wheel(folder: Path) -> None:
 
 
 @pytest.fixture
-def te(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Any:
+def te(monkeypatch, tmp_path_factory):
     """``transformer_engine.pytorch``, which `fp8.common.libraries.need` then returns."""
     if probe("transformer_engine").status == "missing":
         if not MODULES:
@@ -128,7 +124,7 @@ def te(
     return library
 
 
-def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend_device(monkeypatch):
     """What TransformerEngine asks torch when it makes layers and enters contexts."""
     blackwell = types.SimpleNamespace(major=10, minor=0)  # which has all recipes
     device = {
@@ -141,19 +137,19 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
 
-def recipe_in_force() -> Any:
+def recipe_in_force():
     state = sys.modules["transformer_engine.pytorch.quantization"].FP8GlobalStateManager
     return state.get_fp8_recipe() if state.is_fp8_enabled() else None
 
 
-def _norm(self: Any, x: Tensor, prefix: str = "") -> Tensor:
+def _norm(self, x, prefix=""):
     weight, bias = (getattr(self, prefix + name, None) for name in ("weight", "bias"))
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, self.eps)
     return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
-def _product(self: Any, x: Tensor, prefix: str = "") -> Tensor:
+def _product(self, x, prefix=""):
     weight, bias = (getattr(self, prefix + name) for name in ("weight", "bias"))
     RAN.append(recipe_in_force())
     self.allow_different_data_and_param_types = torch.is_autocast_enabled(
@@ -166,7 +162,7 @@ def _product(self: Any, x: Tensor, prefix: str = "") -> Tensor:
     return F.linear(x, weight, bias if bias.numel() else None)
 
 
-def _mlp(self: Any, x: Tensor) -> Tensor:
+def _mlp(self, x):
     x = _product(self, _norm(self, x, "layer_norm_"), "fc1_")
     functions = {
         "gelu": lambda x: F.gelu(x, approximate="tanh"),

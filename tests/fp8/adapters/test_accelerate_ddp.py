@@ -2,23 +2,21 @@
 bit, and training goes on from a checkpoint, in a new model, as if it had not stopped."""
 
 import os
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8
 from fp8.adapters import accelerate
 from fp8.casts.scaled_tensor import dequantized
 from tests.fp8.adapters.loops import accelerated, plain_loop
-from tests.launch import run_ranks
+from tests.launch import needs_gloo, run_ranks
+from tests.shared import linears, quietly
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     Accelerator = pytest.importorskip("accelerate").Accelerator
 
 WORLD, BATCH, STEPS, STOP = 2, 4, 8, 4
@@ -26,12 +24,12 @@ WORLD, BATCH, STEPS, STOP = 2, 4, 8, 4
 
 def make():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    model = linears(32, 64, nn.GELU, 32)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def loss_of(model, x):
-    return F.mse_loss(model(x), x)
+    return nn.functional.mse_loss(model(x), x)
 
 
 def check_ranks(rank, store):
@@ -67,9 +65,7 @@ def check_ranks(rank, store):
     assert train(*again, data[STOP:]) == losses[STOP:]
 
 
-@pytest.mark.skipif(
-    not dist.is_gloo_available(), reason="this torch is built without gloo"
-)
+@needs_gloo
 @pytest.mark.timeout(300)
 def test_two_processes(tmp_path):
     run_ranks(

@@ -2,7 +2,6 @@
 
 import importlib
 import math
-import warnings
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from torch import nn
 import fp8
 from fp8.adapters.last_good import LastGood, lightning_callback, transformers_callback
 from tests.fp8.adapters.hub_models import gpt2, quiet, transformers  # noqa: F401
+from tests.shared import linears, parametrize, quietly, refuses
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     pytest.importorskip("lightning", reason="the library of the callback")
     pytest.importorskip("accelerate", reason="the trainer needs it")
     from transformers import Trainer, TrainingArguments
@@ -37,8 +36,8 @@ def drive(losses, every, **options):
     return good
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 3.0])
-@pytest.mark.parametrize(("every", "step"), [(1, 5), (4, 4)])
+@parametrize("bad", [math.nan, math.inf, 3.0])
+@parametrize(("every", "step"), [(1, 5), (4, 4)])
 def test_the_last_state_whose_loss_was_fine(bad, every, step, tmp_path):
     good = drive([1.0] * 6 + [bad, 1.0, 1.0], every, path=tmp_path / "good.pt")
     assert good.spiked
@@ -57,10 +56,10 @@ def test_without_a_spike_and_at_the_first_step():
     first = drive([math.nan], 1)
     assert first.spiked
     assert first.state is not None
-    with pytest.raises(ValueError, match="no state is there to restore"):
+    with refuses("no state is there to restore"):
         LastGood().restore(nn.Linear(1, 1))
     for name, value, error in (("every", 0, ValueError), ("threshold", 1, ValueError)):
-        with pytest.raises(error, match=name):
+        with refuses(name, error):
             LastGood(**{name: value})
 
 
@@ -71,7 +70,7 @@ def test_lightning(tmp_path):
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self):
             super().__init__()
-            self.layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+            self.layers = linears(16, 16, 16)
 
         def forward(self, x):
             return self.layers(x).square().mean()

@@ -1,29 +1,26 @@
 """Lightning, run for real on the CPU: its Trainer under both its names, and its Fabric."""
 
-import copy
 import importlib
-import pickle
 import re
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import fp8
 from fp8.adapters.lightning import FP8FabricPrecision, FP8Precision
 from tests.fp8.adapters.loops import Model, adam, batches, loss_of, plain_loop
+from tests.shared import parametrize, pickled, quietly, refuses
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     pytest.importorskip("lightning", reason="the library that is adapted")
     import lightning
 
     bnb = pytest.importorskip("bitsandbytes")
 
-parametrize = pytest.mark.parametrize
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
@@ -49,7 +46,7 @@ class Net(nn.Module):
         """Logits."""
         x = self.embed(tokens)
         x = x + self.attention(self.norm(x), x, x)[0]
-        return self.head(self.frozen(x + self.down(F.gelu(self.up(x)))))
+        return self.head(self.frozen(x + self.down(nn.functional.gelu(self.up(x)))))
 
 
 OPTIMIZERS = {
@@ -124,7 +121,7 @@ DTYPES = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat
 )
 def test_the_same_losses_as_a_plain_loop(library, optimizer, precision, tmp_path):
     net = Net()
-    other = fp8.convert(copy.deepcopy(net), "tensor")
+    other = fp8.convert(deepcopy(net), "tensor")
     lit = module(library, net, optimizer)
     plugin = FP8Precision("tensor", precision=precision, library=library)
     trainer(library, plugin, tmp_path, 2).fit(lit, loader())
@@ -215,7 +212,7 @@ POLICY = fp8.Policy(
 def test_a_policy_and_its_switch(tmp_path):
     """From the fifth of 8 steps on: the first with at least 0.4 of them done."""
     net = Model()
-    other = fp8.convert(nn.ModuleDict({"net": copy.deepcopy(net)}), POLICY)
+    other = fp8.convert(nn.ModuleDict({"net": deepcopy(net)}), POLICY)
     done = iter(range(8))
 
     def advance(*_):
@@ -223,12 +220,12 @@ def test_a_policy_and_its_switch(tmp_path):
 
     other["net"].register_forward_pre_hook(advance)
     want = plain_loop(other["net"], adam(other["net"]), batches() * 2)
-    lit = module("lightning", copy.deepcopy(net))
+    lit = module("lightning", deepcopy(net))
     trainer("lightning", FP8Precision(POLICY), tmp_path, 2).fit(lit, loader())
     assert lit.losses == want
     assert "since 0.4" in str(fp8.report(lit))
     never = fp8.Policy(POLICY.recipe, rules=POLICY.rules)
-    plain = fp8.convert(nn.ModuleDict({"net": copy.deepcopy(net)}), never)["net"]
+    plain = fp8.convert(nn.ModuleDict({"net": deepcopy(net)}), never)["net"]
     assert plain_loop(plain, adam(plain), batches() * 2) != want
 
 
@@ -275,7 +272,7 @@ def fabric_loop(fabric, model, optimizer, max_norm=None):
 def test_fabric(recipe, precision):
     """A root that is a layer itself among what it sets up."""
     net = Model()
-    other = fp8.convert(copy.deepcopy(net), recipe)
+    other = fp8.convert(deepcopy(net), recipe)
     plugin = FP8FabricPrecision(recipe, precision=precision)
     fabric = lightning.Fabric(plugins=plugin, accelerator="cpu")
     model, optimizer = fabric.setup(net, adam(net))
@@ -303,7 +300,7 @@ def test_mixed_precision_is_that_of_a_device_that_is_there(monkeypatch):
 def test_pickled(make):
     """Processes that are spawned get it by pickle."""
     plugin = make("block", precision="bf16-mixed", device="cpu")
-    other = pickle.loads(pickle.dumps(plugin))
+    other = pickled(plugin)
     assert type(other) is type(plugin)
     assert other.recipe == plugin.recipe
     assert other.precision == "bf16-mixed"
@@ -326,13 +323,13 @@ def test_pickled(make):
     ],
 )
 def test_bad_input(recipe, options, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(message):
         FP8Precision(recipe, **options)
 
 
 def test_wrong_places():
     fabric = lightning.Fabric(plugins=FP8Precision("unit"), accelerator="cpu")
-    with pytest.raises(TypeError, match="for Linear take FP8FabricPrecision"):
+    with refuses("for Linear take FP8FabricPrecision", TypeError):
         fabric.setup(nn.Linear(16, 16))
-    with pytest.raises(TypeError, match="device"):
+    with refuses("device", TypeError):
         FP8Precision("unit", device="cpu")

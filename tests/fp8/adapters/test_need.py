@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fp8.common.libraries import LIBRARIES, need, probe
+from tests.shared import parametrize, refuses
 
 BREAKS = {
     "raise RuntimeError('Found empty meta package')": "RuntimeError: Found empty meta package",
@@ -35,27 +36,27 @@ def pretend(name, body, folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
 
 
-@pytest.mark.parametrize("body", BREAKS)
+@parametrize("body", BREAKS)
 def test_a_broken_library_is_told_from_a_missing_one(body, tmp_path, monkeypatch):
     name = "composer"
     pretend(name, body, tmp_path, monkeypatch)
     found = probe(name)
     assert (found.status, found.why) == ("broken", BREAKS[body])
-    with pytest.raises(ImportError, match="is broken") as raised:
+    with refuses("is broken", ImportError) as raised:
         need(name)
     assert BREAKS[body] in str(raised.value)
     assert LIBRARIES[name].get in str(raised.value)
     assert type(raised.value.__cause__).__name__ in BREAKS[body]
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+@parametrize("name", LIBRARIES)
 def test_a_missing_library_is_told_how_to_get(name, monkeypatch):
     top = LIBRARIES[name].module.partition(".")[0]
     for loaded in [module for module in sys.modules if module.partition(".")[0] == top]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setattr(sys, "meta_path", [Without(top), *sys.meta_path])
     assert probe(name).status == "missing"
-    with pytest.raises(ImportError, match=rf"{name} is not installed: ") as raised:
+    with refuses(rf"{name} is not installed: ", ImportError) as raised:
         need(name)
     assert LIBRARIES[name].get in str(raised.value)
 
@@ -87,7 +88,7 @@ def test_a_library_that_is_there():
 
 
 def test_extras_are_those_of_the_project():
-    text = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     for library in LIBRARIES.values():
         extra = library.get.partition("unit-scaling-fp8[")[2].partition("]")[0]
         assert not extra or f"\n{extra} = [" in text

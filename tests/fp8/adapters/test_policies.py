@@ -21,7 +21,7 @@ from fp8.adapters.policies import (
 )
 from tests.fp8.adapters.te_library import recipe_in_force
 from tests.fp8.layers.test_policies import net
-from tests.fp8.operands import normal
+from tests.shared import normal, parametrize, refuses
 from tests.wheels import unpacked
 
 X = normal(32, 16, seed=1)
@@ -40,7 +40,7 @@ def test_what_torchao_does_not_have():
     assert "at 0.9 of the steps" in notes[0]
     assert "'bf16'" in notes[0]
     assert "linear layers only: '0'" in notes[1]
-    with pytest.raises(ValueError, match=r"layer '1': torchao has no .* 'nvfp4'"):
+    with refuses(r"layer '1': torchao has no .* 'nvfp4'"):
         for_torchao(Policy("row", rules=[("1", None, "nvfp4")]), model)
 
 
@@ -85,9 +85,7 @@ def test_transformer_engine_runs_each_layer_in_its_context(te):
         with pytest.raises(RuntimeError):
             module(torch.randn(2, 3))
     assert recipe_in_force() is None
-    with pytest.raises(
-        ValueError, match="layer 'head': TransformerEngine has no recipe"
-    ):
+    with refuses("layer 'head': TransformerEngine has no recipe"):
         for_transformer_engine(
             Policy("mxfp8", rules=[("head", "grad_weight", None)]), net()
         )
@@ -126,7 +124,7 @@ def megatron(tmp_path_factory):
         for name, fake in modules.items():
             patch.setitem(sys.modules, name, fake)
         exec(
-            (core / "quantization/quant_config.py").read_text(encoding="utf-8"),
+            (core / "quantization/quant_config.py").read_text(),
             vars(module),
         )
         _classes(core / "enums.py", ["Fp8Recipe", "Fp4Recipe"], module)
@@ -144,7 +142,7 @@ def _classes(path, names, module):
     """Executes the statements of a file that define ``names`` in ``module``."""
     vars(module).update(enum=enum, dataclasses=dataclasses)
     exec("from typing import *", vars(module))
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in ast.parse(path.read_text()).body:
         targets = [getattr(t, "id", "") for t in getattr(node, "targets", [])]
         if getattr(node, "name", "") in names or set(targets) & set(names):
             exec(compile(ast.Module([node], []), str(path), "exec"), vars(module))
@@ -223,7 +221,7 @@ def test_the_flags_of_megatron():
     assert any("output layer" in note for note in delayed.notes)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("policy", "message"),
     [
         (Policy("row"), "the policy: Megatron has no recipe 'row'; it has 'tensor'"),
@@ -241,7 +239,7 @@ def test_the_flags_of_megatron():
     ],
 )
 def test_what_megatron_does_not_have(policy, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(message):
         for_megatron(policy)
     assert as_code(policy)["megatron"].startswith("# not possible: ")
 
@@ -249,7 +247,7 @@ def test_what_megatron_does_not_have(policy, message):
 # Code
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "policy",
     [
         Policy(),

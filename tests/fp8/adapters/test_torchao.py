@@ -1,7 +1,5 @@
 """torchao's layers in a model and out of it, run for real: emulated, and by its CPU products."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -10,15 +8,14 @@ import fp8
 from fp8 import RECIPES, Cast, Recipe
 from fp8.adapters import torchao
 from fp8.kernels.kernel import why_not_device
+from tests.shared import linears, parametrize, quietly, refuses
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     pytest.importorskip("torchao", reason="the library that is adapted")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-parametrize = pytest.mark.parametrize
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
@@ -34,7 +31,7 @@ THEIRS = {
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
+    return linears(64, 128, nn.GELU, 32)
 
 
 @parametrize("name", THEIRS)
@@ -94,7 +91,7 @@ def test_a_report_and_the_way_back():
         "torchao, Float8Linear, emulated",
     )
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather must be False"):
+    with refuses("enable_fsdp_float8_all_gather must be False"):
         torchao.convert(
             mlp(), config
         )  # optimizers would hold weights that are not the model's
@@ -113,13 +110,11 @@ def test_any_number_of_tokens(recipe):
 def test_what_it_does_not_have():
     known = {"tensor", "row", "row_gw_hp"}
     for name in RECIPES.keys() - known:
-        with pytest.raises(
-            ValueError, match=rf"torchao has no .* for recipe '{name}'; it has"
-        ):
+        with refuses(rf"torchao has no .* for recipe '{name}'; it has"):
             torchao.ao_config(name)
     stochastic = Cast(format="e4m3", scaling="tensor", rounding="stochastic")
     own = Recipe(name="own", input=stochastic, weight=stochastic, grad=stochastic)
-    with pytest.raises(ValueError, match="no configuration for recipe 'own'"):
+    with refuses("no configuration for recipe 'own'"):
         torchao.ao_config(own)
 
 

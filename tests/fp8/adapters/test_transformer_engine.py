@@ -12,18 +12,10 @@ from torch import nn
 import fp8
 from fp8.adapters import transformer_engine
 from tests.fp8.adapters.te_library import RAN, recipe_in_force
-
-parametrize = pytest.mark.parametrize
+from tests.fp8.adapters.test_te_recipe import KINDS
+from tests.shared import linears, pairs, parametrize, refuses, warns
 
 pytestmark = pytest.mark.usefixtures("te")
-KINDS = {
-    "unit": "DelayedScaling",
-    "delayed": "DelayedScaling",
-    "tensor": "Float8CurrentScaling",
-    "block": "Float8BlockScaling",
-    "mxfp8": "MXFP8BlockScaling",
-    "nvfp4_nvidia": "NVFP4BlockScaling",
-}
 
 
 class Model(nn.Module):
@@ -80,7 +72,7 @@ def convert(model, recipe="tensor"):
 
 def report_of_nothing(model):
     """The report of a conversion that converts nothing, which it says."""
-    with pytest.warns(fp8.warnings.ConvertWarning, match="was chosen and converted"):
+    with warns("was chosen and converted", fp8.warnings.ConvertWarning):
         return fp8.report(convert(model))
 
 
@@ -115,7 +107,7 @@ def test_each_layer_is_converted_or_said_to_be_left_alone(te):
 
 @parametrize(("recipe", "size"), [("mxfp8", 32), ("block", 128), ("tensor", 16)])
 def test_sizes_are_those_that_the_recipe_takes(recipe, size):
-    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, 3 * size // 2))
+    model = linears(size, size, 3 * size // 2)
     rows = fp8.report(convert(model, recipe))
     assert [row.left_alone for row in rows] == [False, True]
 
@@ -160,16 +152,9 @@ def test_fused(te, bias):
     )
     kinds = (te.LayerNormLinear, te.LayerNormMLP, te.LayerNormLinear)
     how = "TransformerEngine, Float8CurrentScaling, in te."
-    rows = {
-        n: how + k.__name__
-        for names, k in zip(FUSED, kinds, strict=True)
-        for n in names
-    }
+    rows = {n: how + k.__name__ for names, k in pairs(FUSED, kinds) for n in names}
     assert {row.path: row.why for row in fp8.report(model)} == rows
-    assert all(
-        isinstance(model.get_submodule(n[1]), k)
-        for n, k in zip(FUSED, kinds, strict=True)
-    )
+    assert all(isinstance(model.get_submodule(n[1]), k) for n, k in pairs(FUSED, kinds))
     for assign in (False, True):
         plain = Block(bias)
         model.load_state_dict(plain.state_dict(), assign=assign)
@@ -179,7 +164,7 @@ def test_fused(te, bias):
             torch.autograd.grad(m(x).square().sum(), tuple(m.parameters()))
             for m in (model, plain)
         ]
-        for one, other in zip(*both, strict=True):
+        for one, other in pairs(*both):
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -241,16 +226,14 @@ def test_what_is_not_fused(names, message):
     layers["hooked"].register_forward_hook(lambda *_: None)
     for name, layer in (*layers.items(), ("again", layers["twice"])):
         model.add_module(name, layer)
-    with pytest.raises(
-        ValueError, match=f"cannot fuse {', '.join(names)}: .*{message}"
-    ):
+    with refuses(f"cannot fuse {', '.join(names)}: .*{message}"):
         transformer_engine.convert(model, "tensor", fuse=[names])
     assert type(model.mix) is nn.Linear
-    with pytest.raises(ValueError, match="norm is in another group"):
+    with refuses("norm is in another group"):
         transformer_engine.convert(model, fuse=[("norm", "mix"), ("norm", "mlp.1")])
-    with pytest.raises(TypeError, match="sequences of names, got the name 'norm'"):
+    with refuses("sequences of names, got the name 'norm'", TypeError):
         transformer_engine.convert(model, fuse=("norm", "mix"))
-    with pytest.raises(AttributeError, match="nrm"):
+    with refuses("nrm", AttributeError):
         transformer_engine.convert(model, fuse=[("nrm", "mix")])
 
 
@@ -305,7 +288,7 @@ def test_layers_that_compute_otherwise_are_left_alone():
         def forward(self, input):
             return 2 * super().forward(input)
 
-    with pytest.warns(FutureWarning, match="weight_norm"):
+    with warns("weight_norm", FutureWarning):
         computed = nn.utils.weight_norm(nn.Linear(32, 32))
     subclass = "a subclass: its forward may be its own"
     for layer, why in (

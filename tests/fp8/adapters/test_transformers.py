@@ -1,7 +1,6 @@
 """The Trainer of the library transformers, run for real on the CPU with models converted before."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -10,14 +9,13 @@ import fp8
 import unit_scaling as uu
 from tests.fp8.adapters.hub_models import gpt2, llama, quiet, transformers  # noqa: F401
 from tests.fp8.adapters.loops import plain_loop
+from tests.shared import parametrize, quietly, seeded
 from unit_scaling.transforms import unit_scale
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     pytest.importorskip("accelerate", reason="the trainer needs it")
     from transformers import Trainer, TrainingArguments
 
-parametrize = pytest.mark.parametrize
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
@@ -31,7 +29,7 @@ WAYS = {
 
 
 def data():
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     rows = [torch.randint(64, (16,), generator=generator) for _ in range(32)]
     first = (
         torch.arange(16) == 0

@@ -14,16 +14,14 @@ from fp8 import RECIPES, Cast, Recipe
 from fp8.casts import casting
 from fp8.products.matmul import linear
 from tests.fp8.blocks import block, bytes_of, saved_by
-from tests.fp8.operands import normal, randn
 from tests.fp8.products.test_matmul import DTYPES
+from tests.shared import linears, normal, pairs, parametrize, randn, refuses
 from unit_scaling.transforms import simulate_fp8
-
-parametrize = pytest.mark.parametrize
 
 each_backend = parametrize("backend", ["simulate", "native"])
 
 
-@parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@parametrize("dtype", [torch.float32, torch.bfloat16])
 @parametrize("name", ["unit", "tensor", "delayed"])
 @parametrize("function", [linear, F.conv1d], ids=["linear", "conv"])
 @each_backend
@@ -45,7 +43,7 @@ def test_operands_are_kept_in_bytes(backend, function, name, dtype):
 
 @parametrize("rule", ["up", "exact"])
 @parametrize("format", ["e4m3", "e5m2", "e4m3fnuz"])
-@parametrize("dtype", DTYPES, ids=str)
+@parametrize("dtype", DTYPES)
 def test_what_was_in_bytes_is_the_same_to_the_bit(dtype, format, rule):
     """For every number of the format under a scale, NaN and Inf among them."""
     cast = Cast(format=format, scaling="tensor", rule=rule, overflow="nonfinite")
@@ -90,9 +88,7 @@ def test_a_second_derivative_reads_bytes_straight_through_their_casts(name, agai
         (first,) = torch.autograd.grad(
             checkpointed(*leaves), leaves[0], create_graph=True
         )
-    for got, expected in zip(
-        torch.autograd.grad(first.square().sum(), leaves), want, strict=True
-    ):
+    for got, expected in pairs(torch.autograd.grad(first.square().sum(), leaves), want):
         assert torch.equal(got, expected)
 
 
@@ -100,9 +96,7 @@ def test_a_second_derivative_reads_bytes_straight_through_their_casts(name, agai
 def test_double_backward_of_kernels_is_refused():
     x, w = randn(16, 16), randn(16, 16)
     y = linear(x, w, recipe=RECIPES["unit"], backend="native")
-    with pytest.raises(
-        RuntimeError, match="create_graph=True: products of backend='native'"
-    ):
+    with refuses("create_graph=True: products of backend='native'", RuntimeError):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
@@ -157,7 +151,7 @@ def recorded(model):
 def test_copies_of_a_model_leave_nothing(copied, kind):
     """No cache has a key of a single model: the names of products have numbers of recorders."""
     layers = {
-        "linear": nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 16)),
+        "linear": linears(32, 16, nn.GELU, 16),
         "conv": nn.Conv1d(8, 8, 3),
         "attention": nn.TransformerEncoderLayer(32, 2, 16, batch_first=True),
     }

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import fp8
@@ -17,10 +16,8 @@ from tests import reference
 from tests.fp8.blocks import block
 from tests.fp8.kernels.scaled_mm import emulated
 from tests.fp8.kernels.test_product import NATIVE, TILED
-from tests.fp8.operands import normal
 from tests.fp8.oracles import flush_denormal
-
-parametrize = pytest.mark.parametrize
+from tests.shared import linears, normal, pairs, parametrize
 
 __all__ = ["emulated"]
 
@@ -77,7 +74,7 @@ def check_linear(recipe, operand, bad, backend, sizes=(32, 64, 32)):
         assert not got[result][index].isfinite().any()
     if recipe in EIGHT_BIT_SCALES:
         return
-    for result, (g, w) in enumerate(zip(got, want, strict=True)):
+    for result, (g, w) in enumerate(pairs(got, want)):
         hit = torch.zeros_like(g, dtype=torch.bool)
         for which, index in reached:
             if which == result:
@@ -141,7 +138,7 @@ def test_other_products(product, recipe, bad):
 
 @parametrize("recipe", KINDS)
 def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale(recipe):
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model = linears(32, 32, 32)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
@@ -179,7 +176,7 @@ FINITE = torch.tensor([0.0, -0.0, 1.0, -3.3, 1e-7, 3e38, -3e38, 1e30, 440.0, 2.0
 
 @parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @parametrize("rounding", ["nearest", "stochastic"])
-@parametrize("format", FORMATS.values(), ids=str)
+@parametrize("format", FORMATS.values())
 def test_finite_values_saturate_and_others_stay(format, rounding, dtype):
     x = FINITE.to(dtype)
     x = torch.where(x.isinf(), 1.0, x)  # of float16

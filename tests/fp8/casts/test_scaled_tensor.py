@@ -3,12 +3,11 @@
 import copy
 import io
 import math
-import pickle
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing import assert_close
 
 import fp8
 from fp8.casts.scaled_tensor import (
@@ -18,9 +17,8 @@ from fp8.casts.scaled_tensor import (
     keep_gradients_in,
     scaled,
 )
-from tests.fp8.operands import normal
-
-parametrize = pytest.mark.parametrize
+from tests.launch import needs_gloo
+from tests.shared import in_one_graph, normal, pairs, parametrize, pickled, refuses
 
 #: Half a step of each format, as a share of the number.
 HALF_STEP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "fp16": 2.0**-11}
@@ -41,7 +39,7 @@ def test_it_holds_what_quantize_gives(format, dtype, size):
     expected = fp8.quantize(x.float(), format, scale=y.scale)
     assert torch.equal(y.dequantize(torch.float32), expected)
     assert torch.equal(y.dequantize(), expected.to(dtype))
-    loaded = pickle.loads(pickle.dumps(y))  # of no parameter
+    loaded = pickled(y)  # of no parameter
     assert (type(loaded), loaded.dtype) == (torch.Tensor, torch.float32)
     assert torch.equal(loaded, expected)
 
@@ -51,7 +49,7 @@ def test_inf_and_nan(format):
     y = scaled(torch.tensor([1.0, torch.inf, -torch.inf, torch.nan]), format)
     infinity = torch.nan if format == "e4m3" else torch.inf
     expected = torch.tensor([1.0, infinity, -infinity, torch.nan])
-    torch.testing.assert_close(y.dequantize(), expected, rtol=0, atol=0, equal_nan=True)
+    assert_close(y.dequantize(), expected, rtol=0, atol=0, equal_nan=True)
     assert y.scale == scaled(torch.ones(1), format).scale
 
 
@@ -69,11 +67,9 @@ def test_sizes_zeros_and_values_of_the_format(format):
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="e4m3, e5m2, fp16, not 'bf16'"):
+    with refuses("e4m3, e5m2, fp16, not 'bf16'"):
         scaled(torch.ones(2), "bf16")
-    with pytest.raises(
-        TypeError, match=r"float32, bfloat16, float16, not torch\.float64"
-    ):
+    with refuses(r"float32, bfloat16, float16, not torch\.float64", TypeError):
         scaled(torch.ones(2, dtype=torch.float64), "e4m3")
     x = scaled(normal(4, 4), "e4m3")
     for change in (
@@ -81,13 +77,11 @@ def test_bad_input():
         lambda: x.resize_(2, 2),
         lambda: x.set_(torch.ones(4, 4)),
     ):
-        with pytest.raises(NotImplementedError, match=r"assign x\.data = y"):
+        with refuses(r"assign x\.data = y", NotImplementedError):
             change()
-    with pytest.raises(
-        RuntimeError, match=r"bfloat16 has its values in torch\.float32"
-    ):
+    with refuses(r"bfloat16 has its values in torch\.float32", RuntimeError):
         scaled(normal(4, 4).bfloat16(), "e4m3").data_ptr()
-    with pytest.raises(ValueError, match="read-only"):
+    with refuses("read-only"):
         x.numpy()[0] = 1
 
 
@@ -120,15 +114,15 @@ def test_in_place(name):
     IN_PLACE[name](x, y)
     IN_PLACE[name](expected, y)
     seen = (expected, expected.t(), expected[1:3])
-    for view, numbers_ in zip((x, *views[1:]), seen, strict=True):
-        torch.testing.assert_close(view.dequantize(), numbers_, rtol=2**-22, atol=0)
+    for view, numbers_ in pairs((x, *views[1:]), seen):
+        assert_close(view.dequantize(), numbers_, rtol=2**-22, atol=0)
     assert views[0].scale is None
     assert views[2].format == format
     x.store()
     after = scaled(expected, format).dequantize()
     assert x.stored.dtype == fp8.FORMATS[format].dtype
     for view in (x, views[0], views[1].t()):
-        torch.testing.assert_close(view.dequantize(), after, rtol=2**-22, atol=0)
+        assert_close(view.dequantize(), after, rtol=2**-22, atol=0)
 
 
 FUNCTIONS = {
@@ -238,11 +232,11 @@ def gradient(w, *seeds):
 @parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_gradients_of_one_pass(open, compiled):
     w = weight()
-    compiler = torch.compile(mean_square, fullgraph=True, backend="aot_eager")
+    compiler = in_one_graph(mean_square)
     loss(w, 0, open, compiler if compiled else mean_square).backward()
     assert (w.grad.format, w.grad.nbytes) == ("e4m3", w.numel() + 4)
     expected = scaled(gradient(w, 0), "e4m3").dequantize()
-    torch.testing.assert_close(w.grad.dequantize(), expected, rtol=2**-3, atol=1e-6)
+    assert_close(w.grad.dequantize(), expected, rtol=2**-3, atol=1e-6)
 
 
 @parametrize(
@@ -284,7 +278,7 @@ def test_gradients_begin_anew_at_zero():
     before = held.dequantize()
     w.grad = None
     loss(w, 0).backward()
-    torch.testing.assert_close(w.grad.dequantize(), gradient(w, 0))
+    assert_close(w.grad.dequantize(), gradient(w, 0))
     assert torch.equal(held, before)
 
 
@@ -308,11 +302,11 @@ def test_clip_grad_norm():
     loss(w).backward()
     stored, norm = w.grad.stored, w.grad.dequantize().norm()
     total = nn.utils.clip_grad_norm_([w, nn.Parameter(torch.ones(2))], norm.item() / 2)
-    torch.testing.assert_close(total, norm)
+    assert_close(total, norm)
     assert w.grad.stored is stored
-    torch.testing.assert_close(w.grad.dequantize().norm(), norm / 2)
+    assert_close(w.grad.dequantize().norm(), norm / 2)
     w.grad.mul_(torch.nan)
-    with pytest.raises(RuntimeError, match="non-finite"):
+    with refuses("non-finite", RuntimeError):
         nn.utils.clip_grad_norm_([w], 1.0, error_if_nonfinite=True)
 
 
@@ -380,22 +374,18 @@ def test_data_is_shared():
 
 def test_shared_memory_is_refused():
     model, _ = fp8.initialize(nn.Sequential(nn.Linear(16, 32)))
-    with pytest.raises(NotImplementedError, match=r"share x\.dequantize\(\)"):
+    with refuses(r"share x\.dequantize\(\)", NotImplementedError):
         model.share_memory()
 
 
-@pytest.mark.skipif(
-    not dist.is_gloo_available(), reason="this torch is built without gloo"
-)
+@needs_gloo
 def test_collectives_are_refused():
     """They return before the values have arrived, which would be stored too early."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         x = scaled(torch.ones(4), "e4m3")
         for collective in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
-            with pytest.raises(
-                TypeError, match="cannot send or receive a ScaledTensor"
-            ):
+            with refuses("cannot send or receive a ScaledTensor", TypeError):
                 collective(x)
     finally:
         dist.destroy_process_group()

@@ -1,16 +1,11 @@
 """Reads exported weights by compressed-tensors alone, without transformers."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 import fp8
 
 
-def loaded(
-    model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any]
-) -> nn.Module:
+def loaded(model, tensors, config):
     """A plain ``model`` with exported ``tensors`` under their quantization_config."""
     from compressed_tensors.compressors import compress_module, decompress_module
     from compressed_tensors.quantization import (
@@ -28,12 +23,12 @@ def loaded(
     return model
 
 
-def exact(scaling: str) -> fp8.Recipe:
+def exact(scaling):
     """With scales as compressed-tensors finds them: amax / 448."""
     cast = fp8.Cast(format="e4m3", scaling=scaling, rule="exact")
     return fp8.Recipe(name=f"exact, by {scaling}", input=cast, weight=cast)
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def same(a, b):
     """Whether two plain tensors have the same dtype and values."""
     return a.dtype == b.dtype and torch.equal(a.float(), b.float())

@@ -1,12 +1,11 @@
 """Files for serving, read back by the libraries that serve them, on the CPU."""
 
 import json
-import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
@@ -15,14 +14,13 @@ from fp8.casts.casting import lowered, rounded
 from tests.fp8.adapters import hub_models
 from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
 from tests.fp8.checkpoints.reading import exact, loaded
+from tests.shared import linears, parametrize, quietly, refuses
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     safetensors = pytest.importorskip("safetensors.torch")
     pytest.importorskip("compressed_tensors", reason="reads the files")
 
-parametrize = pytest.mark.parametrize
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
@@ -79,9 +77,7 @@ def test_served_as_it_was_trained(name, tmp_path):
     report = fp8.export(model, tmp_path)
     assert [row.done for row in report] == ["FP8"] * 14
     want = logits(model)
-    torch.testing.assert_close(
-        logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want)
-    )
+    assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
     plain = logits(fp8.revert(model))
     assert (want - plain).abs().max() > 1e-3 * plain.abs().max()
 
@@ -95,9 +91,7 @@ def test_weights_of_a_level(tmp_path):
     model.eval()
     fp8.export(model, tmp_path)
     want = logits(model)
-    torch.testing.assert_close(
-        logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want)
-    )
+    assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
 
 
 def test_mxfp8(tmp_path):
@@ -128,7 +122,7 @@ def test_mxfp8(tmp_path):
 @pytest.mark.proves(
     "the field", "checkpoints for vLLM, SGLang, Transformers", how="library"
 )
-@parametrize("name", ["unit", "row", "block", "mxfp8"])
+@parametrize("name", "unit row block mxfp8".split())
 def test_weights_are_read_bit_for_bit(name, tmp_path):
     """As the operands that the recipe casts them to."""
     dtype = (
@@ -204,23 +198,21 @@ def test_a_layer_of_zeros(name, rate, tmp_path):
     )
     stored = safetensors.load_file(tmp_path / "model.safetensors")
     values = stored["zero.weight"].float() * stored["zero.weight_scale"]
-    torch.testing.assert_close(
-        values, model.zero.weight.detach(), rtol=2**-4, atol=2.0**-10
-    )
+    assert_close(values, model.zero.weight.detach(), rtol=2**-4, atol=2.0**-10)
 
 
 @parametrize("shape", [(8, 64), (2, 8, 64), (2, 2, 8, 64)])
 def test_rows_of_inputs_of_any_dimension(shape, tmp_path):
     """A scale for each token: compressed-tensors' strategy "token" has one for all of an input of
     two dimensions, 2e-2 off."""
-    model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
+    model = linears(64, 48, nn.GELU, 32)
     model = fp8.convert(model, exact("row"))
     fp8.export(model, tmp_path)
-    plain = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
+    plain = linears(64, 48, nn.GELU, 32)
     x = torch.randn(shape) * torch.logspace(-3, 3, shape[-2])[:, None]
     with torch.no_grad():
         want, got = model(x), read_back(plain, tmp_path)(x)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=tolerance(want))
+    assert_close(got, want, rtol=1e-5, atol=tolerance(want))
 
 
 def test_rows_of_experts(tmp_path):
@@ -311,7 +303,9 @@ def test_a_model_of_ones_own(tmp_path):
         ),
         (
             lambda: unit_scale(
-                fp8.convert(llama(), "unit"), {F.silu: F.relu}, batch=(IDS,)
+                fp8.convert(llama(), "unit"),
+                {nn.functional.silu: nn.functional.relu},
+                batch=(IDS,),
             ),
             "Replace is no part of the weights",
         ),
@@ -323,11 +317,11 @@ def test_a_model_of_ones_own(tmp_path):
     ],
 )
 def test_refused_by_name(make, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+    with refuses(message):
         fp8.export(make(), tmp_path / "folder")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_model_is_needed(tmp_path):
-    with pytest.raises(TypeError, match=r"an nn\.Module, got str"):
+    with refuses(r"an nn\.Module, got str", TypeError):
         fp8.export("model", tmp_path)

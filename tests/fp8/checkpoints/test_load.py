@@ -1,7 +1,6 @@
 """`fp8.load`: files of `fp8.export` and of other libraries, which are the oracles."""
 
 import copy
-import io
 import json
 
 import pytest
@@ -10,14 +9,12 @@ from torch import nn
 
 import fp8
 from tests.fp8.checkpoints.reading import same
-from tests.fp8.operands import normal
+from tests.shared import normal, pairs, parametrize, refuses, saved, seeded
 from unit_scaling.transforms import unit_scale
-
-parametrize = pytest.mark.parametrize
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-each_layout = parametrize("recipe", ["tensor", "row", "block", "mxfp8"])
+each_layout = parametrize("recipe", "tensor row block mxfp8".split())
 X = normal(8, 256, seed=1)
 
 
@@ -66,7 +63,7 @@ def wide(tensors, name):
     blocks = f"{name}.weight_scale_inv" in tensors
     rows, columns = (
         torch.arange(n) // (128 if blocks else n // grid)
-        for n, grid in zip(values.shape, scale.shape, strict=True)
+        for n, grid in pairs(values.shape, scale.shape)
     )
     return values * scale[rows][:, columns]
 
@@ -115,7 +112,7 @@ def test_what_export_writes(recipe, frozen, tmp_path):
     assert recipe == "mxfp8" or all(same(first[name], second[name]) for name in first)
 
 
-@parametrize("source", ["file", "folder", "index", "state_dict", "model"])
+@parametrize("source", "file folder index state_dict model".split())
 def test_sources(source, tmp_path):
     exported("row", tmp_path)
     file = tmp_path / "model.safetensors"
@@ -210,7 +207,7 @@ def test_compressed_tensors(scheme, dtype, tmp_path):
     ours = [
         fp8.load(net(1, dtype), tmp_path, frozen=frozen) for frozen in (True, False)
     ]
-    for name, layer in zip(LAYERS, layers, strict=True):
+    for name, layer in pairs(LAYERS, layers):
         decompress_module(layer)
         for loaded in ours:
             weight = loaded.get_submodule(name).weight.detach()
@@ -223,7 +220,7 @@ def test_compressed_tensors(scheme, dtype, tmp_path):
 def test_blocks_of_transformers(dtype):
     """DeepSeek's ``weight_scale_inv``, also as E8M0, of matrices and of experts in one tensor."""
     library = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     values = (
         torch.randn(3, 256, 384, generator=generator).mul(100).to(torch.float8_e4m3fn)
     )
@@ -289,14 +286,6 @@ def test_meta_parameters_get_memory(tmp_path):
     assert model.head.weight.tag == "tied"
 
 
-def saved(x):
-    """From a file."""
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @each_layout
 def test_a_frozen_weight_is_a_tensor(recipe, tmp_path):
     """Views, copies, files and writes of a weight with its own scales for tiles are those of the
@@ -356,7 +345,7 @@ def test_lora_on_a_checkpoint(recipe, tmp_path):
     merged, plain = (model.merge_and_unload() for model in models)
     assert torch.equal(merged.first.weight.dequantize(), plain.first.weight)
     files = [tmp_path / "merged", tmp_path / "plain"]
-    for model, folder in zip((merged, plain), files, strict=True):
+    for model, folder in pairs((merged, plain), files):
         fp8.export(
             fp8.convert(model, recipe, where=lambda name, _: name in LAYERS), folder
         )
@@ -408,20 +397,20 @@ def test_refused_by_name(tmp_path):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for changed, message in UNREADABLE:
         source = {k: v for k, v in (state | changed).items() if v is not None}
-        with pytest.raises(ValueError, match=message):
+        with refuses(message):
             fp8.load(model, source)
-    with pytest.raises(ValueError, match=r"weight of torch\.float64 cannot be frozen"):
+    with refuses(r"weight of torch\.float64 cannot be frozen"):
         fp8.load(net(1).double(), state)
     with torch.device("meta"):
         meta = nn.Sequential(nn.Linear(2, 2))
         meta.register_buffer("cache", torch.ones(2), persistent=False)
-    with pytest.raises(ValueError, match="cache is on the meta device"):
+    with refuses("cache is on the meta device"):
         fp8.load(meta, {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
-    with pytest.raises(TypeError, match="a path or a state_dict, not a int"):
+    with refuses("a path or a state_dict, not a int", TypeError):
         fp8.load(model, 3)
-    with pytest.raises(TypeError, match=r"an nn\.Module, got str"):
+    with refuses(r"an nn\.Module, got str", TypeError):
         fp8.load("model", tmp_path)
-    with pytest.raises(ValueError, match=r"found no file .*absent"):
+    with refuses(r"found no file .*absent"):
         fp8.load(model, tmp_path / "absent")
     assert all(torch.equal(model.state_dict()[name], x) for name, x in before.items())
     assert not isinstance(model.first.weight, fp8.ScaledTensor)

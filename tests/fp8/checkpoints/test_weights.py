@@ -19,16 +19,14 @@ from torch.distributed.tensor.parallel import (
 import fp8
 from fp8.training.fsdp import gather_in_fp8
 from tests.fp8.checkpoints.reading import exact, loaded, same
-from tests.fp8.operands import normal
-from tests.launch import run_ranks
+from tests.launch import needs_gloo, run_ranks
+from tests.shared import linears, normal, pairs, parametrize, refuses
 
 
 def shared_net(recipe):
     """Rows that two processes do not share evenly, in one of its layers; a tie; a buffer."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 33), nn.Linear(33, 64)
-    )
+    model = linears(64, 48, nn.GELU, 33, 64)
     model.append(nn.Embedding(10, 64))
     model.append(nn.Linear(64, 10, bias=False))
     model[5].weight = model[4].weight
@@ -41,7 +39,7 @@ def check_equal(whole, sharded, folder):
     assert ours.manifest == theirs.manifest
     assert ours.tied == theirs.tied == {"5.weight": "4.weight"}
     assert (ours.nbytes, ours.config) == (theirs.nbytes, theirs.config)
-    for (name, a), (other, b) in zip(ours, theirs, strict=True):
+    for (name, a), (other, b) in pairs(ours, theirs):
         assert name == other
         assert type(b.data) is torch.Tensor
         assert same(a, b), name
@@ -128,7 +126,7 @@ def net(recipe):
     return fp8.convert(nn.Sequential(*layers), recipe)
 
 
-@pytest.mark.parametrize("recipe", ["unit", "row", "block", "mxfp8"])
+@parametrize("recipe", "unit row block mxfp8".split())
 def test_manifest(recipe, tmp_path):
     """Known before anything is cast; the tensors are those of an export."""
     model = net(recipe)
@@ -158,9 +156,7 @@ def test_values_are_current_at_each_iteration():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter))
-    assert all(
-        same(a, b) for (_, a), (_, b) in zip(stream, fp8.weights(model), strict=True)
-    )
+    assert all(same(a, b) for (_, a), (_, b) in pairs(stream, fp8.weights(model)))
     changed = [n for n, t in stream if not torch.equal(t.float(), before[n].float())]
     assert {"0.bias", "2.bias"} < set(changed)
 
@@ -184,16 +180,14 @@ def test_names_are_those_without_wrappers(tmp_path):
 
 
 @pytest.mark.proves("the field", "weights sent to a running engine", how="library")
-@pytest.mark.skipif(
-    not dist.is_gloo_available(), reason="this torch is built without gloo"
-)
+@needs_gloo
 def test_two_processes(tmp_path):
     pytest.importorskip("compressed_tensors", reason="reads what is sent")
     run_ranks(check_ranks, 2, tmp_path / "store", warnings="default")
 
 
 def test_refused():
-    with pytest.raises(TypeError, match=r"an nn\.Module, got int"):
+    with refuses(r"an nn\.Module, got int", TypeError):
         fp8.weights(3)
-    with pytest.raises(ValueError, match=r"fp8\.convert was not called"):
+    with refuses(r"fp8\.convert was not called"):
         fp8.weights(nn.Sequential(nn.Linear(2, 2)))

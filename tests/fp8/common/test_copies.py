@@ -3,13 +3,11 @@
 import types
 from functools import partial, wraps
 
-import pytest
 import torch
 from torch import nn
 
 from fp8.common.copies import deep_copy, sharing_copy, training_copy
-
-parametrize = pytest.mark.parametrize
+from tests.shared import both, linears, parametrize, refuses
 
 
 class Runner:
@@ -149,9 +147,7 @@ def test_what_cannot_be_copied_is_named():
     model = nn.Sequential(nn.Linear(4, 4))
     locked = Locked(model[0])
     model.run = lambda x: locked.run(x)
-    with pytest.raises(
-        TypeError, match=r"copy of the Locked .* holds a part of the model"
-    ):
+    with refuses(r"copy of the Locked .* holds a part of the model", TypeError):
         deep_copy(model)
 
 
@@ -191,12 +187,12 @@ def test_a_step_of_copies_is_apart_from_the_caller_s():
 
 
 def test_an_optimizer_that_steps_in_hooks_steps_the_copy():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model = linears(8, 8, 4)
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
     made, _, _ = training_copy(model, None, None)
     made(torch.randn(3, 8)).square().mean().backward()
-    for p, q in zip(model.parameters(), made.parameters(), strict=True):
+    for p, q in both(model, made):
         assert p.grad is None
         assert not torch.equal(p, q)

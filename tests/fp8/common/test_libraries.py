@@ -1,7 +1,6 @@
 """Objects and arguments of other libraries: the error names the adapter that takes them."""
 
 import importlib
-import warnings
 
 import pytest
 from torch import nn
@@ -10,13 +9,11 @@ import fp8
 from fp8.common.libraries import ARGUMENTS, LIBRARIES, TAKES
 from fp8.recipes.policy import LayerRule
 from tests.fp8.adapters.te_library import te  # noqa: F401
-
-parametrize = pytest.mark.parametrize
+from tests.shared import parametrize, quietly, refuses
 
 
 def of_torchao():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own
+    with quietly():
         pytest.importorskip("torchao")
         return importlib.import_module("torchao.float8").Float8LinearConfig()
 
@@ -57,13 +54,11 @@ USES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")  # Accelerate's own
-@parametrize("make", TAKERS, ids=lambda make: make.__name__)
+@parametrize("make", TAKERS)
 @parametrize("use", USES)
 def test_a_recipe_object_of_a_library_names_its_adapter(use, make):
     name = type(make()).__name__
-    with pytest.raises(
-        TypeError, match=f"must be a name or a Recipe, not {name}"
-    ) as raised:
+    with refuses(f"must be a name or a Recipe, not {name}", TypeError) as raised:
         USES[use](make())
     assert raised.match(TAKERS[make])
 
@@ -72,9 +67,7 @@ def test_so_do_those_of_transformer_engine(te):  # noqa: F811
     recipe = importlib.import_module(
         "transformer_engine.common.recipe"
     ).DelayedScaling()
-    with pytest.raises(
-        TypeError, match=r"fp8.adapters.transformer_engine.convert\(model, recipe"
-    ):
+    with refuses(r"fp8.adapters.transformer_engine.convert\(model, recipe", TypeError):
         fp8.convert(linear(), recipe)
 
 
@@ -92,15 +85,15 @@ def test_an_adapter_that_is_named_is_there():
 
 
 @parametrize("name", ARGUMENTS)
-@parametrize("function", [fp8.convert, fp8.initialize], ids=lambda f: f.__name__)
+@parametrize("function", [fp8.convert, fp8.initialize])
 def test_an_argument_of_a_library_names_its_adapter(function, name):
     called = f"fp8.{function.__name__} has no {name}=; use "
-    with pytest.raises(TypeError, match=called + r"fp8\.adapters\.") as raised:
+    with refuses(called + r"fp8\.adapters\.", TypeError) as raised:
         function(linear(), **{name: None})
     assert ARGUMENTS[name] in str(raised.value)
 
 
-@parametrize("function", [fp8.convert, fp8.initialize], ids=lambda f: f.__name__)
+@parametrize("function", [fp8.convert, fp8.initialize])
 def test_another_argument_is_refused_as_in_python(function):
-    with pytest.raises(TypeError, match="got an unexpected keyword argument 'typo'"):
+    with refuses("got an unexpected keyword argument 'typo'", TypeError):
         function(linear(), typo=1)

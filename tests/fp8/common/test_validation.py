@@ -1,9 +1,9 @@
 """Argument checks: what is accepted, and the message for what is not."""
 
-import pytest
 import torch
 
 from fp8.common import validation as check
+from tests.shared import parametrize, refuses
 
 ACCEPTED = {
     "check_name": ("rounding", "up", ("up", "down")),
@@ -75,12 +75,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@parametrize("name", ACCEPTED)
 def test_what_is_accepted(name):
     assert getattr(check, name)(*ACCEPTED[name]) is None
 
 
-@pytest.mark.parametrize(("name", "given", "error", "message"), REFUSED)
+@parametrize(("name", "given", "error", "message"), REFUSED)
 def test_what_is_refused(name, given, error, message):
-    with pytest.raises(error, match=message):
+    with refuses(message, error):
         getattr(check, name)(*given)

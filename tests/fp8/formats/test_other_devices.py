@@ -7,6 +7,7 @@ from fp8.formats.format import FORMATS
 from fp8.formats.quantize import in_dtype
 from fp8.formats.rounding import divided
 from tests.fp8.oracles import all_patterns
+from tests.shared import in_one_graph, seeded
 
 
 def of_another_device(function, *args):
@@ -18,9 +19,7 @@ def of_another_device(function, *args):
         return graph.forward
 
     torch.compiler.reset()
-    torch.compile(function, backend=record, fullgraph=True)(
-        *(x.to("meta") for x in args)
-    )
+    in_one_graph(function, record)(*(x.to("meta") for x in args))
     (graph,) = graphs
     return graph(*args)[0]
 
@@ -48,7 +47,7 @@ def test_inf_is_nan_before_a_conversion_to_e5m2(name):
 
 def test_division():
     x = all_patterns(torch.bfloat16).float()
-    scale = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) * 2 + 1e-3
+    scale = torch.rand(x.shape, generator=seeded(0)) * 2 + 1e-3
     assert equal(of_another_device(divided, x, scale), x / scale, torch.int32)
     by_number = of_another_device(lambda x: divided(x, 448.0), x)
     assert equal(by_number, x / 448.0, torch.int32)

@@ -5,8 +5,8 @@ import torch
 
 from fp8 import FORMATS, Format
 from fp8.formats.quantize import quantize, quantize_backward, quantize_forward
-from tests.fp8.operands import normal
 from tests.fp8.oracles import assert_same, random_patterns
+from tests.shared import normal, parametrize
 
 OPTIONS = [
     {},
@@ -38,7 +38,7 @@ CASES = [(format, options) for format in ("e5m2", CUSTOM) for options in OPTIONS
 CASES += [(format, {}) for format in FORMATS.values()]
 
 
-@pytest.mark.parametrize(("format", "options"), CASES, ids=str)
+@parametrize(("format", "options"), CASES)
 def test_one_direction_is_quantized_and_the_other_passes(format, options):
     x, grad = tensors(5, 8)
     y = quantize_forward(x, format, **options)

@@ -8,8 +8,7 @@ import torch
 
 from fp8.formats.random_bits import bits_from_key, key_at, random_key
 from tests.fp8.oracles import random_bits
-
-parametrize = pytest.mark.parametrize
+from tests.shared import parametrize
 
 COUNT = 1 << 16
 CPU = torch.device("cpu")
@@ -49,7 +48,7 @@ SEEDS = [
 ]
 
 
-@parametrize("seed", SEEDS, ids=str)
+@parametrize("seed", SEEDS)
 def test_bits_are_fair_and_neighbours_independent(seed):
     bits = random_bits((COUNT,), seed)
     assert_fair(bits)

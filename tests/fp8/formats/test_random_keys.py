@@ -12,8 +12,7 @@ from fp8 import Cast, Recipe
 from fp8.casts.rotation import rotation_signs
 from fp8.formats.quantize import quantize_forward
 from fp8.formats.random_bits import drawn_key
-
-parametrize = pytest.mark.parametrize
+from tests.shared import parametrize
 
 CPU = torch.device("cpu")
 

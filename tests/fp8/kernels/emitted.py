@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from torch._dynamo.device_interface import get_interface_for_device
 from torch._inductor import config
 from torch._inductor.runtime import triton_helpers
@@ -50,12 +49,12 @@ ANSWERS: dict[str, Any] = {
 EMITTED: list[str] = []
 
 
-def emit(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
+def emit(tuner, *args, **kwargs):
     for how in tuner.configs:
         EMITTED.append(tuner._precompile_config(how).kernel.asm["ptx"])
 
 
-def pretend() -> None:
+def pretend():
     interface = get_interface_for_device("cuda")
     for owner in (torch.cuda, interface, interface.Worker):
         for name, value in ANSWERS.items():
@@ -70,7 +69,7 @@ def pretend() -> None:
     torch.compiler._is_compiling_flag = True  # what casts ask
 
 
-def kernels_of(argument: str) -> list[str]:
+def kernels_of(argument):
     """The PTX of the kernels of a cast of a bfloat16 matrix and of its transpose, as the backward
     pass of a product casts a gradient; or of an e5m2 operand that is saved."""
     EMITTED.clear()
@@ -78,7 +77,7 @@ def kernels_of(argument: str) -> list[str]:
         return of_selftest()
     spec = None if argument == "saved" else lowered(Cast(**json.loads(argument)))
 
-    def cast(x: Tensor) -> Any:
+    def cast(x):
         if spec is None:
             return _stored(x, torch.float8_e5m2)
         return [filled(store(x, spec, axis).values) for axis in (-1, -2)]
@@ -89,7 +88,7 @@ def kernels_of(argument: str) -> list[str]:
     return list(EMITTED)
 
 
-def of_selftest() -> list[str]:
+def of_selftest():
     """The PTX of the casts that are compared on a device before compiled code is trusted."""
     for size in selftest._SIZES:
         with FakeTensorMode():

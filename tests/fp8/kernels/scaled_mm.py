@@ -5,9 +5,7 @@ scales looked up by the formulas of the libraries' documents. Each call is also 
 checks of shapes and strides, as a call on a device that is only thought of.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ REAL = F.scaled_mm
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
-def values(data: Tensor) -> Tensor:
+def values(data):
     """(rows, columns) as float64."""
     if data.dtype != torch.float4_e2m1fn_x2:
         return data.double()
@@ -32,7 +30,7 @@ def values(data: Tensor) -> Tensor:
     return E2M1[codes & 7] * (1 - 2 * (codes >> 3))
 
 
-def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
+def unswizzled(scale, rows, columns):
     """Scale (row, column) is at this place in tiles of 128 x 4, 512 bytes each."""
     assert scale.is_contiguous()
     assert scale.numel() == -(-rows // 128) * 128 * -(-columns // 4) * 4
@@ -43,17 +41,17 @@ def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
     ]
 
 
-def spread(scale: Tensor, across: int, along: int) -> Tensor:
+def spread(scale, across, along):
     return scale.double().repeat_interleave(across, 0).repeat_interleave(along, 1)
 
 
-def check_outer_first(scale: Tensor, rows: int, columns: int) -> None:
+def check_outer_first(scale, rows, columns):
     assert scale.shape == (rows, columns)
     assert scale.stride(0) == 1
     assert scale.stride(1) in ((rows, 1) if columns == 1 else (rows,))
 
 
-def decoded(data: Tensor, scales: list[Tensor], types: list, swizzles: list) -> Tensor:
+def decoded(data, scales, types, swizzles):
     """An operand (outer, inner), in float64. Scales of the second are seen as of the first."""
     x, scale, kind = values(data), scales[0], types[0]
     outer, inner = x.shape
@@ -86,13 +84,11 @@ def decoded(data: Tensor, scales: list[Tensor], types: list, swizzles: list) -> 
     return x * spread(unswizzled(scale, outer, inner // along), 1, along)
 
 
-def as_list(x) -> list:
+def as_list(x):
     return [] if x is None else x if isinstance(x, list) else [x]
 
 
-def scaled_mm(
-    *operands: Any, output_dtype: torch.dtype, use_fast_accum: bool = False
-) -> torch.Tensor:
+def scaled_mm(*operands, output_dtype, use_fast_accum=False):
     """By the rules of CUDA; for types of tiles."""
     a, b, scale_a, types_a, scale_b, types_b, swizzle_a, swizzle_b = operands
     if not torch.compiler.is_compiling():
@@ -111,7 +107,7 @@ def scaled_mm(
     return torch.ops.aten.mm(x, y.T).to(output_dtype)  # which no fp8.autocast sees
 
 
-def checked_by_torch(*given) -> None:
+def checked_by_torch(*given):
     """Raises what torch does for these shapes, strides and dtypes on CUDA."""
     *arguments, output_dtype = given
     with FakeTensorMode():
@@ -128,7 +124,7 @@ def checked_by_torch(*given) -> None:
         REAL(*map(fake, arguments), output_dtype=output_dtype)
 
 
-def forget() -> None:
+def forget():
     """What is known of the devices."""
     for known in (
         selftest._kernels,
@@ -140,7 +136,7 @@ def forget() -> None:
 
 
 @pytest.fixture
-def emulated(monkeypatch) -> Iterator[None]:
+def emulated(monkeypatch):
     """The CPU as a device with all kernels."""
     for kind, row in KERNELS.items():
         monkeypatch.setitem(KERNELS, kind, replace(row, cpu=True))

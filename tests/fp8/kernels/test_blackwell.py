@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fp8
 from fp8.kernels import selftest
@@ -29,7 +28,7 @@ DTYPES = {
 
 def scales_of(recipe):
     """Kind and layout of an operand's scales, as in the generated code."""
-    types, swizzles = F.ScalingType, F.SwizzleType
+    types, swizzles = nn.functional.ScalingType, nn.functional.SwizzleType
     kinds = {
         "mxfp8": [types.BlockWise1x32],
         "nvfp4": [types.BlockWise1x16, types.TensorWise],

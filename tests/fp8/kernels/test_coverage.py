@@ -33,7 +33,7 @@ NATIVE = {"linear layer", "product of two matrices", "einsum"}
 
 def rows():
     """Product -> "yes" or "no", of docs/simulation-and-hardware.md."""
-    text = Path("docs/simulation-and-hardware.md").read_text(encoding="utf-8")
+    text = Path("docs/simulation-and-hardware.md").read_text()
     table = text.partition("| --- | --- | --- |\n")[2].partition("\n\n")[0]
     cells = [row.strip("| ").split(" | ") for row in table.split("\n")]
     return {product: is_native for product, is_native, _ in cells}

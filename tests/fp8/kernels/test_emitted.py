@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-parametrize = pytest.mark.parametrize
+from tests.shared import parametrize
 
 ROOT = Path(__file__).parents[3]
 NO_BUILD = (

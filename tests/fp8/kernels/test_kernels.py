@@ -12,10 +12,8 @@ from fp8.kernels import block
 from fp8.kernels.blackwell import swizzled
 from fp8.kernels.table import KERNELS, kernel_of, store, why_not_kernel
 from tests.fp8.kernels.scaled_mm import SWIZZLES, TYPES, decoded, unswizzled
-from tests.fp8.operands import randn
 from tests.fp8.oracles import all_patterns
-
-parametrize = pytest.mark.parametrize
+from tests.shared import parametrize, randn, seeded
 
 TILED = ["block", "mxfp8", "nvfp4"]
 SHAPES = [(5, 48), (130, 600), (257, 16)]
@@ -42,16 +40,14 @@ def decode(stored, kind):
 @parametrize("shape", [(128, 4), (1, 1), (130, 19), (256, 8), (31, 5), (257, 12)])
 def test_swizzled_is_the_documents_formula_and_torchaos(shape):
     utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
-    scale = torch.randint(
-        256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    scale = torch.randint(256, shape, dtype=torch.uint8, generator=seeded(0))
     got = swizzled(scale)
     assert torch.equal(unswizzled(got, *shape), scale.double())
     assert torch.equal(got, utils.to_blocked(scale).flatten())
 
 
 @parametrize("axis", [-1, -2])
-@parametrize("shape", SHAPES, ids=str)
+@parametrize("shape", SHAPES)
 @parametrize("recipe", TILED)
 def test_operands_are_those_of_the_simulation(recipe, shape, axis):
     """To the bit; of "nv" the simulation rounds twice more, to float32."""

@@ -14,9 +14,7 @@ from fp8.kernels import selftest
 from fp8.lab import doctor
 from fp8.torch_internals import inductor
 from tests.fp8.kernels.scaled_mm import emulated, forget, scaled_mm
-from tests.fp8.operands import normal
-
-parametrize = pytest.mark.parametrize
+from tests.shared import in_one_graph, normal, parametrize, warns
 
 __all__ = ["emulated"]
 
@@ -96,9 +94,7 @@ def test_what_a_lying_kernel_would_compute_is_simulated(lie, monkeypatch):
     want = fp8.convert(layer, recipe)(x)
     monkeypatch.setattr(F, "scaled_mm", kernel)
     fp8.convert(layer, recipe, backend="native")
-    with pytest.warns(
-        RuntimeWarning, match=f"simulated on cpu: output: {words}"
-    ) as seen:
+    with warns(f"simulated on cpu: output: {words}", RuntimeWarning) as seen:
         got = [layer(x) for _ in range(2)]
     assert all(torch.equal(one, want) for one in got)
     assert len(seen) == 1
@@ -200,10 +196,8 @@ def test_what_is_compiled_wrongly_is_simulated_in_graphs_alone(fault, monkeypatc
     run, why = FAULTS[fault]
     monkeypatch.setattr(inductor, "run_compiled", run)
     layer, x = fp8.convert(nn.Linear(48, 64), "row", backend="native"), normal(16, 48)
-    with pytest.warns(
-        RuntimeWarning, match=f"of compiled code are simulated on cpu: {why}"
-    ):
-        y = torch.compile(layer, fullgraph=True, backend="eager")(x)
+    with warns(f"of compiled code are simulated on cpu: {why}", RuntimeWarning):
+        y = in_one_graph(layer, "eager")(x)
     torch.testing.assert_close(
         y, fp8.convert(copy.deepcopy(layer), "row", backend="simulate")(x)
     )
@@ -211,7 +205,7 @@ def test_what_is_compiled_wrongly_is_simulated_in_graphs_alone(fault, monkeypatc
     monkeypatch.setattr(
         F, "scaled_mm", lambda *a, **k: calls.append(a) or REAL(*a, **k)
     )
-    torch.compile(layer, fullgraph=True, backend="eager")(x)
+    in_one_graph(layer, "eager")(x)
     assert not calls
     layer(x)
     assert len(calls) == 1

@@ -8,6 +8,7 @@ import pytest
 
 from fp8.lab import hardware
 from fp8.lab.hardware import HARDWARE, get_hardware
+from tests.shared import pairs, parametrize, refuses
 
 H100 = HARDWARE["h100"]
 
@@ -21,9 +22,7 @@ def test_the_constants_are_those_of_their_tables():
     exact = (0.000101, 0.000788, 0.006351, 0.049498)
 
     def share(times, unit):
-        return [
-            2 * m**3 / t / H100.peak[unit] for m, t in zip(sizes, times, strict=True)
-        ]
+        return [2 * m**3 / t / H100.peak[unit] for m, t in pairs(sizes, times)]
 
     assert hardware.ACHIEVED["bf16"] == round(median(share(bf16, "bf16")), 2)
     both = share(fast, "fp8") + share(exact, "fp8")
@@ -50,7 +49,7 @@ def test_the_constants_are_those_of_their_tables():
     assert hardware.ACHIEVED["mxfp8"] == round(median((0.656, 0.651, 0.521)), 2)
 
 
-@pytest.mark.parametrize("row", HARDWARE.values(), ids=lambda row: row.name)
+@parametrize("row", HARDWARE.values(), ids=lambda row: row.name)
 def test_every_row_has_a_source_and_plausible_figures(row):
     assert re.search(r"\w+ \(20\d\d-\d\d\)$", row.source)
     assert 100e12 < row.peak["bf16"] < 5e15
@@ -69,7 +68,7 @@ def test_time_is_the_longer_of_arithmetic_and_memory():
     assert H100.seconds("bf16", 0, 4) == hardware.LAUNCH
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("call", "error", "message"),
     [
         (lambda: get_hardware("h101"), ValueError, "unknown hardware 'h101'.*'h100'"),
@@ -103,5 +102,5 @@ def test_time_is_the_longer_of_arithmetic_and_memory():
     ],
 )
 def test_what_it_refuses(call, error, message):
-    with pytest.raises(error, match=message):
+    with refuses(message, error):
         call()

@@ -6,19 +6,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import RECIPES
 from tests.fp8.blocks import block
 from tests.fp8.calls import CALLS, name_of, operands
-from tests.fp8.operands import randn
 from tests.reference import cast, nearest, unrotated
+from tests.shared import in_one_graph, linears, parametrize, randn, refuses
 
-parametrize = pytest.mark.parametrize
-
-KINDS = ["unit", "tensor", "row_gw_hp", "block", "mxfp8", "nvfp4"]
+KINDS = "unit tensor row_gw_hp block mxfp8 nvfp4".split()
 """A recipe for each kind of scales."""
 
 
@@ -109,14 +106,14 @@ class Model(nn.Module):
     def forward(self, x):
         for part in self.blocks:
             x = part(x).tanh()
-        x = F.scaled_dot_product_attention(x, x, x)
+        x = nn.functional.scaled_dot_product_attention(x, x, x)
         return self.tied(self.head(x @ x.mT @ x))
 
 
 LAYERS = ["blocks.0", "blocks.1", "attention 1", "matmul 1", "matmul 2", "head"]
 
 
-@parametrize("how", ["eager", "compiled", "converted", "whole"])
+@parametrize("how", "eager compiled converted whole".split())
 def test_layers_have_their_names_compiled_or_not(how):
     model, x = Model(), randn(2, 5, 8)
     seen = fp8.stats(model, every=2)
@@ -131,7 +128,7 @@ def test_layers_have_their_names_compiled_or_not(how):
     if how == "compiled":
         model.compile(backend="eager", fullgraph=True)
     if how == "whole":
-        run = torch.compile(block, backend="eager", fullgraph=True)
+        run = in_one_graph(block, "eager")
     for _ in range(4):
         with seen:
             y = run(x)
@@ -170,7 +167,7 @@ def test_what_is_computed_does_not_change():
                 y = model(x)
             results.append([y, *torch.autograd.grad(y.sum(), model.parameters())])
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        assert all(map(torch.equal, results[0], other))
 
 
 def test_sampling():
@@ -192,7 +189,7 @@ def test_sampling():
 def test_an_empty_table_says_why():
     layer, seen = nn.Linear(4, 4), fp8.stats(nn.Linear(4, 4))
     assert "no pass was recorded" in str(seen)
-    with pytest.raises(RuntimeError, match=r"in the block of fp8\.stats"):
+    with refuses(r"in the block of fp8\.stats", RuntimeError):
         seen.rows()
     with seen:
         layer(randn(2, 4))  # not under a recipe
@@ -201,10 +198,10 @@ def test_an_empty_table_says_why():
 
 
 def test_refusals():
-    with pytest.raises(TypeError, match=r"needs an nn\.Module, got int"):
+    with refuses(r"needs an nn\.Module, got int", TypeError):
         fp8.stats(5)
     for fields in ({"every": 0}, {"sample": 0}, {"every": 1.5}):
-        with pytest.raises((TypeError, ValueError), match="a whole number from 1"):
+        with refuses("a whole number from 1", (TypeError, ValueError)):
             fp8.stats(nn.Linear(2, 2), **fields)
     seen = fp8.stats(nn.Linear(2, 2))
 
@@ -212,8 +209,8 @@ def test_refusals():
         with seen:
             return x + 1
 
-    with pytest.raises(Exception, match="Unsupported context manager"):
-        torch.compile(inside, fullgraph=True, backend="eager")(randn(2))
+    with refuses("Unsupported context manager", Exception):
+        in_one_graph(inside, "eager")(randn(2))
 
 
 @parametrize("compiled", [False, True])
@@ -221,7 +218,7 @@ def test_refusals():
 @parametrize("recipe", ["tensor", "mxfp8", "nvfp4"])
 def test_recomputed_elements_count_once(recipe, reentrant, compiled):
     """Forward and backward pass inside: the rows are those without checkpoints."""
-    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    model = linears(32, 32, nn.GELU, 32)
     fp8.convert(model, recipe, backend="simulate")
     x = torch.randn(8, 32, requires_grad=True)
 

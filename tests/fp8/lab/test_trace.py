@@ -1,14 +1,13 @@
 """The products of a model, against torch's own counter of FLOPs and by hand."""
 
-import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8.lab.preflight.demo import GPT
 from fp8.lab.trace import trace
+from tests.shared import parametrize
 
 
 def flops(model, *args):
@@ -33,7 +32,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@parametrize("name", MODELS)
 def test_flops_are_those_of_the_counter(name):
     model, args = MODELS[name]
     products = trace(model.eval(), args)
@@ -78,7 +77,7 @@ class OfWeights(nn.Module):
 
     def forward(self, x):
         if self.how == "mask":
-            return F.linear(x, self.layer.weight.half() * self.mask)
+            return nn.functional.linear(x, self.layer.weight.half() * self.mask)
         with torch.autocast(
             "cpu", dtype=torch.bfloat16, enabled=self.how == "autocast"
         ):
@@ -90,9 +89,7 @@ class OfWeights(nn.Module):
         )
 
 
-@pytest.mark.parametrize(
-    "how", ["plain", "autocast", "weight_norm", "spectral_norm", "mask", "sparse"]
-)
+@parametrize("how", "plain autocast weight_norm spectral_norm mask sparse".split())
 def test_a_computed_weight_belongs_to_its_layer(how):
     first, *others = trace(OfWeights(how), torch.randn(3, 6))
     assert (first.layer, first.kind, first.why_not) == ("layer", "linear", "")

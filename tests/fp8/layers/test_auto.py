@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import pickle
 import re
 
 import pytest
@@ -17,9 +16,8 @@ from fp8 import RECIPES
 from fp8.adapters import accelerate, lightning, torchao, transformer_engine
 from fp8.recipes.recipe import needs_unit_scale
 from fp8.training.fsdp import gather_in_fp8
+from tests.shared import linears, pairs, parametrize, pickled, warns
 from unit_scaling.transforms import simulate_fp8, unit_scale
-
-parametrize = pytest.mark.parametrize
 
 AUTO_BY_DEFAULT = [
     fp8.convert,
@@ -41,7 +39,7 @@ def test_it_is_the_default_everywhere(function):
 
 def plain():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    return linears(32, 32, nn.GELU, 32)
 
 
 def chosen(model):
@@ -83,7 +81,7 @@ def test_each_layer_has_the_recipe_that_it_needs(name):
     assert chosen(model) == names
     assert chosen(copy.deepcopy(model)) == names
     whys = [row.why for row in fp8.report(model) if row.done == "converted"]
-    for why, recipe in zip(whys, names, strict=True):
+    for why, recipe in pairs(whys, names):
         state = "not unit-scaled" if recipe == "tensor" else "unit-scaled"
         assert why.startswith(f"{recipe} (auto: {state})")
 
@@ -96,7 +94,7 @@ def test_the_order_of_unit_scale_and_convert_does_not_matter():
     x = torch.randn(64, 32)
     assert torch.equal(first(x), second(x))
     assert torch.equal(first(x), simulate_fp8(unit_scale(plain()))(x))
-    assert chosen(pickle.loads(pickle.dumps(first))) == chosen(first)
+    assert chosen(pickled(first)) == chosen(first)
 
 
 def test_a_recipe_by_name_stays():
@@ -149,13 +147,13 @@ def test_unit_by_name_for_a_plain_model_warns_once():
     pattern = re.escape(
         "recipe 'unit', given by name, casts without scales, and 2 of 2"
     )
-    with pytest.warns(fp8.warnings.RecipeWarning, match=pattern) as seen:
+    with warns(pattern, fp8.warnings.RecipeWarning) as seen:
         model = fp8.convert(fp8.convert(model, "unit"), "unit")
     assert len(seen) == 1
     assert seen[0].filename == __file__
-    with pytest.warns(fp8.warnings.RecipeWarning, match="by name"):
+    with warns("by name", fp8.warnings.RecipeWarning):
         fp8.initialize(plain(), None, "O1", recipe="unit")
-    with pytest.warns(fp8.warnings.RecipeWarning, match="1 of 2 .*the first is '1'"):
+    with warns("1 of 2 .*the first is '1'", fp8.warnings.RecipeWarning):
         fp8.convert(nn.Sequential(uu.Linear(8, 8), nn.Linear(8, 8)), "unit_e4m3")
     with fp8.strict(), pytest.raises(fp8.warnings.RecipeWarning):
         fp8.convert(plain(), "unit")

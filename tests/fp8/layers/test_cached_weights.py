@@ -11,13 +11,11 @@ from torch import nn
 import fp8
 from fp8.kernels import product
 from fp8.layers import cached_weights as module
-from tests.fp8.operands import normal
-
-parametrize = pytest.mark.parametrize
+from tests.shared import in_one_graph, normal, parametrize, pickled, refuses
 
 pytestmark = pytest.mark.native
 
-RECIPES = ["unit", "tensor", "row", "row_gw_hp", "static"]
+RECIPES = "unit tensor row row_gw_hp static".split()
 LAYERS, MICRO, STEPS = 2, 3, 2
 
 
@@ -84,7 +82,7 @@ def test_micro_batches_cast_once_and_equal_to_the_bit(recipe, casts):
 def test_compiled(recipe, backend, monkeypatch):
     """A graph reads the casts; after the first step they are cast by compiled code, too."""
     plain, model, casts = make(recipe), make(recipe), []
-    want = train(plain, torch.compile(plain, fullgraph=True, backend=backend))
+    want = train(plain, in_one_graph(plain, backend))
     compile, cast = module._compiled, module.WeightCast.cast
     monkeypatch.setattr(
         module, "_compiled", lambda *args: casts.append("compiled") or compile(*args)
@@ -92,7 +90,7 @@ def test_compiled(recipe, backend, monkeypatch):
     monkeypatch.setattr(
         module.WeightCast, "cast", lambda *args: casts.append("all") or cast(*args)
     )
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = in_one_graph(model, backend)
     with fp8.cached_weights(model):
         compiled(normal(16, 32))
         with torch._dynamo.config.patch(error_on_recompile=True):
@@ -122,9 +120,7 @@ def test_changes_that_torch_counts_are_cast_in_eager_mode():
 def test_a_stale_cast_is_an_error(compiled, ends):
     """A write through .data, and any write between calls of a graph."""
     model, x = make(), normal(16, 32)
-    call = (
-        torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    )
+    call = in_one_graph(model) if compiled else model
 
     def run():
         with fp8.cached_weights(model):
@@ -138,7 +134,7 @@ def test_a_stale_cast_is_an_error(compiled, ends):
             if ends == "step":
                 torch.optim.SGD(model.parameters(), 0.1).step()
 
-    with pytest.raises(RuntimeError, match=r"'2' was changed inside"):
+    with refuses(r"'2' was changed inside", RuntimeError):
         run()
     assert not hasattr(model[2].weight, "fp8_cache")
 
@@ -148,7 +144,7 @@ def test_copies_carry_no_cast():
     size = len(pickle.dumps(model.state_dict()))
     with fp8.cached_weights(model):
         model(x)
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        copies = [copy.deepcopy(model), pickled(model)]
         assert len(pickle.dumps(model.state_dict())) == size
         for other in copies:
             with torch.no_grad():
@@ -161,7 +157,7 @@ def test_copies_carry_no_cast():
 
 
 def test_what_is_not_cached():
-    with pytest.raises(TypeError, match="cached_weights needs"), fp8.cached_weights(3):  # type: ignore[arg-type]
+    with refuses("cached_weights needs", TypeError), fp8.cached_weights(3):  # type: ignore[arg-type]
         pass
     for model in (
         nn.Linear(16, 16),
@@ -170,7 +166,7 @@ def test_what_is_not_cached():
         fp8.convert(nn.Linear(16, 16), "static", backend="native"),  # not set yet
     ):
         with (
-            pytest.raises(ValueError, match="no layer of Linear"),
+            refuses("no layer of Linear"),
             fp8.cached_weights(model),
         ):
             pass
@@ -184,5 +180,5 @@ def test_other_casts_are_those_of_the_products():
     with fp8.cached_weights(model):
         with fp8.override(model, ("*", None, "row")):
             assert torch.equal(model(x), want)
-        with pytest.raises(ValueError, match="no layer"), fp8.cached_weights(model):
+        with refuses("no layer"), fp8.cached_weights(model):
             pass

@@ -9,8 +9,7 @@ from torch import nn
 import fp8
 from fp8 import RECIPES
 from fp8.layers.select import LAYERS
-
-parametrize = pytest.mark.parametrize
+from tests.shared import linears, pairs, parametrize, warns
 
 # Layer -> (constructor, input).
 MAKE = {
@@ -90,8 +89,7 @@ def test_a_converted_layer_computes_what_autocast_does(kind, recipe):
     grads = torch.autograd.grad(got.square().sum(), list(layer.parameters()))
     assert torch.equal(got, want)
     assert not torch.equal(got, plain)
-    for one, other in zip(grads, want_grads, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, grads, want_grads))
     fp8.revert(layer)
     assert type(layer) is kind
     assert torch.equal(first(layer(*inputs)), plain)
@@ -105,7 +103,7 @@ def test_the_model_stays_itself(model):
     signature = inspect.signature(model.a.forward)
     fp8.convert(model, "unit")
     after = list(model.state_dict(keep_vars=True).items())
-    assert all(k == n and p is q for (k, p), (n, q) in zip(before, after, strict=True))
+    assert all(k == n and p is q for (k, p), (n, q) in pairs(before, after))
     assert isinstance(model.a, nn.Linear)
     assert model.a is model.b
     assert model.head.weight is model.embed.weight
@@ -171,7 +169,7 @@ def test_the_fast_path_of_an_encoder_does_not_skip_its_layers():
 
 def test_a_layer_with_another_forward_is_left_alone():
     """As hooks of other libraries set it: what they call is the forward that was there before."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = linears(8, 8, 8)
     model[0].forward = lambda x, forward=model[0].forward: forward(x)
     assert [row.done for row in fp8.report(fp8.convert(model))] == [
         "left alone",
@@ -180,9 +178,9 @@ def test_a_layer_with_another_forward_is_left_alone():
     assert "forward was replaced" in fp8.report(model)[0].why
 
 
-@parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+@parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
 def test_attention_with_more_keys_is_left_alone(options):
-    with pytest.warns(fp8.warnings.ConvertWarning, match="not supported"):
+    with warns("not supported", fp8.warnings.ConvertWarning):
         model = fp8.convert(nn.Sequential(nn.MultiheadAttention(8, 2, **options)))
     assert fp8.report(model)[0].why == "add_bias_kv and add_zero_attn are not supported"
     x = torch.randn(3, 2, 8)
@@ -190,7 +188,7 @@ def test_attention_with_more_keys_is_left_alone(options):
 
 
 def test_a_stored_weight_is_no_layer_that_was_not_chosen():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model = linears(16, 16, 16)
     model[0].requires_grad_(False)
     rows = fp8.report(fp8.store_frozen(model))
     assert [row.left_alone for row in rows] == [True, True]
@@ -200,10 +198,10 @@ def test_a_stored_weight_is_no_layer_that_was_not_chosen():
     assert rows[1].why == "not chosen"
 
 
-@parametrize("recipe", ["tensor", "nvfp4", "delayed", "static"])
+@parametrize("recipe", "tensor nvfp4 delayed static".split())
 def test_shapes_on_the_meta_device(recipe):
     with torch.device("meta"):
-        model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8)), recipe)
+        model = fp8.convert(linears(32, 16, 8), recipe)
         y = model(torch.empty(4, 32))
     y.sum().backward()
     assert y.shape == (4, 8)

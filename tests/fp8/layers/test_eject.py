@@ -15,12 +15,10 @@ from torch.nn.utils import parametrizations
 
 import fp8
 from fp8.layers.eject import MAX_LINES, WIDTH
-from tests.fp8.operands import normal
+from tests.shared import linears, normal, parametrize, refuses
 from unit_scaling.transforms import unit_scale
 
 from . import eject_models
-
-parametrize = pytest.mark.parametrize
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 
@@ -163,7 +161,7 @@ def test_the_table_of_layers(tmp_path):
             assert [bits.view(torch.float32) for bits in fixed] == [
                 2.0 ** scales[r] for r in roles
             ]
-    with pytest.raises(ValueError, match="1400 layers do not fit"):
+    with refuses("1400 layers do not fit"):
         fp8.eject(many(200), tmp_path / "more.py")
 
 
@@ -177,12 +175,12 @@ def test_a_model_that_is_one_layer(tmp_path):
     assert layer(x[:0]).shape == (0, 4)
     module.Float8Linear.enabled = False
     assert torch.allclose(layer(x), wanted)
-    with pytest.raises(TypeError, match="a Float8Linear is not"):
+    with refuses("a Float8Linear is not", TypeError):
         module.convert(layer)
 
 
 @pytest.mark.native
-@parametrize("recipe", ["unit", "tensor", "row", "row_gw_hp"])
+@parametrize("recipe", "unit tensor row row_gw_hp".split())
 def test_kernels(tmp_path, recipe):
     """torch's FP8 product, of a CPU, computes what the simulation does, up to two roundings of a
     result to bfloat16: 2**-8 of it each, and it is at most the sum of its terms' magnitudes."""
@@ -205,7 +203,7 @@ def test_kernels(tmp_path, recipe):
 
 
 def delayed():
-    return fp8.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "delayed")
+    return fp8.convert(linears(4, 4, 4), "delayed")
 
 
 def switched():
@@ -273,7 +271,7 @@ REFUSED = {
 @parametrize("name", REFUSED)
 def test_what_is_refused(tmp_path, name):
     make, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
+    with refuses(message):
         fp8.eject(make(), tmp_path / "no.py")
     assert not list(tmp_path.iterdir())
 
@@ -281,7 +279,7 @@ def test_what_is_refused(tmp_path, name):
 def test_bad_arguments(tmp_path):
     model = fp8.convert(nn.Linear(4, 4), "tensor")
     for name in ("my-fp8.py", "fp8.txt", "fp8"):
-        with pytest.raises(ValueError, match="eject writes a module"):
+        with refuses("eject writes a module"):
             fp8.eject(model, tmp_path / name)
-    with pytest.raises(TypeError, match="eject"):
+    with refuses("eject", TypeError):
         fp8.eject(model.weight, tmp_path / "my.py")

@@ -1,7 +1,6 @@
 """Mixtures of experts of the library transformers: real classes, tiny, in all implementations."""
 
 import logging
-import warnings
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8
 from fp8.layers.roles import with_role
 from fp8.layers.select import layers_of
-from tests.fp8.operands import randn
+from tests.shared import parametrize, quietly, randn
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     transformers = pytest.importorskip("transformers", reason="its models")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
@@ -51,7 +49,7 @@ OWN = {
 }
 ROUTER = {"GptOss": "router"}
 
-each_model = pytest.mark.parametrize("name", OWN)
+each_model = parametrize("name", OWN)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +117,7 @@ E4M3 = fp8.Cast(format="e4m3", scaling="tensor")
 ALL = fp8.Recipe(name="all", input=E4M3, weight=E4M3, grad=E4M3)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "implementation"),
     [
         *((name, "grouped_mm") for name in OWN),

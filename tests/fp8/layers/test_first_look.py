@@ -6,14 +6,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fp8
 import unit_scaling.functional as U
-from tests.fp8.operands import normal
+from tests.shared import linears, normal, parametrize
 from unit_scaling.transforms import simulate_fp8, unit_scale
-
-parametrize = pytest.mark.parametrize
 
 TARGETS = torch.arange(64) % 32
 
@@ -31,7 +28,7 @@ def batch(seed=0):
     return normal(64, 64, seed=seed)
 
 
-def step(model, loss=F.cross_entropy, scale=2.0**-12, around=None):
+def step(model, loss=nn.functional.cross_entropy, scale=2.0**-12, around=None):
     """A backward pass. scale: of the loss: plain models of a usual size have such gradients."""
     if around is None:
         y = model(batch())
@@ -171,14 +168,14 @@ def test_compiled_code_does_not_look():
             return model(x)
 
     assert not seen_in(
-        lambda: (F.cross_entropy(run(batch()), TARGETS) * 1e-6).backward()
+        lambda: (nn.functional.cross_entropy(run(batch()), TARGETS) * 1e-6).backward()
     )
 
 
 @parametrize("factor", [1.0, 2.0**16])
 def test_a_loss_that_is_not_the_calibrated_one_is_named(factor):
     """A GradScaler multiplies the loss, and fp8.calibrate was called without it."""
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    model = linears(64, 128, nn.GELU, 64)
     x = torch.randn(128, 64)
     fp8.convert(model, "static")
     fp8.calibrate(model, x, loss=lambda y: y.square().mean())

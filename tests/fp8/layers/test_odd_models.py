@@ -1,7 +1,6 @@
 """Layers and classes that are not as most are: converted and reverted, or left alone by name."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import fp8
-from tests.fp8.operands import normal
+from tests.shared import normal, pickled, warns
 
 X = normal(16, 32)
 
@@ -96,8 +95,7 @@ def test_products_that_compute_a_weight_are_not_the_layer_s(
     parametrize.register_parametrization(module, name, low)
     if not after:
         fp8.convert(module, recipe, backend="simulate")
-    for found, expected in zip(run(module), run(merged), strict=True):
-        assert torch.equal(found, expected)
+    assert all(map(torch.equal, run(module), run(merged)))
     buffers = dict(module.named_buffers())
     assert all(
         torch.equal(buffers[key], value) for key, value in merged.named_buffers()
@@ -146,7 +144,7 @@ def test_weights_that_no_recipe_casts_are_left_alone():
     sparse.weight = nn.Parameter(sparse.weight.detach().to_sparse_csr())
     model = nn.ModuleList([layer(dtype=torch.complex64), sparse])
     expected = [model[0](X.to(torch.complex64)), model[1](X)]
-    with pytest.warns(fp8.warnings.ConvertWarning, match="torch.complex64"):
+    with warns("torch.complex64", fp8.warnings.ConvertWarning):
         fp8.convert(model)
     why = [row.why for row in fp8.report(model).left_alone]
     assert why == [
@@ -169,9 +167,7 @@ class Reduced(nn.Linear):
 
 @pytest.mark.parametrize("recipe", ["tensor", "static", "delayed"])
 @pytest.mark.parametrize("cls", [nn.Linear, Reduced])
-@pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
-)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickled(m)])
 def test_copies_have_the_settings_and_scales_of_the_layer(way, cls, recipe):
     model = fp8.convert(nn.Sequential(cls(16, 16)), recipe)
     x = normal(4, 16)

@@ -1,10 +1,9 @@
 """Recipe "static": what `fp8.calibrate` sets, what the casts then do, and where scales are kept."""
 
-import copy
 import json
 import math
-import pickle
 import random
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -17,8 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8
 from fp8.warnings import ScaleWarning
 from tests.fp8.compare import assert_same
-from tests.fp8.operands import normal, randn
-from tests.launch import run_ranks
+from tests.launch import needs_gloo, run_ranks
+from tests.shared import (
+    in_one_graph,
+    linears,
+    normal,
+    pairs,
+    parametrize,
+    pickled,
+    randn,
+    refuses,
+    warns,
+)
 from unit_scaling.transforms import unit_scale
 
 STATIC = fp8.RECIPES["static"]
@@ -148,29 +157,20 @@ def test_refusals():
         lambda: fp8.calibrate(model),
         lambda: fp8.calibrate(model, x, scales={}),
     ):
-        with pytest.raises(
-            ValueError, match="either a batch, to measure, or scales, to set"
-        ):
+        with refuses("either a batch, to measure, or scales, to set"):
             call()
-    with pytest.raises(
-        ValueError,
-        match=r"loss must return a tensor of one element, got a tensor of shape",
-    ):
+    with refuses(r"loss must return a tensor of one element, got a tensor of shape"):
         fp8.calibrate(model, x, lambda y: y)
-    with pytest.raises(
-        ValueError, match=r"no product of Linear has static scales\. fp8\.convert"
-    ):
+    with refuses(r"no product of Linear has static scales\. fp8\.convert"):
         fp8.calibrate(nn.Linear(8, 8), x)
-    with pytest.raises(TypeError, match=r"calibrate needs an nn\.Module, got int"):
+    with refuses(r"calibrate needs an nn\.Module, got int", TypeError):
         fp8.calibrate(5, x)
     good = dict.fromkeys(ROLES, 0)
-    with pytest.raises(ValueError, match="'input' is missing, one of 1"):
+    with refuses("'input' is missing, one of 1"):
         fp8.calibrate(model, scales={"weight": 0, "grad": 0})
-    with pytest.raises(ValueError, match="'other' is not in the model, one of 1"):
+    with refuses("'other' is not in the model, one of 1"):
         fp8.calibrate(model, scales=good | {"other": 1})
-    with pytest.raises(
-        ValueError, match=r"'weight' is a whole number from -126 to 126, got 0\.5"
-    ):
+    with refuses(r"'weight' is a whole number from -126 to 126, got 0\.5"):
         fp8.calibrate(model, scales=good | {"weight": 0.5})
     assert fp8.calibration(model) == dict.fromkeys(ROLES)
 
@@ -191,14 +191,12 @@ def test_the_first_step_measures_by_itself():
             abs(e - fp8.calibration(twin)[name]) <= 1
         )  # from operands that were cast before
     known = fp8.calibration(model)
-    with pytest.warns(
-        fp8.warnings.ScaleWarning, match="RMS of the input of 'conv' is 97 times"
-    ):
+    with warns("RMS of the input of 'conv' is 97 times", fp8.warnings.ScaleWarning):
         step(model, 100 * batch(1))
     assert fp8.calibration(model) == known
 
 
-@pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
+@parametrize("bad", [0.0, math.inf, math.nan])
 def test_zeros_inf_and_nan_set_nothing_until_they_are_numbers(bad):
     head = nn.Linear(16, 16, bias=False)
     model = fp8.convert(nn.Sequential(nn.Linear(8, 16), head), "static")
@@ -236,12 +234,12 @@ def test_state_dict_json_copies_and_pickles(tmp_path):
     for other in (
         loaded,
         written,
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
+        deepcopy(model),
+        pickled(model),
     ):
         assert fp8.calibration(other) == scales
         assert_same(step(other.eval(), x), expected)
-    plain = fp8.revert(copy.deepcopy(model))
+    plain = fp8.revert(deepcopy(model))
     assert list(plain.state_dict()) == list(net().state_dict())
     model.load_state_dict(net().state_dict())  # of the plain model: they begin anew
     assert set(fp8.calibration(model).values()) == {None}
@@ -262,7 +260,7 @@ def test_auto_is_static_where_it_was_calibrated():
     written = fp8.convert(net())
     assert fp8.calibrate(written, scales=scales) == scales
     expected = step(named.eval(), x)
-    for other in (model, written, pickle.loads(pickle.dumps(model))):
+    for other in (model, written, pickled(model)):
         assert_same(step(other.eval(), x), expected)
     assert fp8.calibration(fresh) == scales
     assert fresh.first.fp8_recipe == STATIC
@@ -273,7 +271,7 @@ def test_calibration_may_be_the_first_call_of_a_model_of_unit_scale():
 
     def made(batch):
         torch.manual_seed(0)
-        inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8))
+        inner = linears(16, 16, nn.GELU, 8)
         inner = unit_scale(inner, batch=batch)
         return fp8.convert(nn.Sequential(nn.Flatten(), inner))
 
@@ -281,10 +279,8 @@ def test_calibration_may_be_the_first_call_of_a_model_of_unit_scale():
     model, known = made(None), made(x)
     want = fp8.calibrate(known, x)
     assert fp8.calibrate(model, x) == want
-    assert want != fp8.calibrate(
-        fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))), x
-    )
-    for one, two in zip(model.parameters(), known.parameters(), strict=True):
+    assert want != fp8.calibrate(fp8.convert(linears(16, 16, 8)), x)
+    for one, two in pairs(model.parameters(), known.parameters()):
         assert torch.equal(one, two)
         assert not one.mup_pending
     y = model(x)
@@ -296,10 +292,10 @@ def test_calibration_may_be_the_first_call_of_a_model_of_unit_scale():
 @pytest.mark.filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
 def test_compiled_code_reads_the_scales_that_are_set():
     """No graph is made again when scales change their values; none measures when they are known."""
-    model = fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), "static")
+    model = fp8.convert(linears(16, 16, 8), "static")
     x = normal(32, 16)
     fp8.calibrate(model, x)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled = in_one_graph(model, "eager")
 
     def both(x):
         y = compiled(x)
@@ -333,9 +329,9 @@ class Readers(nn.Module):
 @pytest.mark.filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
 def test_layers_that_read_one_tensor_share_its_scale():
     model, x = fp8.convert(Readers(), "static"), normal(3, 8, 16)
-    want = copy.deepcopy(model)(x)
+    want = deepcopy(model)(x)
     fp8.calibrate(model, x)
-    for each in (model, copy.deepcopy(model)):
+    for each in (model, deepcopy(model)):
         read = [
             vars(layer.fp8_measured)["fp8_scale_input"]
             for layer in (each.q, each.k, each.o)
@@ -355,7 +351,7 @@ def test_stats_warn_where_an_operand_has_left_its_scale():
         model(2.0**5 * x).sum().backward()
     with (
         seen,
-        pytest.warns(ScaleWarning, match="input of .model.*call fp8.calibrate again"),
+        warns("input of .model.*call fp8.calibrate again", ScaleWarning),
     ):
         model(2.0**7 * x)
     with seen:  # once
@@ -371,9 +367,7 @@ def one_of_two_processes(rank, store):
 
     def make():
         torch.manual_seed(0)
-        return fp8.convert(
-            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), "static"
-        )
+        return fp8.convert(linears(16, 32, nn.GELU, 8), "static")
 
     def square(y):
         return y.square().sum()
@@ -388,8 +382,6 @@ def one_of_two_processes(rank, store):
     assert fp8.calibration(model) == whole
 
 
-@pytest.mark.skipif(
-    not dist.is_gloo_available(), reason="this torch is built without gloo"
-)
+@needs_gloo
 def test_two_processes_have_the_scales_of_the_whole_batch(tmp_path):
     run_ranks(one_of_two_processes, 2, tmp_path / "store")

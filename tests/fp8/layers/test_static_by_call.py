@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -11,10 +10,10 @@ import fp8
 from tests.fp8.blocks import block, keeper
 from tests.fp8.calls import CALLS, name_of, operands
 from tests.fp8.layers.test_static import rms
-from tests.fp8.operands import normal, randn
+from tests.shared import normal, pairs, parametrize, randn, refuses
 
 
-@pytest.mark.parametrize("function", CALLS, ids=name_of)
+@parametrize("function", CALLS, ids=name_of)
 def test_every_product_is_calibrated_by_call(function):
     """Its operands, and the gradient; after that they are cast under these scales."""
     row = CALLS[function]
@@ -38,7 +37,7 @@ def test_every_product_is_calibrated_by_call(function):
     assert [name.split("_")[0] for name in scales] == ["scales.001"] * (len(kinds) + 1)
     assert None not in scales.values()
     assert all(vars(model.scales.fp8_measured).values())
-    cast = [t for t, k in zip(model.tensors, row.kinds, strict=True) if k != "none"]
+    cast = [t for t, k in pairs(model.tensors, row.kinds) if k != "none"]
     for tensor, (name, e) in zip(cast, scales.items(), strict=False):
         assert abs(math.log2(rms(tensor.detach())) - e) <= 0.51, name
     y, exact = model(), model.exact()
@@ -72,5 +71,5 @@ def test_checkpoints_of_a_layer_and_inside_of_it():
             how = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
             return checkpoint(torch.mm, x, x, **how)
 
-    with pytest.raises(NotImplementedError, match="checkpoint the whole layer"):
+    with refuses("checkpoint the whole layer", NotImplementedError):
         inside(randn(8, 8))

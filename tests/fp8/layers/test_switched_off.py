@@ -9,12 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 from tests.fp8.compare import outcome
-from tests.fp8.operands import randn
+from tests.shared import parametrize, randn, refuses
 
 OFF = fp8.autocast(enabled=False)
-REFUSED = pytest.raises(
-    RuntimeError, match=r"outside of fp8\.autocast\(enabled=False\)"
-)
+REFUSED = refuses(r"outside of fp8\.autocast\(enabled=False\)", RuntimeError)
 
 
 class Net(nn.Module):
@@ -56,7 +54,7 @@ def same(got, expected):
     return all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp4", "static", "delayed"])
+@parametrize("recipe", ["mxfp4", "static", "delayed"])
 @pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
 def test_it_is_the_plain_model(recipe):
     plain, model = both(recipe)
@@ -89,8 +87,7 @@ def test_an_override_inside_warns_that_it_has_no_effect():
         fp8.warnings.RecipeWarning, match="no effect inside of fp8.autocast"
     )
     with OFF, warns, fp8.override(model, ("first", None, "tensor")):
-        for one, expected in zip(results(model), results(plain), strict=True):
-            assert torch.equal(one, expected)
+        assert all(map(torch.equal, results(model), results(plain)))
 
 
 WAYS = {
@@ -100,7 +97,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@parametrize("way", WAYS)
 def test_checkpoints(way):
     """Recomputed in high precision too, or refused by name if they recompute."""
     plain, model = both()

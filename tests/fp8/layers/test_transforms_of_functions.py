@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import fp8
-from tests.fp8.operands import normal, randn
+from tests.shared import normal, parametrize, randn, refuses
 
 
 class Net(nn.Module):
@@ -40,14 +40,14 @@ MODELS = {
     "jacrev": lambda net, x: jacrev(net.inner)(x[0]),
     "functional_call": adapted,
 }
-each_model = pytest.mark.parametrize("name", MODELS)
+each_model = parametrize("name", MODELS)
 
 
 @pytest.mark.vmap
 @each_model
 def test_what_would_be_stored_is_refused_by_name(name):
     x = normal(4, 8)
-    refused = pytest.raises(NotImplementedError, match="under a transform of torch")
+    refused = refuses("under a transform of torch", NotImplementedError)
     with refused:
         fp8.calibrate(fp8.convert(Net(MODELS[name]), "static"), x)
     for recipe in ("static", "delayed"):
@@ -70,7 +70,7 @@ def test_scales_that_are_set_are_used(name):
     assert set(fp8.calibration(model).values()) == {0}
 
 
-@pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "bf16"])
+@parametrize("recipe", "unit tensor row bf16".split())
 @pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
 def test_forward_mode_is_refused_without_gradients_too(recipe):
     """Where no backward pass is recorded, a cast is no autograd function, and loses the tangent."""
@@ -82,7 +82,6 @@ def test_forward_mode_is_refused_without_gradients_too(recipe):
             layer(forward_ad.make_dual(x, x))
 
 
-REFUSED_FORWARD = pytest.raises(
-    NotImplementedError,
-    match=r"no forward mode AD .* and for a Hessian torch.func.jacrev",
+REFUSED_FORWARD = refuses(
+    r"no forward mode AD .* and for a Hessian torch.func.jacrev", NotImplementedError
 )

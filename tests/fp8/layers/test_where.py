@@ -12,8 +12,7 @@ from fp8 import Policy
 from fp8.adapters import torchao
 from fp8.training.fsdp import gather_in_fp8
 from notebooks.nanogpt.model import GPT, GPTConfig
-
-parametrize = pytest.mark.parametrize
+from tests.shared import linears, pairs, parametrize, refuses, warns
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,9 +65,7 @@ def flat():
 
 
 def mlp():
-    return nn.Sequential(
-        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 5)
-    )
+    return linears(32, 64, nn.GELU, 32, 5)
 
 
 def experts():
@@ -100,15 +97,13 @@ def any_of(name, patterns):
 
 
 @parametrize("policy", [Policy.hidden, Policy.umup])
-@parametrize("make", PATTERNS, ids=lambda make: make.__name__)
+@parametrize("make", PATTERNS)
 def test_published_policies(make, policy):
     outside, joining = PATTERNS[make]
     if policy is Policy.umup:
         outside = outside + joining
     if policy is Policy.umup and make is mlp:
-        with pytest.raises(
-            ValueError, match=r"role 'residual' is not found in this Sequential"
-        ):
+        with refuses(r"role 'residual' is not found in this Sequential"):
             fp8.convert(make(), policy("unit"))
         return
     model = fp8.convert(make(), policy("unit", others="bf16"))
@@ -136,7 +131,7 @@ def test_a_layer_of_gpt2_is_a_linear_layer(recipe):
         results.append(
             [y, grads[0], grads[1].T if module is plain else grads[1], grads[2]]
         )
-    for got, want in zip(*results, strict=True):
+    for got, want in pairs(*results):
         torch.testing.assert_close(got, want)
     assert "Conv1D" in repr(fp8.revert(layer))
 
@@ -157,7 +152,7 @@ def test_a_layer_of_gpt2_is_a_linear_layer(recipe):
 def test_other_choices_are_refused_and_change_nothing(where, message):
     model = fp8.convert(mlp(), "row")
     for call in (fp8.convert, fp8.store_frozen, gather_in_fp8, torchao.convert):
-        with pytest.raises(TypeError, match=message):
+        with refuses(message, TypeError):
             call(model.requires_grad_(False), where=where)
     assert {
         module.fp8_recipe.name for module in model if hasattr(module, "fp8_recipe")
@@ -194,7 +189,7 @@ def test_a_choice_of_nothing_warns_each_time(name, before):
     if before and name != "gather_in_fp8":
         fp8.convert(model, "tensor")
     for _ in range(2):
-        with pytest.warns(fp8.warnings.ConvertWarning, match="no") as seen:
+        with warns("no", fp8.warnings.ConvertWarning) as seen:
             CHOOSE[name](model)
         assert [warning.filename for warning in seen] == [__file__]
 
@@ -215,7 +210,7 @@ NOTHING = {
 
 @parametrize("message", NOTHING)
 def test_a_conversion_that_changes_nothing_warns(message):
-    with pytest.warns(fp8.warnings.ConvertWarning, match=message) as seen:
+    with warns(message, fp8.warnings.ConvertWarning) as seen:
         NOTHING[message]()
     assert [warning.filename for warning in seen] == [__file__]
     with fp8.strict(), pytest.raises(fp8.warnings.ConvertWarning):

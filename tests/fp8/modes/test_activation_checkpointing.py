@@ -9,18 +9,23 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fp8
 import unit_scaling as uu
-from tests.fp8.operands import normal, randn
-
-parametrize = pytest.mark.parametrize
+from tests.shared import (
+    in_one_graph,
+    linears,
+    normal,
+    parametrize,
+    randn,
+    refuses,
+)
 
 
 @parametrize("backend", ["simulate", pytest.param("native", marks=pytest.mark.native)])
 def test_the_error_names_the_remedy(backend):
     """Where the segment ends with a product, which reads what is recomputed first."""
-    block = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    block = linears(16, 16, nn.GELU, 16)
     with fp8.autocast("tensor", backend=backend):
         y = checkpoint(block, normal(16, 16), use_reentrant=False)
-    with pytest.raises(CheckpointError, match=r"context_fn=fp8\.checkpoint_contexts"):
+    with refuses(r"context_fn=fp8\.checkpoint_contexts", CheckpointError):
         y.sum().backward()
 
 
@@ -40,11 +45,11 @@ def test_checkpointing_with_the_context_or_compiled_is_cast(compiled):
         expected = CHECKPOINTED(x)
     assert not torch.equal(expected, CHECKPOINTED(x))
     if compiled:
-        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+        run = in_one_graph(run)
     parameters = list(CHECKPOINTED.parameters())
     wanted = torch.autograd.grad(expected.square().sum(), parameters)
     got = torch.autograd.grad(run().square().sum(), parameters)
-    assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+    assert all(map(torch.equal, got, wanted))
     assert torch.equal(run(), expected)
 
 
@@ -52,7 +57,7 @@ def test_reentrant_checkpointing_is_refused_by_name():
     x = randn(5, 8)
     with (
         fp8.autocast("unit"),
-        pytest.raises(RuntimeError, match=r"use_reentrant=True.*context_fn"),
+        refuses(r"use_reentrant=True.*context_fn", RuntimeError),
     ):
         checkpoint(CHECKPOINTED, x, use_reentrant=True)
     with (
@@ -77,7 +82,7 @@ def test_reentrant_checkpointing_of_modules_of_unit_scaling_is_refused_too():
     scaled, x = uu.Linear(8, 8), randn(5, 8)
     with (
         fp8.autocast("unit"),
-        pytest.raises(RuntimeError, match=r"use_reentrant=True.*context_fn"),
+        refuses(r"use_reentrant=True.*context_fn", RuntimeError),
     ):
         checkpoint(scaled, x, use_reentrant=True)
 

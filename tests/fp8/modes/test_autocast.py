@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fp8
@@ -14,9 +15,7 @@ from fp8.modes.dispatch import COMPOSED, PRODUCTS
 from fp8.products.active import product_recipe
 from fp8.recipes.recipe import get_recipe
 from tests.fp8.calls import CALLS, COARSE, MATMUL, OFF, cast, forms, name_of, operands
-from tests.fp8.operands import normal, randn
-
-parametrize = pytest.mark.parametrize
+from tests.shared import in_one_graph, normal, pairs, parametrize, randn, refuses
 
 
 def test_every_row_of_products_is_here():
@@ -26,13 +25,13 @@ def test_every_row_of_products_is_here():
     assert set(CALLS) == set(PRODUCTS) - elsewhere
 
 
-@parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@parametrize("dtype", [torch.float32, torch.bfloat16])
 @parametrize("function", CALLS, ids=name_of)
 def test_rows(function, dtype):
     """In every form: the product of the operands cast, in the operands' dtype."""
     row = CALLS[function]
     casts = [getattr(COARSE, kind, None) for kind in row.kinds]
-    rounded = [cast(t, c) for t, c in zip(operands(row, dtype), casts, strict=True)]
+    rounded = [cast(t, c) for t, c in pairs(operands(row, dtype), casts)]
     expected = function(*row.before, *rounded, **row.kwargs)
     plain = function(*row.before, *operands(row, dtype), **row.kwargs)
     assert not torch.allclose(expected, plain)
@@ -43,7 +42,7 @@ def test_rows(function, dtype):
         with fp8.autocast(COARSE):
             y = call()
         assert y.dtype == dtype
-        torch.testing.assert_close(y, expected, **near)
+        assert_close(y, expected, **near)
         assert torch.equal(call(), plain)  # the block is over
 
 
@@ -60,17 +59,15 @@ def test_gradients(function):
         y = function(*row.before, *got, **row.kwargs)
     straight = [
         t if c is None else t + (cast(t.detach(), c) - t).detach()
-        for t, c in zip(expected, casts, strict=True)
+        for t, c in pairs(expected, casts)
     ]
     z = function(*row.before, *straight, **row.kwargs)
     g = normal(*y.shape, seed=9).double() * OFF
     grads = torch.autograd.grad(y, got, g)
     wanted = torch.autograd.grad(z, expected, cast(g, COARSE.grad), retain_graph=True)
     exact = torch.autograd.grad(z, expected, g)
-    for one, rounded, untouched, kind in zip(
-        grads, wanted, exact, row.kinds, strict=True
-    ):
-        torch.testing.assert_close(one, untouched if kind == "none" else rounded)
+    for one, rounded, untouched, kind in pairs(grads, wanted, exact, row.kinds):
+        assert_close(one, untouched if kind == "none" else rounded)
 
 
 WITH_OUT = [torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv]
@@ -80,7 +77,7 @@ WITH_OUT += [torch.addmm, torch.baddbmm]
 @parametrize("function", WITH_OUT, ids=name_of)
 def test_out_is_refused_by_name(function):
     row = CALLS[function]
-    with fp8.autocast("unit"), pytest.raises(ValueError, match="cannot write to out="):
+    with fp8.autocast("unit"), refuses("cannot write to out="):
         function(*operands(row), **row.kwargs, out=torch.empty(0))
 
 
@@ -138,7 +135,7 @@ def test_calls_with_products_inside_are_left_and_named_once(name):
     with (
         fp8.strict(),
         fp8.autocast("unit"),
-        pytest.raises(fp8.warnings.RecipeWarning, match=name),
+        refuses(name, fp8.warnings.RecipeWarning),
     ):
         LEFT_CALLS[name](x)
 
@@ -155,7 +152,7 @@ def test_calls_with_products_inside_are_left_and_named_once(name):
 def test_a_loss_that_contains_the_last_product_is_composed(given):
     x, w, y = randn(7, 8), randn(5, 8, seed=1), torch.arange(7) % 5
     given = {**given, "linear_bias": normal(5)} if "linear_bias" in given else given
-    torch.testing.assert_close(
+    assert_close(
         COMPOSED[F.linear_cross_entropy](x, w, y, **given),
         F.linear_cross_entropy(x, w, y, **given),
     )
@@ -178,20 +175,20 @@ def test_nested_blocks():
 
     none, plain = Recipe(name="none"), F.linear(x, w)
     with fp8.autocast("unit"):
-        torch.testing.assert_close(F.linear(x, w), product("unit"))
+        assert_close(F.linear(x, w), product("unit"))
         with fp8.autocast(COARSE) as mode:
-            torch.testing.assert_close(F.linear(x, w), product(COARSE))
+            assert_close(F.linear(x, w), product(COARSE))
             with mode, fp8.autocast(none):
                 assert torch.equal(F.linear(x, w), plain)
                 assert product_recipe() is none
-            torch.testing.assert_close(F.linear(x, w), product(COARSE))
+            assert_close(F.linear(x, w), product(COARSE))
         with pytest.raises(RuntimeError), fp8.autocast(COARSE):
             F.linear(x, w.double())
         assert product_recipe() is fp8.RECIPES["unit"]
     assert product_recipe() is None
 
 
-@parametrize("given", [{"recipe": "unit"}, {"enabled": False}], ids=str)
+@parametrize("given", [{"recipe": "unit"}, {"enabled": False}])
 def test_as_a_decorator(given):
     x, w = normal(5, 8), normal(6, 8)
     with fp8.autocast(**given):
@@ -203,17 +200,13 @@ def test_as_a_decorator(given):
 
     with fp8.autocast(COARSE):
         assert torch.equal(product(x), expected)
-    assert torch.equal(
-        torch.compile(product, backend="eager", fullgraph=True)(x), expected
-    )
+    assert torch.equal(in_one_graph(product, "eager")(x), expected)
     assert product.__name__ == "product"
 
     def late():
         yield
 
-    with pytest.raises(
-        TypeError, match="late goes on after its call: open the block inside"
-    ):
+    with refuses("late goes on after its call: open the block inside", TypeError):
         fp8.autocast(**given)(late)
 
 
@@ -229,11 +222,11 @@ def test_a_block_made_outside_of_what_is_compiled():
     compiled = torch.compile(product, backend="eager")  # breaks the graph there
     assert torch.equal(compiled(x), product(x))
     torch.compiler.reset()
-    whole = torch.compile(product, backend="eager", fullgraph=True)
+    whole = in_one_graph(product, "eager")
     if torch.__version__ >= (2, 14):
         assert torch.equal(whole(x), product(x))
         return
-    with pytest.raises(RuntimeError, match="autocast"):
+    with refuses("autocast", RuntimeError):
         whole(x)
 
 
@@ -292,9 +285,7 @@ def test_disabled_it_computes_as_torch_does(around):
             return a @ b
 
     assert torch.equal(product(a, b), a @ b)
-    assert torch.equal(
-        torch.compile(product, backend="eager", fullgraph=True)(a, b), a @ b
-    )
+    assert torch.equal(in_one_graph(product, "eager")(a, b), a @ b)
     with around(), fp8.autocast(enabled=False):
         assert torch.equal(lstm(x)[0], lstm(x)[0])
         assert torch.equal(torch.mm(x, x.T, out=torch.empty(3, 3)), x @ x.T)

@@ -1,16 +1,12 @@
 """Blocks under torch.compile, with a recipe whose effect is large."""
 
-import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fp8
 from tests.fp8.calls import COARSE
 from tests.fp8.modes.test_autocast import Counting
-from tests.fp8.operands import normal, randn
-
-parametrize = pytest.mark.parametrize
+from tests.shared import in_one_graph, normal, pairs, parametrize, randn, refuses
 
 
 def results(call, model, x):
@@ -19,7 +15,7 @@ def results(call, model, x):
 
 
 def assert_close(got, expected):
-    for one, other in zip(got, expected, strict=True):
+    for one, other in pairs(got, expected):
         # Fused code may round an operand to the other side of a tie: rare, and not far off.
         torch.testing.assert_close(
             one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max())
@@ -65,7 +61,7 @@ def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
         with fp8.autocast("tensor"):
             return layer(x)
 
-    with pytest.raises(RuntimeError, match="could not be compiled in one piece"):
+    with refuses("could not be compiled in one piece", RuntimeError):
         torch.compile(block, backend="eager")(x)
     assert fp8.frame.FRAMES.items[-1].block is None
 
@@ -99,10 +95,12 @@ def test_a_disabled_block_inside_of_what_is_compiled(backend):
 
     def call(x):
         with fp8.autocast(enabled=False):
-            y = F.linear(F.scaled_dot_product_attention(x, x, x), w)
+            y = nn.functional.linear(
+                nn.functional.scaled_dot_product_attention(x, x, x), w
+            )
         return y @ w
 
-    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    compiled = in_one_graph(call, backend)
     for recipe in ("tensor", COARSE):
         with fp8.autocast(recipe):
             assert_close([compiled(x)], [call(x)])

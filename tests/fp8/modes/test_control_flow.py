@@ -7,9 +7,7 @@ from torch._higher_order_ops import map, scan, while_loop
 import fp8
 from tests.fp8.calls import COARSE
 from tests.fp8.compare import outcome
-from tests.fp8.operands import normal, randn
-
-parametrize = pytest.mark.parametrize
+from tests.shared import in_one_graph, normal, parametrize, randn
 
 WEIGHT = randn(4, 4)
 
@@ -65,7 +63,7 @@ CALLS = {
     "scan": (as_scan, scanned),
     "region": (lambda x: region(region(x)), steps),
 }
-GRAPHS = ["cond", "while_loop", "map", "region"]  # torch refuses a scan by name
+GRAPHS = "cond while_loop map region".split()  # torch refuses a scan by name
 
 
 def under(call, recipe=COARSE):
@@ -98,5 +96,5 @@ def test_eager_code_casts_what_the_functions_compute(name, sign):
 def test_a_graph_casts_what_the_functions_compute(name):
     call, same = CALLS[name]
     x = normal(3, 2, 4).abs().requires_grad_(name != "while_loop")
-    compiled = torch.compile(under(call), fullgraph=True, backend="aot_eager")
+    compiled = in_one_graph(under(call))
     torch.testing.assert_close(compiled(x), under(same)(x))

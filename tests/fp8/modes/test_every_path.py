@@ -8,13 +8,13 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import Cast, Recipe
 from fp8.casts.casting import lowered
 from tests.fp8.blocks import block, keeper
+from tests.shared import in_one_graph, pairs, parametrize
 
 WIDTH = 32
 
@@ -34,7 +34,7 @@ class Attention(nn.Module):
             t.unflatten(-1, (4, 8)).transpose(1, 2)
             for t in self.project(x).chunk(3, dim=-1)
         )
-        fused = F.scaled_dot_product_attention(
+        fused = nn.functional.scaled_dot_product_attention(
             q[:, :2], k[:, :2], v[:, :2], is_causal=True
         )
         composed = (q[:, 2:] @ k[:, 2:].mT * 8**-0.5).softmax(-1) @ v[:, 2:]
@@ -65,7 +65,7 @@ class Convolutions(nn.Module):
         self.second = nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1, bias=False)
 
     def forward(self, x):
-        return x + self.second(F.gelu(self.first(x.mT))).mT
+        return x + self.second(nn.functional.gelu(self.first(x.mT))).mT
 
 
 def net():
@@ -107,7 +107,7 @@ def checkpointed(model, x, **how):
 
 def compiled(run):
     torch._dynamo.reset()
-    return torch.compile(run, fullgraph=True, backend="aot_eager")
+    return in_one_graph(run)
 
 
 CASTS = (
@@ -131,7 +131,7 @@ def in_float16(cast):
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("name", OWN_SUMS)
+@parametrize("name", OWN_SUMS)
 def test_a_recipe(name):
     recipe = OWN_SUMS[name]
     again = functools.partial(checkpointed, context_fn=fp8.checkpoint_contexts)
@@ -144,16 +144,16 @@ def test_a_recipe(name):
     if not recipe.changes_scales:
         paths["checkpointed"] = net(), under(recipe, again)
     for path, (model, run) in paths.items():
-        for ours, theirs in zip(step(model, run), expected, strict=True):
+        for ours, theirs in pairs(step(model, run), expected):
             assert (ours - theirs).norm() <= 1e-5 * theirs.norm(), path
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", [n for n, r in OWN_SUMS.items() if is_random(r)])
+@parametrize("name", [n for n, r in OWN_SUMS.items() if is_random(r)])
 def test_random_numbers_of_a_graph(name):
     """Both operands of a product have the same signs, however a graph is divided."""
     recipe = OWN_SUMS[name]
     casts = {n: in_float16(getattr(recipe, n)) for n in CASTS}
     run = compiled(under(Recipe(name="precise", **casts), plain))
-    for ours, true in zip(step(net(), run), step(net(), plain), strict=True):
+    for ours, true in pairs(step(net(), run), step(net(), plain)):
         assert (ours - true).norm() <= 0.01 * true.norm()

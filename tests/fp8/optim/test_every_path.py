@@ -3,7 +3,6 @@ or copied, near to those of torch's optimizers in float64."""
 
 import copy
 import io
-import pickle
 import random
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 
 from fp8.optim import Adam, AdamW
 from fp8.optim.encodings import MOMENTS
+from tests.shared import pickled, seeded
 
 SHAPES = ((8,), (3, 5), (), (0,), (64, 80), (5000,), (4, 2, 3, 3), (70, 70))
 STEPS = 8
@@ -30,7 +30,7 @@ def drawn(seed):
     low |= {name: choose.choice(sorted(allowed)) for name, allowed in MOMENTS.items()}
     low |= {"min_size": choose.choice([0, 4096]), "seed": choose.randrange(3)}
     low["stochastic_weights"] = choose.random() < 0.5
-    draw = torch.Generator().manual_seed(seed)
+    draw = seeded(seed)
     values = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
     turned = [x.mT if x.dim() > 1 and choose.random() < 0.3 else x for x in values]
     return kind, settings, low, [nn.Parameter(x) for x in turned]
@@ -39,7 +39,7 @@ def drawn(seed):
 def gradients(seed, step, parameters):
     """Of many sizes, of zeros, sparse, none, and a NaN in a step of five."""
     choose = random.Random(f"{seed} {step}")
-    draw = torch.Generator().manual_seed(100 * seed + step)
+    draw = seeded(100 * seed + step)
     missing = step % 5 == 3
     for parameter in parameters:
         grad = torch.randn(parameter.shape, generator=draw) * 10.0 ** choose.choice(
@@ -101,7 +101,7 @@ def test_steps(seed):
     middle = random.Random(seed).randrange(1, STEPS)
     stepped(seed, optimizer, range(middle))
     others = [saved(optimizer, kind, {**settings, **low}), copy.deepcopy(optimizer)]
-    others.append(pickle.loads(pickle.dumps(optimizer)))
+    others.append(pickled(optimizer))
     for each in (optimizer, *others):
         stepped(seed, each, range(middle, STEPS))
     for other in others:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fp8.optim import Adam, AdamW
+from tests.shared import parametrize, seeded
 
 STEPS = 300
 SHAPE = (16, 128)
@@ -12,9 +13,7 @@ FORMATS = [
     {"first_moment": "e4m3", "second_moment": "float16"},
     {"first_moment": "e4m3_block", "second_moment": "e5m3_block"},
 ]
-each_format = pytest.mark.parametrize(
-    "formats", FORMATS, ids=lambda f: "-".join(f.values())
-)
+each_format = parametrize("formats", FORMATS, ids=lambda f: "-".join(f.values()))
 
 
 def normal(g):
@@ -71,9 +70,9 @@ def longest_step(optimizer, grads, **settings):
 
 @pytest.mark.sampled(3)
 @each_format
-@pytest.mark.parametrize("gradients", GRADIENTS, ids=lambda f: f.__name__)
+@parametrize("gradients", GRADIENTS)
 def test_steps_are_no_longer_than_twice_those_of_float32(gradients, formats):
-    grads = gradients(torch.Generator().manual_seed(0))
+    grads = gradients(seeded(0))
     plain = longest_step(torch.optim.AdamW, grads)
     assert longest_step(AdamW, grads, min_size=0, **formats) < 2 * plain
 

@@ -1,7 +1,6 @@
 """Steps that are small beside weights and moments in few bits take effect, and where they are lost,
 as in torch, the documentation says so: for every encoding, dtype and layout."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -9,10 +8,9 @@ import fp8
 from fp8.optim import AdamW
 from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, decode
 from fp8.optim.state import MASTER, format_of, has, read
+from tests.shared import parametrize, warns
 
 from .test_optim import FLOAT32
-
-parametrize = pytest.mark.parametrize
 
 LR, STEPS = 1e-4, 40
 
@@ -106,7 +104,6 @@ def spacing(kind, start=1.01):
             for name in MASTERS
         ),
     ],
-    ids=str,
 )
 def test_each_step_is_taken_in_the_mean(settings):
     """A step of LR is one of a spacing s with the probability LR / s, and so its variance at most
@@ -137,8 +134,8 @@ def test_where_nothing_is_rounded_stochastically_is_a_warning(dtype, settings):
     optimizer = AdamW([weight], stochastic_weights=True, **settings)
     optimizer.step()
     weight.grad = torch.ones_like(weight)
-    with pytest.warns(
-        fp8.warnings.OptimizerWarning, match="stochastic_weights=True rounds no weight"
+    with warns(
+        "stochastic_weights=True rounds no weight", fp8.warnings.OptimizerWarning
     ):
         optimizer.step()
     optimizer.step()  # once

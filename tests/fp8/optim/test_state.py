@@ -1,19 +1,15 @@
 """States of `fp8.optim` saved and loaded: exactly in the same encoding, rounded once in another."""
 
 import copy
-import io
 import math
 
-import pytest
 import torch
 from torch import nn
 
 from fp8.optim import AdamW
 from fp8.optim.encodings import ENCODINGS, MOMENTS, Encoded, decode, write, zeros
 from fp8.recipes.scaling import scale_of_number
-from tests.fp8.operands import normal
-
-parametrize = pytest.mark.parametrize
+from tests.shared import normal, pairs, parametrize, refuses, saved, seeded
 
 SHAPES = ((64, 96), (4097,), (5,))
 FLOAT32 = {"first_moment": "float32", "second_moment": "float32", "min_size": 0}
@@ -31,22 +27,15 @@ def steps(optimizer, start, count):
         optimizer.step()
 
 
-def run(cls, count=2, dtype=torch.float32, **settings):
-    params = parameters(dtype)
+def run(cls, count=2, dtype=torch.float32, make=parameters, **settings):
+    params = make(dtype)
     optimizer = cls(params, **settings)
     steps(optimizer, 0, count)
     return params, optimizer
 
 
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def assert_same(a, b):
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert all(map(torch.equal, a, b))
 
 
 ALL = [
@@ -64,13 +53,13 @@ def test_a_state_of_torch_continues_and_goes_back():
     params, first = run(theirs, 3, weight_decay=0.1)
     plain, _ = run(theirs, 9, weight_decay=0.1)
     second = ours(params, weight_decay=0.3, **FLOAT32)
-    second.load_state_dict(through_a_file(first.state_dict()))
+    second.load_state_dict(saved(first.state_dict()))
     assert second.param_groups[0]["weight_decay"] == 0.1
     steps(second, 3, 3)
     third = theirs(params)
-    third.load_state_dict(through_a_file(second.state_dict()))
+    third.load_state_dict(saved(second.state_dict()))
     steps(third, 6, 3)
-    for a, b in zip(params, plain, strict=True):
+    for a, b in pairs(params, plain):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -109,7 +98,7 @@ def test_torch_does_not_take_what_it_cannot_read():
     params, first = run(AdamW)
     theirs = torch.optim.AdamW(params)
     theirs.load_state_dict(first.state_dict())
-    with pytest.raises(KeyError, match="exp_avg"):
+    with refuses("exp_avg", KeyError):
         theirs.step()
 
 
@@ -202,7 +191,7 @@ def filled(name, value):
 def test_what_does_not_fit_changes_nothing(saved, message):
     _, optimizer = run(AdamW)
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=message):
+    with refuses(message):
         optimizer.load_state_dict(saved())
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
@@ -227,7 +216,7 @@ def encoded(x, name, away=False):
 
 def sample(count=1000):
     """24 decades, and zeros."""
-    g = torch.Generator().manual_seed(0)
+    g = seeded(0)
     x = 10 ** (24 * torch.rand(count, generator=g) - 12)
     return torch.where(torch.rand(count, generator=g) < 0.1, 0.0, x)
 

@@ -11,13 +11,11 @@ from fp8 import RECIPES
 from fp8.casts.casting import cast_forward
 from fp8.products.attention import by_products
 from tests.fp8.compare import assert_near, assert_same, outcome
-from tests.fp8.operands import normal, randn
-
-parametrize = pytest.mark.parametrize
+from tests.shared import normal, pairs, parametrize, randn, refuses, seeded
 
 
 @pytest.mark.proves("the field", "attention in FP8", how="own")
-@parametrize("name", ["unit", "tensor", "row", "block", "nvfp4"])
+@parametrize("name", "unit tensor row block nvfp4".split())
 def test_attention_is_one_product_of_cast_operands(name):
     """Query and key along their width, value along the keys, the gradient of the output along its
     width; gradients pass straight through the casts."""
@@ -28,7 +26,7 @@ def test_attention_is_one_product_of_cast_operands(name):
         y = F.scaled_dot_product_attention(*leaves, is_causal=True)
     torch.manual_seed(0)
     got = outcome(lambda: y, leaves, g)
-    operands = zip(leaves, (-1, -1, -2), strict=True)
+    operands = pairs(leaves, (-1, -1, -2))
     cast = [cast_forward(x.detach(), recipe.input, axis) for x, axis in operands]
     cast = [x.requires_grad_() for x in cast]
     torch.manual_seed(0)
@@ -40,7 +38,7 @@ def test_attention_is_one_product_of_cast_operands(name):
 
 
 def _mask(shape, floating):
-    kept = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.7
+    kept = torch.rand(shape, generator=seeded(3)) < 0.7
     kept[..., 0] = True
     kept[..., 1, :] = False  # a query without a key
     return torch.zeros(shape).masked_fill_(~kept, -math.inf) if floating else kept
@@ -67,7 +65,7 @@ def compare(operands, g, options, **near):
     assert_near(ours, torchs, **near)
 
 
-@parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @parametrize("name", OPTIONS)
 def test_arguments(name, dtype):
     options = OPTIONS[name]
@@ -83,9 +81,7 @@ def test_arguments(name, dtype):
     compare(operands, g, options, **near)
 
 
-@parametrize(
-    "shape", [(6, 8), (3, 6, 8), (2, 2, 2, 6, 8), (2, 0, 8), (0, 6, 8)], ids=str
-)
+@parametrize("shape", [(6, 8), (3, 6, 8), (2, 2, 2, 6, 8), (2, 0, 8), (0, 6, 8)])
 def test_dimensions(shape):
     *operands, g = (normal(*shape, seed=i) for i in range(4))
     compare(operands, g, {})
@@ -115,13 +111,13 @@ def test_two_products_are_cast_as_any_other():
 def test_mistakes():
     q = normal(2, 6, 16)
     mask = torch.ones(6, 6, dtype=torch.bool)
-    with pytest.raises(ValueError, match="is_causal=True needs attn_mask=None"):
+    with refuses("is_causal=True needs attn_mask=None"):
         by_products(q, q, q, mask, is_causal=True)
-    with pytest.raises(TypeError, match=r"one dtype, got torch.float32, torch.float64"):
+    with refuses(r"one dtype, got torch.float32, torch.float64", TypeError):
         by_products(q, q.double(), q)
-    with pytest.raises(RuntimeError, match="boolean mask"):
+    with refuses("boolean mask", RuntimeError):
         by_products(q, q, q, mask.long())
-    with pytest.raises(ValueError, match="heads that divide 3, got 2 of the key"):
+    with refuses("heads that divide 3, got 2 of the key"):
         by_products(
             randn(1, 3, 6, 8), randn(1, 2, 6, 8), randn(1, 2, 6, 8), enable_gqa=True
         )

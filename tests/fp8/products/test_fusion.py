@@ -1,13 +1,12 @@
 """What inductor makes of a cast: no pass of its own. Counted in the kernels that it generates, on
 the CPU C++ functions."""
 
-import pytest
 import torch
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.nn import functional as F
 
 import fp8
-from tests.fp8.operands import normal, randn
+from tests.shared import normal, parametrize, randn
 
 PRODUCERS = {
     "gelu": F.gelu,
@@ -28,7 +27,7 @@ def kernels(function, x):
     return sum(part.count("async_compile.cpp_pybinding(") for part in code)
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
+@parametrize("producer", PRODUCERS)
 def test_a_producer_and_a_static_cast_are_one_kernel(producer):
     function = PRODUCERS[producer]
     assert kernels(lambda x: fp8.quantize(function(x), "e4m3"), normal(64, 128)) == 1

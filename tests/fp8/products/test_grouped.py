@@ -1,7 +1,6 @@
 """Grouped products: each group is the product of two matrices, whatever the recipe."""
 
 import copy
-import warnings
 from itertools import pairwise
 
 import pytest
@@ -15,10 +14,8 @@ from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
 from tests.fp8.blocks import block, keeper
 from tests.fp8.compare import assert_near, assert_same, bytes_kept, outcome
-from tests.fp8.operands import normal, randn
 from tests.reference import nearest
-
-parametrize = pytest.mark.parametrize
+from tests.shared import in_one_graph, normal, parametrize, quietly, randn, refuses
 
 K, N, GROUPS = 40, 24, 4
 ENDS = [3, 3, 41, 90]  # uneven, one empty
@@ -86,7 +83,7 @@ def both(call, a, b):
 
 @pytest.mark.sampled(3)
 @pytest.mark.proves("the field", "grouped products of experts", how="own")
-@parametrize("dtype", [torch.float32, BF16], ids=str)
+@parametrize("dtype", [torch.float32, BF16])
 @parametrize("name", DYNAMIC)
 @parametrize("shape", SHAPES)
 def test_is_a_loop_over_the_groups(shape, name, dtype):
@@ -193,7 +190,7 @@ def inputs(dtype=torch.float32):
     return normal(90, 32, seed=5, dtype=dtype), COUNTS
 
 
-@parametrize("name", ["tensor", "mxfp8", "delayed", "static"])
+@parametrize("name", "tensor mxfp8 delayed static".split())
 def test_convert(name):
     model, args = Experts(), inputs()
     plain = model(*args).detach()
@@ -230,13 +227,13 @@ def test_other_stacks_are_no_experts():
 
 
 @pytest.mark.sampled(2)
-@parametrize("name", ["row", "block", "nvfp4", "static"])
+@parametrize("name", "row block nvfp4 static".split())
 def test_compiled_is_eager(name):
     """Also in float32, which torch itself does not compile."""
     model, args = fp8.convert(Experts(), RECIPES[name]), inputs(BF16)
     if name == "static":
         fp8.calibrate(model, args)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = in_one_graph(model)
     assert_same(
         *(
             outcome(lambda r=run: r(*args), model.parameters())
@@ -263,13 +260,13 @@ def test_bad_input():
         (x, w, torch.tensor([5, 3, 9, 9], dtype=torch.int32), "must ascend"),
         (x, w, torch.tensor([5, 6, 9, 97], dtype=torch.int32), "at most 96"),
     ):
-        with pytest.raises(ValueError, match=what):
+        with refuses(what):
             grouped_mm(left, right, ends, recipe=RECIPES["tensor"])
-    with pytest.raises(TypeError, match="one dtype"):
+    with refuses("one dtype", TypeError):
         grouped_mm(x, w.double(), offs)
     with (
         fp8.autocast("tensor"),
-        pytest.raises(RuntimeError, match="Bias not supported"),
+        refuses("Bias not supported", RuntimeError),
     ):
         F.grouped_mm(x, w, offs=offs, bias=torch.zeros(N))
 
@@ -283,8 +280,7 @@ def test_trace_counts_the_flops_of_all_groups():
     assert sum(p.flops for p in products) == 3 * 2 * 90 * 32 * 48
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     torchao = pytest.importorskip("torchao", reason="torchao is an oracle")
     from torchao.prototype.moe_training.mxfp8_grouped_mm import (
         _to_mxfp8_then_scaled_grouped_mm,

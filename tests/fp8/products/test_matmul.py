@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 import fp8
 from fp8 import Cast, Format, Recipe
 from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
 from tests.fp8.compare import outcome
-from tests.fp8.operands import normal, randn
 from tests.reference import (
     NONE,
     assert_within,
@@ -21,8 +21,7 @@ from tests.reference import (
     rotation,
     unrotated,
 )
-
-parametrize = pytest.mark.parametrize
+from tests.shared import normal, pairs, parametrize, randn, refuses
 
 SCALES = (0.3, 2.5, 0.7)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -70,7 +69,7 @@ def check(function, plain, operands, recipe, scales=SCALES, layer=True):
     grad = (normal(*y.shape, seed=5) * 64).round().to(dtype) / 64
     values, magnitudes = product(plain, operands, grad, scales, recipe, layer)
     got = outcome(lambda: y, operands, grad)
-    for one, value, magnitude in zip(got, values, magnitudes, strict=True):
+    for one, value, magnitude in pairs(got, values, magnitudes):
         assert one.dtype == dtype
         assert_within(one, value, magnitude, dtype)
 
@@ -98,7 +97,6 @@ def test_linear(shape, dtype, recipe):
         ((0, 5, 7), (7, 4)),
         ((3, 5, 0), (3, 0, 4)),
     ],
-    ids=str,
 )
 def test_matmul(left, right, dtype, recipe):
     operands = randn(*left, dtype=dtype), randn(*right, dtype=dtype, seed=1)
@@ -107,7 +105,7 @@ def test_matmul(left, right, dtype, recipe):
 
 @pytest.mark.sampled(2)
 @parametrize("name", RECIPES)
-@parametrize("shape", [(37, 131, 66), (16, 128, 32)], ids=str)
+@parametrize("shape", [(37, 131, 66), (16, 128, 32)])
 def test_operands_of_more_than_one_tile(shape, name):
     """Tokens, inputs and outputs that tiles of 16, 32 and 128 divide, and that they do not."""
     tokens, inputs, outputs = shape
@@ -170,9 +168,9 @@ def test_the_factor_of_a_bias_is_not_one_of_its_gradient(recipe, compiled, backe
     how = {"scales": SCALES, "recipe": recipe, "backend": backend}
     call = torch.compile(linear, backend="aot_eager") if compiled else linear
     y = call(x, w, b, bias_scale=0.25, **how)
-    torch.testing.assert_close(y, linear(x, w, **how) + 0.25 * b)
+    assert_close(y, linear(x, w, **how) + 0.25 * b)
     g = normal(16, 48, seed=2)
-    torch.testing.assert_close(torch.autograd.grad(y, b, g)[0], SCALES[2] * g.sum(0))
+    assert_close(torch.autograd.grad(y, b, g)[0], SCALES[2] * g.sum(0))
 
 
 @parametrize("needs", list(itertools.product((True, False), repeat=3)))
@@ -181,12 +179,12 @@ def test_gradients_only_where_asked_for(needs):
     wanted = torch.autograd.grad(
         linear(*tensors, scales=SCALES, recipe=fp8.RECIPES["unit"]).sum(), tensors
     )
-    leaves = [t.detach().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
+    leaves = [t.detach().requires_grad_(n) for t, n in pairs(tensors, needs)]
     y = linear(*leaves, scales=SCALES, recipe=fp8.RECIPES["unit"])
     assert y.requires_grad == any(needs)
     if any(needs):
         y.sum().backward()
-    for leaf, need, grad in zip(leaves, needs, wanted, strict=True):
+    for leaf, need, grad in pairs(leaves, needs, wanted):
         assert torch.equal(leaf.grad, grad) if need else leaf.grad is None
 
 
@@ -228,9 +226,9 @@ def test_double_backward(recipe):
     qg, qw = straight(g, for_x, -1, 6), straight(w, again_w, -2, 6)
     qg_for_w, qx = straight(g, for_w, -2, 5), straight(x, again_x, -2, 5)
     # of sum(s_dx * qg qw * u + s_dw * qg_for_w' qx * v)
-    torch.testing.assert_close(gx, SCALES[2] * qg_for_w @ v)
-    torch.testing.assert_close(gw, SCALES[1] * qg.mT @ u)
-    torch.testing.assert_close(gg, SCALES[1] * u @ qw.mT + SCALES[2] * qx @ v.mT)
+    assert_close(gx, SCALES[2] * qg_for_w @ v)
+    assert_close(gw, SCALES[1] * qg.mT @ u)
+    assert_close(gg, SCALES[1] * u @ qw.mT + SCALES[2] * qx @ v.mT)
 
 
 @parametrize("signs", ["fixed", "random"])
@@ -252,8 +250,8 @@ def test_a_rotation_cancels_in_all_three_products(function, signs):
         other = w[0].mT if function is linear else w[0]
         y, plain = (function(x, other, recipe=r) for r in (recipe, None))
     got, wanted = (outcome(lambda t=t: t, (x, w), g) for t in (y, plain))
-    for ours, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    for ours, theirs in pairs(got, wanted):
+        assert_close(ours, theirs, rtol=0, atol=2e-5)
         assert not torch.equal(ours, theirs)
 
 
@@ -270,11 +268,11 @@ def test_torch_func(recipe):
 
     leaf = w.clone().requires_grad_()
     (expected,) = torch.autograd.grad(loss(leaf, x[0]), leaf)
-    torch.testing.assert_close(torch.func.grad(loss)(w, x[0]), expected)
+    assert_close(torch.func.grad(loss)(w, x[0]), expected)
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
-    torch.testing.assert_close(each[0], expected)  # vmap: each example has its own amax
+    assert_close(each[0], expected)  # vmap: each example has its own amax
     batched = torch.func.vmap(lambda x: matmul(x, w.mT, scales=SCALES))(x)
-    torch.testing.assert_close(batched, matmul(x, w.mT, scales=SCALES))
+    assert_close(batched, matmul(x, w.mT, scales=SCALES))
 
 
 def test_refusals():
@@ -283,15 +281,13 @@ def test_refusals():
         (randn(5, 8), randn(6, 7)),
         (randn(), randn(6, 7)),
     ):
-        with pytest.raises(
-            ValueError, match=r"input of shape \(..., in\) and a weight of shape"
-        ):
+        with refuses(r"input of shape \(..., in\) and a weight of shape"):
             linear(x, w)
     for left, right in ((randn(), randn(7)), (randn(5, 7), randn(6, 7))):
-        with pytest.raises(ValueError, match="matching inner sizes"):
+        with refuses("matching inner sizes"):
             matmul(left, right)
 
 
 def test_weight_of_one_dimension():
     x, w, b = randn(2, 5, 7), randn(7), randn(1).squeeze()
-    torch.testing.assert_close(linear(x, w, b), F.linear(x, w, b))
+    assert_close(linear(x, w, b), F.linear(x, w, b))

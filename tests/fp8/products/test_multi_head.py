@@ -1,15 +1,13 @@
 import itertools
 from contextlib import nullcontext
 
-import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import fp8
 from tests.fp8.compare import outcome
-from tests.fp8.operands import normal, randn
-
-parametrize = pytest.mark.parametrize
+from tests.shared import normal, pairs, parametrize, randn, refuses
 
 L, S, N, H, E = 4, 5, 3, 2, 8
 NOTHING = fp8.Recipe(name="nothing")  # the expansion alone
@@ -67,9 +65,9 @@ def test_masks(kind, need_weights):
         "need_weights": need_weights,
     }
     query, memory = randn(L, N, E), randn(S, N, E)
-    torch.testing.assert_close(*both(layer(), NOTHING, query, memory, memory, **kwargs))
+    assert_close(*both(layer(), NOTHING, query, memory, memory, **kwargs))
     plain, cast = both(layer(), fp8.RECIPES["unit"], query, memory, memory, **kwargs)
-    for one, other in zip(plain, cast, strict=True):
+    for one, other in pairs(plain, cast):
         assert (one is None and other is None) or not torch.equal(one, other)
 
 
@@ -82,14 +80,13 @@ def test_masks(kind, need_weights):
         ({}, [(L, E), (S, E), (S, E)]),
         ({"dropout": 0.5}, [(L, N, E), (S, N, E), (S, N, E)]),
     ],
-    ids=str,
 )
 def test_layers(options, shapes):
     attention = layer(**options).eval()
     args = [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
     for need_weights, average in itertools.product((True, False), repeat=2):
         kwargs = {"need_weights": need_weights, "average_attn_weights": average}
-        torch.testing.assert_close(*both(attention, NOTHING, *args, **kwargs))
+        assert_close(*both(attention, NOTHING, *args, **kwargs))
 
 
 def test_dropout():
@@ -106,7 +103,7 @@ def test_dropout():
         _, kept = halved.eval()(x, x, x, average_attn_weights=False)
     dropped = weights == 0
     assert 0.2 < dropped.float().mean() < 0.8
-    torch.testing.assert_close(weights[~dropped], 2 * kept[~dropped])
+    assert_close(weights[~dropped], 2 * kept[~dropped])
 
 
 @parametrize("need_weights", [True, False])
@@ -122,23 +119,21 @@ def test_causal_hint(need_weights, padded):
         "need_weights": need_weights,
         "key_padding_mask": padding,
     }
-    torch.testing.assert_close(
-        *both(layer(), NOTHING, x, x, x, attn_mask=causal, **kwargs)
-    )
+    assert_close(*both(layer(), NOTHING, x, x, x, attn_mask=causal, **kwargs))
     with (
         fp8.autocast(NOTHING),
-        pytest.raises(ValueError, match="give the mask as well"),
+        refuses("give the mask as well"),
     ):
         layer()(x, x, x, **kwargs)
 
 
-@parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+@parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
 def test_what_is_not_expanded_is_refused_by_name(options):
     x, name = (
         randn(L, N, E),
         "bias_k, bias_v" if "add_bias_kv" in options else "add_zero_attn",
     )
-    with fp8.autocast("unit"), pytest.raises(NotImplementedError, match=name):
+    with fp8.autocast("unit"), refuses(name, NotImplementedError):
         layer(**options)(x, x, x)
 
 
@@ -147,11 +142,11 @@ def test_masks_of_another_shape_are_refused():
     for mask in (torch.zeros(L, L + 1), torch.zeros(N, L, L), torch.zeros(L)):
         with (
             fp8.autocast("unit"),
-            pytest.raises(ValueError, match=r"attn_mask must have shape \(4, 4\)"),
+            refuses(r"attn_mask must have shape \(4, 4\)"),
         ):
             layer()(x, x, x, attn_mask=mask)
     with (
         fp8.autocast("unit"),
-        pytest.raises(ValueError, match=r"key_padding_mask must have shape"),
+        refuses(r"key_padding_mask must have shape"),
     ):
         layer()(x, x, x, key_padding_mask=torch.zeros(L, N))

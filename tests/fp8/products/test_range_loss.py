@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8
 from fp8.casts.casting import cast_values, lowered
@@ -25,15 +25,16 @@ from fp8.products.range_loss import (
 from fp8.recipes.cast import Cast
 from fp8.recipes.history import LayerState
 from fp8.recipes.recipe import PLAIN, STATIC, Recipe
+from tests.shared import parametrize, seeded
 
 
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+def normal(*shape):
+    return torch.randn(shape, generator=seeded(0))
 
 
-@pytest.mark.parametrize("format", ["e4m3", "e5m2", "e3m2", "e2m3"])
-@pytest.mark.parametrize("octave", [-60, 0, 60])
-def test_normal_values_lose_nothing_at_a_scale(format: str, octave: int) -> None:
+@parametrize("format", "e4m3 e5m2 e3m2 e2m3".split())
+@parametrize("octave", [-60, 0, 60])
+def test_normal_values_lose_nothing_at_a_scale(format, octave):
     x = 2.0**octave * normal(64, 256)
     own = sqnr(x.double(), without_limits(x.double(), get_format(format)))
     assert own == pytest.approx(
@@ -49,8 +50,8 @@ def test_normal_values_lose_nothing_at_a_scale(format: str, octave: int) -> None
     )
 
 
-@pytest.mark.parametrize("scaling", ["static", "tensor"])
-def test_a_spread_that_no_scale_holds(scaling: str) -> None:
+@parametrize("scaling", ["static", "tensor"])
+def test_a_spread_that_no_scale_holds(scaling):
     """The SQNR is that of the few large values; most values become zero."""
     x, cast = normal(64, 256), Cast(format="e4m3", scaling=scaling)
     x[:, :2] *= 2.0**20
@@ -60,7 +61,7 @@ def test_a_spread_that_no_scale_holds(scaling: str) -> None:
     assert not found.is_small
 
 
-def test_values_that_are_not_finite() -> None:
+def test_values_that_are_not_finite():
     for value in (math.nan, math.inf, -math.inf):
         x = normal(8, 8)
         x[3, 3] = value
@@ -71,16 +72,16 @@ def test_values_that_are_not_finite() -> None:
     assert zeros == RangeLoss(1.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("octaves", [-20, -12, -3, 0, 3, 12, 20])
-def test_a_static_scale_that_the_values_have_left(octaves: int) -> None:
+@parametrize("octaves", [-20, -12, -3, 0, 3, 12, 20])
+def test_a_static_scale_that_the_values_have_left(octaves):
     state = torch.tensor(2.0**octaves)
     found = range_loss(normal(64, 64), Cast(format="e4m3", scaling="static"), state)
     assert found.scale == 2.0**octaves
     assert found.is_small == (abs(octaves) < 6)
 
 
-@pytest.mark.parametrize("name", ["tensor", "static", "row", "block", "mxfp8", "unit"])
-def test_it_is_the_loss_of_the_cast_itself(name: str) -> None:
+@parametrize("name", "tensor static row block mxfp8 unit".split())
+def test_it_is_the_loss_of_the_cast_itself(name):
     """Of any shape and dtype, and of every kind of scale."""
     for shape in ((), (7,), (3, 5), (2, 3, 4, 40)):
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -94,7 +95,7 @@ def test_it_is_the_loss_of_the_cast_itself(name: str) -> None:
                 assert range_loss(x, cast) == expected
 
 
-def test_the_casts_of_a_product_are_those_that_are_in_force() -> None:
+def test_the_casts_of_a_product_are_those_that_are_in_force():
     """Of the open block, with the static scales of its layer; without a block, the others."""
     x, weight = normal(4, 64), normal(64, 64)
     assert ProductCasts(STATIC, "linear", x, weight).operand(8 * x, 0, False).scale == 8
@@ -116,7 +117,7 @@ def test_the_casts_of_a_product_are_those_that_are_in_force() -> None:
         assert casts.operand(2.0**16 * x, 0, False).is_small is False
 
 
-def test_each_product_of_a_layer_has_its_scales() -> None:
+def test_each_product_of_a_layer_has_its_scales():
     """Asking does not count as a product."""
     layer = fp8.convert(nn.MultiheadAttention(16, 2, bias=False), "static")
     x = 4 * normal(3, 2, 16)
@@ -131,7 +132,7 @@ def test_each_product_of_a_layer_has_its_scales() -> None:
         assert state.name_of("linear", x) == "001_linear_"
 
 
-def test_an_operand_without_a_cast_loses_nothing() -> None:
+def test_an_operand_without_a_cast_loses_nothing():
     casts = ProductCasts(Recipe(name="none"), "linear", normal(2, 2))
     assert casts.operand(1e30 * normal(2, 2), 0, True) == RangeLoss(1.0, 0.0, 0.0)
     assert not casts.gradient(torch.full((2,), math.nan)).is_small

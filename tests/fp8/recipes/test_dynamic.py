@@ -9,7 +9,7 @@ from torch import nn
 import fp8
 from fp8 import RECIPES, Cast, Format, Recipe
 from tests.fp8.compare import assert_near
-from tests.fp8.operands import normal, randn
+from tests.shared import normal, parametrize, randn
 
 # Numbers that the compiler meets in objects of its caller, not in a table of the package.
 MINE = Format(
@@ -50,7 +50,7 @@ def each_recipe(*names):
         pytest.param(recipe, id=recipe.name, marks=rare[recipe.name])
         for recipe in recipes
     ]
-    return pytest.mark.parametrize("recipe", params)
+    return parametrize("recipe", params)
 
 
 @each_recipe("own", "delayed", "row_gw_hp", "mxfp4", "nvfp4")

@@ -1,19 +1,17 @@
 """State that layers keep between passes, scaling "delayed" and "static": what the buffers hold."""
 
-import copy
 import math
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import RECIPES, Cast, Recipe
-from tests.fp8.operands import normal, randn
-
-parametrize = pytest.mark.parametrize
+from tests.shared import in_one_graph, normal, pairs, parametrize, randn, refuses, warns
 
 DELAYED = RECIPES["delayed"]
 SHORT = Recipe(
@@ -57,11 +55,11 @@ def test_the_scale_is_that_of_the_passes_before():
         qx = fp8.quantize(x, "e4m3", scale=scales["input"])
         qw = fp8.quantize(layer.weight, "e4m3", scale=scales["weight"])
         qg = fp8.quantize(g, "e5m2", scale=2 * scales["grad"])
-        torch.testing.assert_close(y, (qx @ qw.mT).detach())
-        torch.testing.assert_close(x.grad, qg @ qw)
-        torch.testing.assert_close(layer.weight.grad, qg.mT @ qx)
+        assert_close(y, (qx @ qw.mT).detach())
+        assert_close(x.grad, qg @ qw)
+        assert_close(layer.weight.grad, qg.mT @ qx)
         layer.weight.data.mul_(1.5)
-    for key, length in zip(sizes, (3, 1, 2), strict=True):
+    for key, length in pairs(sizes, (3, 1, 2)):
         assert (
             layer.get_buffer(f"fp8_amax_{key}").tolist()
             == sizes[key][: -length - 1 : -1]
@@ -71,7 +69,7 @@ def test_the_scale_is_that_of_the_passes_before():
 def test_what_does_not_train_reads_and_does_not_write():
     layer = fp8.convert(nn.Linear(8, 4), SHORT)
     step(layer, randn(5, 8))
-    before = copy.deepcopy(layer.state_dict())
+    before = deepcopy(layer.state_dict())
     with torch.no_grad():
         y = layer(100 * randn(5, 8))
     with torch.inference_mode():
@@ -83,7 +81,7 @@ def test_what_does_not_train_reads_and_does_not_write():
 @parametrize("bad", [math.inf, math.nan])
 def test_inf_and_nan_are_not_recorded(bad):
     layer = fp8.convert(nn.Linear(8, 4, bias=False), SHORT)
-    fresh = copy.deepcopy(layer)
+    fresh = deepcopy(layer)
     x = normal(5, 8)
     step(layer, randn(5, 8))
     step(fresh, randn(5, 8))
@@ -106,21 +104,19 @@ def test_zeros_displace_no_entry():
     assert vars(layer.fp8_measured) == dict.fromkeys(NAMES, True)
 
 
-@parametrize("refused", ["delayed", "static", SHORT], ids=str)
+@parametrize("refused", ["delayed", "static", SHORT])
 def test_a_scale_belongs_to_a_layer(refused):
     """Products of a block and of a function have no place for one."""
-    with pytest.raises(ValueError, match=r"belongs to a layer: fp8\.convert\(model, "):
+    with refuses(r"belongs to a layer: fp8\.convert\(model, "):
         fp8.autocast(refused)
-    with pytest.raises(ValueError, match=r"fp8\.convert\(model, 'delayed'\)"):
+    with refuses(r"fp8\.convert\(model, 'delayed'\)"):
         fp8.products.matmul.linear(randn(5, 8), randn(4, 8), recipe=DELAYED)
 
 
 def test_a_buffer_of_another_length_is_refused():
     layer = fp8.convert(nn.Linear(8, 4), SHORT)
     layer.fp8_amax_input = torch.zeros(5)
-    with pytest.raises(
-        ValueError, match=r"fp8_amax_input has the shape \(5,\), and the recipe"
-    ):
+    with refuses(r"fp8_amax_input has the shape \(5,\), and the recipe"):
         layer(randn(5, 8))
 
 
@@ -138,7 +134,7 @@ def train(model, steps, forward=None, optimizer=None):
     losses = []
     for i in steps:
         parts = [
-            F.mse_loss(
+            nn.functional.mse_loss(
                 forward(2.0**i * normal(6, 8, 6, seed=2 * i + half)),
                 randn(6, 4, seed=i),
             )
@@ -166,10 +162,10 @@ def test_a_checkpoint_of_the_plain_model_loads_and_histories_begin_anew(device, 
     model.load_state_dict(state, assign=assign)
     assert len(state) == len(list(plain.parameters()))
     assert not any(buffer.any() for buffer in model.buffers())
-    expected = train(fp8.convert(copy.deepcopy(plain), SHORT), range(3))
+    expected = train(fp8.convert(deepcopy(plain), SHORT), range(3))
     assert train(model, range(3)) == expected
     del saved["2.fp8_amax_grad"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*2.fp8_amax_grad"):
+    with refuses(r"Missing key.*2.fp8_amax_grad", RuntimeError):
         model.load_state_dict(saved)
 
 
@@ -181,7 +177,7 @@ def test_resumed_training_is_the_same(tmp_path):
     torch.save(half.state_dict(), tmp_path / "half.pt")
     resumed = fp8.convert(make(), SHORT)
     resumed.load_state_dict(torch.load(tmp_path / "half.pt", weights_only=True))
-    assert train(copy.deepcopy(resumed), range(2, 4)) == losses[4:]
+    assert train(deepcopy(resumed), range(2, 4)) == losses[4:]
     assert train(resumed, range(2, 4)) == losses[4:]
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name
@@ -189,13 +185,11 @@ def test_resumed_training_is_the_same(tmp_path):
 
 def test_compiled_from_the_first_pass_on():
     model, twin = fp8.convert(make(), SHORT), fp8.convert(make(), SHORT)
-    compiled = torch.compile(twin, fullgraph=True, backend="eager")
-    for one, other in zip(
-        train(model, range(3)), train(twin, range(3), compiled), strict=True
-    ):
-        torch.testing.assert_close(other, one)
+    compiled = in_one_graph(twin, "eager")
+    for one, other in pairs(train(model, range(3)), train(twin, range(3), compiled)):
+        assert_close(other, one)
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(twin.state_dict()[name], tensor)
+        assert_close(twin.state_dict()[name], tensor)
 
 
 @pytest.mark.filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
@@ -239,7 +233,7 @@ def test_a_layer_of_several_products_that_is_compiled_before_its_first_pass_warn
     )
     layer, x = model[0], randn(2, 4, 16)
     fast = torch.compile(lambda x: layer(x, x, x)[0], backend="eager")
-    with pytest.warns(fp8.PitfallWarning, match="runs in eager mode, now and later"):
+    with warns("runs in eager mode, now and later", fp8.PitfallWarning):
         y = fast(x)
     assert torch.equal(y, layer(x, x, x)[0])
 
@@ -247,9 +241,7 @@ def test_a_layer_of_several_products_that_is_compiled_before_its_first_pass_warn
 def test_a_checkpoint_is_refused_by_name():
     layer = fp8.convert(nn.Linear(8, 8), "delayed")
     loss = checkpoint(layer, randn(4, 8), use_reentrant=False).sum()
-    with pytest.raises(
-        NotImplementedError, match="recipe 'delayed' cannot be checkpointed"
-    ):
+    with refuses("recipe 'delayed' cannot be checkpointed", NotImplementedError):
         loss.backward()
 
 

@@ -11,10 +11,8 @@ from fp8.casts.rotation import rotated, rotation_signs
 from fp8.lab.sums.dot import dot
 from fp8.products.matmul import linear
 from fp8.recipes.tensor_cores import TENSOR_CORES
-from tests.fp8.operands import normal
 from tests.reference import rotation
-
-parametrize = pytest.mark.parametrize
+from tests.shared import normal, pairs, parametrize
 
 E4M3_LOW = -6
 
@@ -102,8 +100,8 @@ def test_casts_are_the_published_ones(name):
     assert fp8.RECIPES[name].casts == tuple(
         fp8.Cast(**fields) for fields in PUBLISHED[name]
     )
-    for cast, other in zip(
-        *(fp8.RECIPES[n].casts for n in ("nvfp4", "nvfp4_nvidia")), strict=True
+    for cast, other in pairs(
+        *(fp8.RECIPES[n].casts for n in ("nvfp4", "nvfp4_nvidia"))
     ):
         rule = "e4m3_up" if other.rounding == "stochastic" else "e4m3"
         assert cast == dataclasses.replace(other, rule=rule)

@@ -9,8 +9,7 @@ import pytest
 
 from fp8 import RECIPES, Cast, Policy, Recipe
 from fp8.recipes.policy import CASTS, CONCERNS, LayerRule, as_policy, composed
-
-parametrize = pytest.mark.parametrize
+from tests.shared import pairs, parametrize
 
 OWN = Recipe(name="own", input=Cast(format="e4m3", scaling="row"))
 POLICIES = {
@@ -69,7 +68,6 @@ def test_recipes_of_the_table_are_stored_by_name():
         ({"switch": [{"from": 2, "recipe": "bf16"}]}, "0 to 1"),
         ({"switch": [{"from": 0.5}]}, "needs the keys"),
     ],
-    ids=str,
 )
 def test_bad_json_is_refused_by_name(values, message):
     with pytest.raises(ValueError, match=message):
@@ -142,7 +140,7 @@ def casts(recipe):
     """The casts by name, from the properties that the products use."""
     if recipe is None:
         return dict.fromkeys(CASTS)
-    return dict(zip(CASTS, recipe.casts, strict=True))
+    return dict(pairs(CASTS, recipe.casts))
 
 
 @parametrize("name", ["row_gw_hp", "nvfp4", "quartet2"])
@@ -152,11 +150,10 @@ def test_every_combination_with_high_precision_has_the_casts_that_were_asked_for
     for kept in itertools.product((True, False), repeat=len(CASTS)):
         sources = tuple(recipe if keep else None for keep in kept)
         asked = {
-            c: casts(recipe)[c] if keep else None
-            for c, keep in zip(CASTS, kept, strict=True)
+            c: casts(recipe)[c] if keep else None for c, keep in pairs(CASTS, kept)
         }
         sizes = [cast.hadamard if cast else 0 for cast in asked.values()]
-        if any(a != b for a, b in zip(sizes[::2], sizes[1::2], strict=True)):
+        if any(a != b for a, b in pairs(sizes[::2], sizes[1::2])):
             with pytest.raises(ValueError, match=r"needs both operands rotated alike"):
                 composed(sources, OWN)
             continue

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from fp8 import FORMATS, Cast
 from fp8.casts.casting import cast_forward
@@ -9,9 +10,7 @@ from fp8.casts.rotation import rotated
 from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS, scale_of
 from tests import reference
-from tests.fp8.operands import normal
-
-parametrize = pytest.mark.parametrize
+from tests.shared import normal, parametrize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NOW = {name: row for name, row in SCALINGS.items() if row.rules and name != "delayed"}
@@ -23,8 +22,8 @@ E4M3 = FORMATS["e4m3"]
 
 
 @pytest.mark.sampled(7)
-@parametrize("format", FORMATS.values(), ids=str)
-@parametrize("dtype", DTYPES, ids=str)
+@parametrize("format", FORMATS.values())
+@parametrize("dtype", DTYPES)
 @parametrize("rule", RULES)
 def test_a_rule_is_its_definition(rule, format, dtype):
     if RULES[rule].unit and format.max > 1e9:
@@ -53,7 +52,7 @@ def test_a_rule_is_its_definition(rule, format, dtype):
                 assert scale.item() == wanted, (amax, factor)
 
 
-@parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@parametrize("dtype", [torch.float32, torch.float64])
 @parametrize(("rule", "top"), [("e4m3_up", 448), ("e4m3_4_6_up", 256)])
 def test_a_scale_that_is_a_code_is_not_rounded_up(rule, top, dtype):
     """Whatever the errors of the divisions: of the tile with the largest magnitude, of 1.5 times
@@ -87,8 +86,8 @@ SHAPES = [(1, 1), (17, 33), (4, 130), (130, 3), (2, 1, 5, 20)]
 
 @pytest.mark.proves("the field", "blocks of 128 and of 128 x 128", how="own")
 @parametrize("axis", [-1, -2])
-@parametrize("shape", SHAPES, ids=str)
-@parametrize(("scaling", "tile"), TILES, ids=str)
+@parametrize("shape", SHAPES)
+@parametrize(("scaling", "tile"), TILES)
 def test_a_cast_is_the_reference_s_tile_by_tile(scaling, tile, shape, axis):
     """Bit for bit, with sizes that the tile does not divide."""
     x = normal(*shape) * torch.exp2(normal(*shape[:-1], 1, seed=1) * 8)
@@ -134,8 +133,8 @@ def test_zero_inf_nan_tiny_and_huge(scaling, rule):
 @parametrize("size", [2, 128])
 def test_a_rotation_is_orthogonal_and_sylvester_s(size):
     matrix = rotated(torch.eye(size, dtype=torch.float64), size, -2)
-    torch.testing.assert_close(matrix, reference.rotation(size))
-    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(size, dtype=torch.float64))
+    assert_close(matrix, reference.rotation(size))
+    assert_close(matrix @ matrix.mT, torch.eye(size, dtype=torch.float64))
     x = normal(3, size + 1).double()
     assert rotated(x, size, -1).shape == (3, 2 * size)
-    torch.testing.assert_close(rotated(x, size, -1), rotated(x.mT, size, -2).mT)
+    assert_close(rotated(x, size, -1), rotated(x.mT, size, -2).mT)

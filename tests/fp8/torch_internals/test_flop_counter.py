@@ -8,22 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8
 from fp8 import RECIPES
 from fp8.kernels.product import why_not_recipe
 from fp8.torch_internals.flop_counter import _flops
-
-parametrize = pytest.mark.parametrize
+from tests.shared import parametrize
 
 UNROTATED = [
     name
     for name, recipe in RECIPES.items()
     if not any(cast is not None and cast.hadamard for cast in recipe.casts)
 ]
-NATIVE = ["unit", "tensor", "delayed", "static", "row", "row_gw_hp"]
+NATIVE = "unit tensor delayed static row row_gw_hp".split()
 LAYERS = {
     "linear": (nn.Linear(64, 48), (32, 64)),
     "without bias": (nn.Linear(48, 64, bias=False), (2, 16, 48)),
@@ -69,7 +67,7 @@ def test_grouped_products():
         torch.randn(3, 32, 16, requires_grad=True),
     )
     with FlopCounterMode(display=False) as counter, fp8.autocast("tensor"):
-        F.grouped_mm(x, experts, offs=offs).sum().backward()
+        nn.functional.grouped_mm(x, experts, offs=offs).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 48 * 32 * 16
     for first, second, output, groups in (
         ((6, 4), (4, 8), (6, 8), 1),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.shared import in_one_graph
 from tests.transforms.models import Net
 from unit_scaling.transforms import unit_scale
 
@@ -15,11 +16,11 @@ from unit_scaling.transforms import unit_scale
     ("function", "seen"),
     [(F.hardswish, F.hardswish), (F.tanh, Tensor.tanh), (F.sigmoid, Tensor.sigmoid)],
 )
-def test_a_mode_sees_them_in_a_compiled_model(function, seen) -> None:
+def test_a_mode_sees_them_in_a_compiled_model(function, seen):
     torch.compiler.reset()
     a, b, x = nn.Linear(16, 16), nn.Linear(16, 16), torch.randn(8, 16)
     plain = Net(lambda m, x: m.b(function(m.a(x))), a=a, b=b)
     net = unit_scale(plain, {seen: F.relu}, batch=x)
     expected = net.b(net.a(x).relu())
-    for call in (net, torch.compile(net, backend="eager", fullgraph=True)):
+    for call in (net, in_one_graph(net, "eager")):
         torch.testing.assert_close(call(x), expected)

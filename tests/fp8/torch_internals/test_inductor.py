@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from fp8.torch_internals.decorators import in_graph
 from fp8.torch_internals.inductor import run_compiled
 from fp8.torch_internals.running_calls import is_inductors
+from tests.shared import in_one_graph
 
 ANSWERS: list[bool] = []
 
 
 @in_graph
-def doubled(x: Tensor) -> Tensor:
+def doubled(x):
     ANSWERS.append(is_inductors())
     return 2 * x
 
@@ -35,7 +35,7 @@ def test_which_graphs_are_inductors(backend):
     elif backend == "none":
         doubled(x)
     else:
-        torch.compile(doubled, backend=backend, fullgraph=True)(x).sum().backward()
+        in_one_graph(doubled, backend)(x).sum().backward()
     assert ANSWERS
     assert ANSWERS[-1] == (backend in ("inductor", "by hand"))
     assert any(ANSWERS) == ANSWERS[-1]

@@ -8,16 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
-from torch.nn import functional as F
 
 import fp8
 import unit_scaling as uu
-from tests.fp8.operands import normal
+from tests.launch import needs_gloo
+from tests.shared import linears, normal, pairs, parametrize
 from unit_scaling.transforms import unit_scale
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_gloo_available(), reason="torch is built without gloo"
-)
+pytestmark = needs_gloo
 
 PARTS = 2
 """Micro-batches of a step."""
@@ -41,9 +39,7 @@ def garbage(monkeypatch):
 
 def make(kind):
     torch.manual_seed(0)
-    parts = [
-        nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(2)
-    ]
+    parts = [linears(16, 16, nn.GELU, 16) for _ in range(2)]
     if kind.startswith("unit_scale"):
         parts = [unit_scale(part) for part in parts]
     return [fp8.convert(part, kind.rpartition(" ")[2]) for part in parts]
@@ -56,8 +52,8 @@ def data(step):
 
 def step(parts, x, y):
     losses = []
-    for inputs, targets in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True):
-        loss = F.mse_loss(parts[1](parts[0](inputs)), targets)
+    for inputs, targets in pairs(x.chunk(PARTS), y.chunk(PARTS)):
+        loss = nn.functional.mse_loss(parts[1](parts[0](inputs)), targets)
         loss.backward()
         losses.append(loss.item())
     for parameter in nn.ModuleList(parts).parameters():
@@ -65,7 +61,7 @@ def step(parts, x, y):
     return losses
 
 
-@pytest.mark.parametrize("kind", ["delayed", "static", "unit_scale unit"])
+@parametrize("kind", ["delayed", "static", "unit_scale unit"])
 @pytest.mark.usefixtures("garbage")
 @pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 sends between stages of a process"
@@ -77,7 +73,7 @@ def test_a_run_without_values_leaves_no_state(kind):
     made = [
         PipelineStage(part, i, 2, torch.device("cpu")) for i, part in enumerate(parts)
     ]
-    schedule = ScheduleInterleaved1F1B(made, PARTS, loss_fn=F.mse_loss)
+    schedule = ScheduleInterleaved1F1B(made, PARTS, loss_fn=nn.functional.mse_loss)
     optimizers = [
         torch.optim.SGD(nn.ModuleList(p).parameters(), 0.5) for p in (parts, expected)
     ]
@@ -89,19 +85,19 @@ def test_a_run_without_values_leaves_no_state(kind):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for part, other in zip(parts, expected, strict=True):
-        for mine, buffer in zip(part.buffers(), other.buffers(), strict=True):
+    for part, other in pairs(parts, expected):
+        for mine, buffer in pairs(part.buffers(), other.buffers()):
             torch.testing.assert_close(mine, buffer)
 
 
 MODELS = {
-    "converted": fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))),
+    "converted": fp8.convert(linears(16, 16, 16)),
     "products": nn.Sequential(uu.Linear(16, 16), uu.Linear(16, 16)),
     "functions": nn.Sequential(uu.Tanh(constraint=None), uu.GELU(constraint=None)),
 }
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@parametrize("model", MODELS.values(), ids=MODELS)
 def test_the_graph_of_a_model_is_not_split(model):
     """It has no backward passes of autograd functions."""
     with pytest.raises(RuntimeError) as error:

@@ -1,6 +1,6 @@
 """Weights gathered in FP8 by FSDP2, and checkpoints between one process and two."""
 
-import copy
+from copy import deepcopy
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8
 from fp8.training.fsdp import gather_in_fp8, update_scales
-from tests.fp8.operands import normal
-from tests.launch import run_ranks
+from tests.launch import needs_gloo, run_ranks
+from tests.shared import linears, normal, pairs, parametrize, refuses
 from tests.unit_scaling import distributed_worker as unit_scaled
 from unit_scaling.transforms import simulate_fp8
 
@@ -24,9 +24,7 @@ from unit_scaling.transforms import simulate_fp8
 def make(seed):
     """Large enough for scales by block; 130 rows, which two processes share evenly."""
     torch.manual_seed(seed)
-    return fp8.convert(
-        nn.Sequential(nn.Linear(20, 130), nn.GELU(), nn.Linear(130, 4)), "unit"
-    )
+    return fp8.convert(linears(20, 130, nn.GELU, 4), "unit")
 
 
 def optimizer(model):
@@ -103,7 +101,7 @@ def net(recipe):
 @torch.no_grad()
 def rounded(plain, model, recipe):
     """Gives `plain` the parameters of `model`; in 16 bits, rounded once, from 32."""
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+    for p, q in pairs(model.parameters(), plain.parameters()):
         p = p.full_tensor() if isinstance(p, DTensor) else p
         if q.dtype == torch.bfloat16 and q.dim() == 2:
             scale = (
@@ -116,7 +114,7 @@ def rounded(plain, model, recipe):
 def check_equal(recipe, policy, dtype):
     """Outputs and gradients are those of one process to the bit, over steps and accumulation."""
     model = net(recipe)
-    plain = copy.deepcopy(model).to(dtype)
+    plain = deepcopy(model).to(dtype)
     rounded(plain, model, recipe)
     gather_in_fp8(model, recipe)
     for part in (model[0], model):
@@ -129,7 +127,7 @@ def check_equal(recipe, policy, dtype):
             assert torch.equal(y, expected)
             y.square().mean().backward()
             expected.square().mean().backward()
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        for p, q in pairs(model.parameters(), plain.parameters()):
             torch.testing.assert_close(
                 p.grad.full_tensor(), q.grad.float(), rtol=1e-6, atol=1e-7
             )
@@ -147,7 +145,7 @@ def check_static():
     for is_set in (False, True):
         model = fp8.convert(nn.Sequential(nn.Linear(20, 33)), "static")
         model[0].weight.data.copy_(weight)
-        plain = copy.deepcopy(model)
+        plain = deepcopy(model)
         if is_set:
             fp8.calibrate(model, torch.randn(8, 20))
         gather_in_fp8(model)
@@ -209,7 +207,7 @@ def check_fp8_states(folder):
     load(folder / "fp8_of_one", model, opt)
     assert "exp_avg_values" in opt.state[model[0].weight]
     _, its_opt = started(seed=0)
-    for mine, expected in zip(numbers(opt), numbers(its_opt), strict=True):
+    for mine, expected in pairs(numbers(opt), numbers(its_opt)):
         assert (mine - expected).norm() <= 2**-4 * expected.norm()  # rounded once more
     step(model, opt)
     state = {"model": model.state_dict(), "opt": wide(opt)}
@@ -234,7 +232,7 @@ def check_resumed(folder, model, opt):
     gather_in_fp8(other, "unit")
     its_opt = optimizer(fully_shard(other))
     states = [
-        dict(zip(("model", "opt"), get_state_dict(m, o), strict=True))
+        dict(pairs(("model", "opt"), get_state_dict(m, o)))
         for m, o in ((model, opt), (other, its_opt))
     ]
     dcp.save(states[0], checkpoint_id=folder / "resumed")
@@ -244,15 +242,14 @@ def check_resumed(folder, model, opt):
         "optim_state_dict": states[1]["opt"],
     }
     set_state_dict(other, its_opt, **loaded)
-    for mine, expected in zip(numbers(its_opt), numbers(opt), strict=True):
-        assert torch.equal(mine, expected)
+    assert all(map(torch.equal, numbers(its_opt), numbers(opt)))
     assert "exp_avg_values" in its_opt.state[other[0].weight]
 
 
 def check_skipped_steps():
     """NaN in one shard skips the step on both; of a weight of one row, one shard is empty."""
     for formats in ({}, {"first_moment": "e4m3_block", "second_moment": "e5m3_block"}):
-        model = nn.Sequential(nn.Linear(20, 65), nn.Linear(65, 1))
+        model = linears(20, 65, 1)
         fully_shard(model)
         opt = fp8.optim.AdamW(model.parameters(), 1e-2, min_size=0, **formats)
         for i in range(3):
@@ -281,20 +278,16 @@ def check_ranks(rank, store):
     check_fp8_states(store.parent)
     check_skipped_steps()
     model = fully_shard(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="weight is sharded: call gather_in_fp8"):
+    with refuses("weight is sharded: call gather_in_fp8"):
         gather_in_fp8(model)
-    with pytest.raises(
-        ValueError, match="simulate_fp8 copies the model, which FSDP has sharded"
-    ):
+    with refuses("simulate_fp8 copies the model, which FSDP has sharded"):
         simulate_fp8(model)
-    with pytest.raises(ValueError, match="store_frozen takes whole weights"):
+    with refuses("store_frozen takes whole weights"):
         fp8.store_frozen(model.requires_grad_(False))
 
 
 @pytest.mark.proves("the field", "FSDP2, weights gathered in FP8", how="own")
-@pytest.mark.skipif(
-    not dist.is_gloo_available(), reason="this torch is built without gloo"
-)
+@needs_gloo
 # torch's own: there is no process group in this process, and none is needed
 @pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized"
@@ -316,9 +309,9 @@ def check_fp8(folder, model, opt):
     """Two steps, the second on two processes, whose moments were rounded twice more."""
     restored, its_opt = started(seed=3)
     load(folder, restored, its_opt)
-    for mine, expected in zip(numbers(its_opt), numbers(opt), strict=True):
+    for mine, expected in pairs(numbers(its_opt), numbers(opt)):
         assert (mine - expected).norm() <= 2**-3 * expected.norm()
-    for p, q in zip(model.parameters(), restored.parameters(), strict=True):
+    for p, q in pairs(model.parameters(), restored.parameters()):
         assert (p - q).norm() <= 2**-4 * 1e-2 * p.numel() ** 0.5  # of a step of lr 1e-2
 
 
@@ -339,7 +332,7 @@ def test_state_dicts_are_plain(tmp_path):
         restored = make(seed=1)
         its_opt = optimizer(restored)
         restored.load_state_dict(weights)
-        its_opt.load_state_dict(copy.deepcopy(loaded["opt"]))
+        its_opt.load_state_dict(deepcopy(loaded["opt"]))
         assert [step(restored, its_opt) for _ in range(3)] == expected
 
 
@@ -397,7 +390,7 @@ def test_layers_are_sent_as_they_compute():
     assert sent(fp8.Policy("tensor", switch=[(0.9, "bf16")])) == [high] * 3
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("recipe", "message"),
     [
         ("row", "scaling 'row', which goes along what FSDP2 cuts"),
@@ -415,9 +408,9 @@ def test_layers_are_sent_as_they_compute():
     ],
 )
 def test_other_recipes_are_refused(recipe, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(message):
         gather_in_fp8(nn.Linear(4, 4), recipe)
-    with pytest.raises(TypeError, match=r"needs an nn.Module, got list"):
+    with refuses(r"needs an nn.Module, got list", TypeError):
         gather_in_fp8([])
 
 

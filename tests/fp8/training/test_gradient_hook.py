@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8
 from fp8.training import gradient_hook as distributed
 from fp8.training.gradient_hook import BLOCK, all_reduce_hook
-from tests.fp8.operands import normal
-from tests.launch import run_ranks
+from tests.launch import needs_gloo, run_ranks
+from tests.shared import linears, normal, seeded
 
 WORLD = 4
 SIZES = (5000, 7)  # no multiple of anything; fewer elements than blocks
@@ -43,7 +43,7 @@ def of_all(x, group):
 
 def shared(*size):
     """Random numbers in [0, 1) that are the same on every rank."""
-    return torch.rand(size, generator=torch.Generator().manual_seed(99))
+    return torch.rand(size, generator=seeded(99))
 
 
 #: Name -> the gradients of a rank, from standard normal numbers and the rank.
@@ -159,7 +159,7 @@ def check_model(level, group):
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+        model = linears(32, 64, nn.GELU, 16)
         models.append(
             model if level is None else fp8.initialize(model, None, level, "tensor")[0]
         )
@@ -216,6 +216,6 @@ def test_bits_are_those_of_e3m4():
 
 
 @pytest.mark.proves("the field", "gradients reduced in FP8", how="own")
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="built without gloo")
+@needs_gloo
 def test_four_processes(tmp_path):
     run_ranks(check_ranks, 4, tmp_path / "store")

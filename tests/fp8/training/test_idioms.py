@@ -3,14 +3,13 @@ numbers."""
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8
 from fp8.casts.scaled_tensor import dequantized
-from tests.fp8.operands import normal
+from tests.shared import normal, pairs, parametrize
 
 DECAY = 0.999
 
@@ -46,7 +45,7 @@ def other_weights(model):
 def moved(model):
     """A step that is small beside the weights, as another process or optimizer makes it."""
     with torch.no_grad():
-        for p, x in zip(model.parameters(), other_weights(model), strict=True):
+        for p, x in pairs(model.parameters(), other_weights(model)):
             p.add_(x, alpha=1e-3)
     return model
 
@@ -69,7 +68,7 @@ def averaged(name):
         with torch.no_grad():
             for _ in range(50):
                 states = ema.state_dict().values(), moved(model).state_dict().values()
-                for e, v in zip(*states, strict=True):
+                for e, v in pairs(*states):
                     AVERAGES[name](e, v)
         return ema
 
@@ -93,10 +92,10 @@ def averaged_model(**options):
 
 def swapped(model):
     backup = [p.data for p in model.parameters()]
-    for p, shadow in zip(model.parameters(), other_weights(model), strict=True):
+    for p, shadow in pairs(model.parameters(), other_weights(model)):
         p.data = shadow
     within = model(inputs())
-    for p, b in zip(model.parameters(), backup, strict=True):
+    for p, b in pairs(model.parameters(), backup):
         p.data = b
     return within, model
 
@@ -177,7 +176,7 @@ def stepped_by_torch(model):
         theirs = kind(model.parameters(), lr=1e-6)
         for seed in range(20):
             theirs.zero_grad()
-            for p, x in zip(model.parameters(), other_weights(model), strict=True):
+            for p, x in pairs(model.parameters(), other_weights(model)):
                 p.grad = x + seed
             theirs.step()
     return model
@@ -224,14 +223,14 @@ def leaves(found):
             yield from leaves(each)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])  # O1 has the weights of O2
-@pytest.mark.parametrize("idiom", TOLERANCES, ids=lambda f: f.__name__)
+@parametrize("level", ["O2", "O3"])  # O1 has the weights of O2
+@parametrize("idiom", TOLERANCES)
 def test_as_with_a_plain_model(idiom, level):
     model = at_level(level)
     expected = results(idiom, plain_of(model))
     found = results(idiom, model)
     assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in pairs(found, expected):
         if isinstance(other, torch.Tensor):
             assert (one - other).norm() <= TOLERANCES[idiom] * other.norm()
         else:

@@ -8,20 +8,19 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 import fp8
 from fp8.torch_internals.autograd_functions import apply
 from fp8.training import layer_norm2d as module
 from fp8.training.layer_norm2d import layer_norm2d
-from tests.fp8.operands import normal
-
-parametrize = pytest.mark.parametrize
+from tests.shared import in_one_graph, normal, pairs, parametrize, refuses
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 each_layout = parametrize("layout", FORMATS)
-each_dtype = parametrize("dtype", DTYPES, ids=str)
+each_dtype = parametrize("dtype", DTYPES)
 
 
 def image(*shape, dtype=torch.float32, layout="contiguous", mean=1.0):
@@ -45,7 +44,7 @@ def step(function, *tensors):
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     y = function(*leaves)
     grad = normal(*y.shape, seed=1)
-    grad = grad.to(tensors[0].dtype).to(y.dtype)
+    grad = grad.to(tensors[0].dtype).to(y)
     return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
@@ -86,7 +85,7 @@ def formula(x, weight, bias, eps=1e-6):
 
 
 @pytest.mark.sampled(3)
-@parametrize("shape", [(2, 24, 7, 5), (3, 24), (2, 24, 7), (2, 24, 3, 2, 2)], ids=str)
+@parametrize("shape", [(2, 24, 7, 5), (3, 24), (2, 24, 7), (2, 24, 3, 2, 2)])
 @each_layout
 @each_dtype
 def test_eager_it_is_permute_norm_permute(dtype, layout, shape):
@@ -118,7 +117,7 @@ STORED = {
 @pytest.mark.sampled(2)
 @pytest.mark.proves("timm", "contiguous stays contiguous", how="own")
 @pytest.mark.proves("timm", "one operation over the channels", how="own")
-@parametrize("dtype", DTYPES[1:3], ids=str)
+@parametrize("dtype", DTYPES[1:3])
 @parametrize("stored", STORED)
 @parametrize("compiled", [False, True])
 def test_output_and_gradient_are_stored_as_the_input(compiled, stored, dtype):
@@ -128,17 +127,17 @@ def test_output_and_gradient_are_stored_as_the_input(compiled, stored, dtype):
     (w, b), wanted = parameters(x.shape[1], dtype), torch.empty_like(x).stride()
     function = layer_norm2d
     if compiled:
-        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        function = in_one_graph(function)
     leaf = x.detach().requires_grad_()
     y = function(leaf, w, b)
-    torch.testing.assert_close(y, exact(x, w, b).to(dtype))
+    assert_close(y, exact(x, w, b).to(dtype))
     grads = (
         torch.randn_like(y),
         torch.randn(*y.movedim(1, -1).shape, dtype=dtype).movedim(-1, 1),
     )
     found = [y, *(torch.autograd.grad(y, leaf, g, retain_graph=True)[0] for g in grads)]
     for value in found:
-        strides = zip(value.stride(), wanted, x.shape, strict=True)
+        strides = pairs(value.stride(), wanted, x.shape)
         assert all(a == b for a, b, size in strides if size > 1 or not compiled)
 
 
@@ -150,7 +149,7 @@ MODES = [
 
 @pytest.mark.sampled(3)
 @each_layout
-@parametrize(("how", "dtype"), MODES, ids=str)
+@parametrize(("how", "dtype"), MODES)
 def test_output_and_gradients_are_those_of_float64_rounded_once(how, layout, dtype):
     x, (w, b) = (
         image(2, 24, 7, 5, dtype=dtype, layout=layout, mean=30.0),
@@ -166,14 +165,14 @@ def test_output_and_gradients_are_those_of_float64_rounded_once(how, layout, dty
     # Half an ulp of each output is at most eps / 2 of it; the float32 before it is good to some
     # eps * mean / std of its own. The gradients of parameters: see `summed`.
     tolerance = torch.finfo(dtype).eps / 2 + (1e-5 if dtype != torch.float64 else 1e-13)
-    for result, like, reference in zip(results, (x, x, w, b), references, strict=True):
+    for result, like, reference in pairs(results, (x, x, w, b), references):
         assert result.dtype == like.dtype
         own = summed(x) if how == "eager" and like is not x else 0.0
         assert error(result, reference) < tolerance + own
         assert result.stride() == like.stride()
 
 
-@parametrize("given", DTYPES, ids=str)
+@parametrize("given", DTYPES)
 @each_dtype
 def test_parameters_of_any_dtype(dtype, given):
     """Where torch has no kernel for the two they are widened to the dtype of computation."""
@@ -188,9 +187,7 @@ def test_parameters_of_any_dtype(dtype, given):
         # A rounding of each result, the sums of torch, and statistics of a mean of 1 and a standard
         # deviation of 2 in the dtype of the parameters.
         limit = summed(x) + max(torch.finfo(t.dtype).eps for t in results) + 1e-6
-        assert all(
-            error(*pair) < limit for pair in zip(results, references, strict=True)
-        )
+        assert all(error(*pair) < limit for pair in pairs(results, references))
 
 
 @each_layout
@@ -210,16 +207,14 @@ def test_under_torch_func():
     many, weights = torch.stack([x, x + 1]), torch.stack([w, 2 * w])
     for function in (layer_norm2d, formula):
         each = torch.func.vmap(function, in_dims=(0, 0, None))(many, weights, b)
-        wanted = [function(*pair, b) for pair in zip(many, weights, strict=True)]
-        torch.testing.assert_close(each, torch.stack(wanted))
+        wanted = [function(*pair, b) for pair in pairs(many, weights)]
+        assert_close(each, torch.stack(wanted))
         grad = torch.func.grad(lambda x, f=function: f(x, w, b).square().sum())(x)
-        torch.testing.assert_close(
-            grad, torch.func.grad(lambda x: exact(x, w, b).square().sum())(x)
-        )
+        assert_close(grad, torch.func.grad(lambda x: exact(x, w, b).square().sum())(x))
     call, tangent = lambda x: layer_norm2d(x, w, b), x.square()
     forward = torch.func.jvp(call, (x,), (tangent,))[1]
     backward = torch.func.vjp(call, x)[1]
-    torch.testing.assert_close((forward * x).sum(), (backward(x)[0] * tangent).sum())
+    assert_close((forward * x).sum(), (backward(x)[0] * tangent).sum())
 
 
 @functools.cache
@@ -287,7 +282,7 @@ def test_scripted_saved_and_loaded(layout, affine, bias):
     torch.jit.save(torch.jit.script(norm), file)
     file.seek(0)
     y = torch.jit.load(file)(x)
-    torch.testing.assert_close(y, norm(x))
+    assert_close(y, norm(x))
     assert y.stride() == norm(x).stride()
 
 
@@ -305,7 +300,7 @@ def test_exported_to_torchs_operations(layout):
     assert all(name.startswith("aten.") for name in names)
     for batch in (x, torch.cat([x, x + 1]).contiguous(memory_format=FORMATS[layout])):
         y = program.module()(batch)
-        torch.testing.assert_close(y, norm(batch))
+        assert_close(y, norm(batch))
         assert y.stride() == batch.stride()
 
 
@@ -322,20 +317,20 @@ def test_compiled_it_is_one_kernel_and_for_channels_last_one_loop(layout):
 
 
 def test_errors_name_what_was_given():
-    with pytest.raises(ValueError, match="got 1 dimensions"):
+    with refuses("got 1 dimensions"):
         layer_norm2d(torch.ones(4))
-    with pytest.raises(ValueError, match=r"weight must have shape \(4,\), got \(3,\)"):
+    with refuses(r"weight must have shape \(4,\), got \(3,\)"):
         layer_norm2d(torch.ones(2, 4, 3, 3), torch.ones(3))
     for dtype in (torch.int64, torch.cfloat):
-        with pytest.raises(TypeError, match=str(dtype).rpartition(".")[2]):
+        with refuses(str(dtype).rpartition(".")[2], TypeError):
             layer_norm2d(torch.ones(2, 4, dtype=dtype))
     for affine, what in (
         (True, "weight must have shape"),
         (False, "8 channels, its input 7"),
     ):
-        with pytest.raises(ValueError, match=what):
+        with refuses(what):
             fp8.LayerNorm2d(8, affine=affine)(torch.ones(2, 7, 3, 3))
-    with pytest.raises(torch.jit.Error, match="8 channels, its input 7"):
+    with refuses("8 channels, its input 7", torch.jit.Error):
         torch.jit.script(fp8.LayerNorm2d(8, affine=False))(torch.ones(2, 7, 3, 3))
 
 
@@ -346,11 +341,8 @@ def test_on_cuda_as_in_float64(dtype, layout):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     x, (w, b) = image(3, 96, 14, 14, dtype=dtype, layout=layout), parameters(96, dtype)
-    leaves = [t.cuda().requires_grad_() for t in (x, w, b)]
-    y = layer_norm2d(*leaves)
-    grad = normal(*y.shape, seed=1).to(y.dtype)
-    there = [y.detach(), *torch.autograd.grad(y, leaves, grad.cuda())]
-    for a, reference in zip(there, step(exact, x, w, b), strict=True):
+    there = step(layer_norm2d, *(t.cuda() for t in (x, w, b)))
+    for a, reference in pairs(there, step(exact, x, w, b)):
         assert error(a.cpu(), reference) < 2 * torch.finfo(dtype).eps + 1e-6
 
 
@@ -364,7 +356,7 @@ OFF = {
 
 @parametrize("case", OFF)
 @each_layout
-@parametrize("dtype", DTYPES[1:], ids=str)
+@parametrize("dtype", DTYPES[1:])
 def test_statistics_whatever_channel_is_off(dtype, layout, case):
     mean, far = OFF[case]
     x = torch.randn(4, 768, 6, 6) + mean

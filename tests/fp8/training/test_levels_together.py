@@ -17,9 +17,7 @@ import unit_scaling as uu
 from fp8.casts.scaled_tensor import ScaledTensor
 from fp8.training.gradient_hook import all_reduce_hook
 from fp8.training.levels import LEVELS
-from tests.fp8.operands import normal
-
-parametrize = pytest.mark.parametrize
+from tests.shared import linears, normal, pairs, parametrize, refuses
 
 unit_adamw = partial(uu.optim.AdamW, allow_non_unit_scaling_params=True)
 each_level = parametrize("level", LEVELS)
@@ -29,7 +27,7 @@ def build(
     level, recipe="unit", optimizer=torch.optim.AdamW, transform=lambda model: model
 ):
     torch.manual_seed(0)
-    model = transform(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    model = transform(linears(16, 32, nn.ReLU, 4))
     return fp8.initialize(model, optimizer(model.parameters(), lr=1e-2), level, recipe)
 
 
@@ -76,13 +74,11 @@ def test_a_model_inside_of_ddp_is_refused():
     model = nn.Sequential(nn.Linear(16, 32))
     parallel = nn.parallel.DistributedDataParallel(nn.Sequential(model))
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(
-        ValueError, match=r"0\.weight is still in use: a DistributedDataParallel"
-    ):
+    with refuses(r"0\.weight is still in use: a DistributedDataParallel"):
         fp8.initialize(model, optimizer)
     del parallel
     loss = model(torch.randn(2, 16)).sum()
-    with pytest.raises(ValueError, match="an earlier forward pass is kept"):
+    with refuses("an earlier forward pass is kept"):
         fp8.initialize(model, optimizer)
     del loss
     fp8.initialize(model, optimizer)
@@ -92,9 +88,7 @@ def test_a_model_inside_of_ddp_is_refused():
 def test_shards_are_refused():
     """They would be plain tensors, which the optimizer does not have."""
     model, _ = build("O2")
-    with pytest.raises(
-        ValueError, match="weight has a level, which no shard of it has"
-    ):
+    with refuses("weight has a level, which no shard of it has"):
         fully_shard(model)
     assert isinstance(model[0].weight, ScaledTensor)
 
@@ -117,16 +111,12 @@ def test_resume_from_a_distributed_checkpoint(level, before, tmp_path):
     """Into a model that has been trained, and into a new one, whose states are not there yet."""
     model, optimizer = build(level)
     run(model, optimizer)
-    state = dict(
-        zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
-    )
+    state = dict(pairs(("model", "optimizer"), get_state_dict(model, optimizer)))
     dcp.save(state, checkpoint_id=tmp_path)
     expected = run(model, optimizer)
     model, optimizer = build(level)
     run(model, optimizer, before)
-    read = dict(
-        zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
-    )
+    read = dict(pairs(("model", "optimizer"), get_state_dict(model, optimizer)))
     dcp.load(read, checkpoint_id=tmp_path)
     weights, states = read.values()
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
@@ -147,7 +137,7 @@ def saved(things):
 @parametrize(("level", "kind"), [("O2", torch.optim.AdamW), ("O3", unit_adamw)])
 def test_copies_train_on(level, copied, kind):
     """To the same bits. pickle cannot read torch's tensors in FP8, nor the name of a new class."""
-    model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 16))
+    model = linears(16, 256, nn.ReLU, 16)
     model, optimizer = fp8.initialize(model, kind(model.parameters(), lr=1e-2), level)
     run(model, optimizer)
     copies = copied((model, optimizer))

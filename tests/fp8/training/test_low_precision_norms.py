@@ -6,12 +6,10 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fp8
 from fp8.training.low_precision_norms import PRECISIONS
-
-parametrize = pytest.mark.parametrize
+from tests.shared import parametrize, refuses, warns
 
 D = 8
 
@@ -76,7 +74,7 @@ def norms_of(model):
     return [row for row in fp8.report(model) if "Linear" not in row.what]
 
 
-CHANGED = ["norm", "frozen", "plain", "unbiased", "renamed", "rms", "group", "image"]
+CHANGED = "norm frozen plain unbiased renamed rms group image".split()
 
 
 @pytest.fixture
@@ -131,7 +129,7 @@ def test_a_named_precision_holds_everywhere(model, x, precision):
     low(model, precision)
     module = model.norm
     y = module(x)
-    reference = F.layer_norm(
+    reference = nn.functional.layer_norm(
         x.to(dtype), (D,), module.weight.to(dtype), module.bias.to(dtype), 1e-3
     )
     assert y.dtype == torch.float32  # nothing would cast it for the next layer
@@ -147,7 +145,7 @@ def test_a_named_precision_holds_everywhere(model, x, precision):
 @pytest.mark.proves("Composer", "no effect in fp32 and fp16", how="own")
 @parametrize("precision", [name for name, dtype in PRECISIONS.items() if not dtype])
 def test_precisions_without_effect(model, precision):
-    with pytest.warns(fp8.warnings.ConvertWarning, match=precision):
+    with warns(precision, fp8.warnings.ConvertWarning):
         assert fp8.apply_low_precision_layernorm(model, precision) is model
     assert norms_of(model) == []
 
@@ -229,14 +227,14 @@ def test_composers_function_changes_layer_norms(model):
         warnings.simplefilter("error")
         assert fp8.apply_low_precision_layernorm(model, "amp_bf16", optimizer) is model
     changed = [row.path for row in norms_of(model) if not row.left_alone]
-    assert changed == ["norm", "frozen", "plain", "unbiased", "renamed", "image"]
-    with pytest.warns(fp8.warnings.ConvertWarning, match="no such norm"):
+    assert changed == "norm frozen plain unbiased renamed image".split()
+    with warns("no such norm", fp8.warnings.ConvertWarning):
         fp8.apply_low_precision_layernorm(nn.Linear(2, 2), "amp_bf16")
 
 
 @parametrize("got", ["amp_bf17", 16, torch.bfloat16])
 def test_errors_name_what_was_given(model, got):
-    with pytest.raises(ValueError, match="unknown precision"):
+    with refuses("unknown precision"):
         fp8.apply_low_precision_layernorm(model, got)
-    with pytest.raises(TypeError, match="where is a str"):
+    with refuses("where is a str", TypeError):
         fp8.apply_low_precision_layernorm(model, where="norm")  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import fp8
+from tests.shared import parametrize
 
 LARGEST = {"e4m3": 448.0, "fp16": 65504.0}
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "fp16": np.float16}
@@ -88,7 +89,7 @@ def ours(level, steps):
 @pytest.mark.proves("MS-AMP", "O1", how="own")
 @pytest.mark.proves("MS-AMP", "O2", how="own")
 @pytest.mark.proves("MS-AMP", "O3", how="own")
-@pytest.mark.parametrize("level", FORMATS)
+@parametrize("level", FORMATS)
 def test_one_step(level):
     """To the unit in the last place of fp16, which only sums in another order change."""
     result, expected = ours(level, 1), reference(level, 1)
@@ -98,7 +99,7 @@ def test_one_step(level):
 
 
 @pytest.mark.proves("MS-AMP", "no degraded accuracy", how="own")
-@pytest.mark.parametrize("level", FORMATS)
+@parametrize("level", FORMATS)
 def test_a_run(level):
     """The two differ by less than half of what their roundings move them from float32."""
     start, exact = data()[2], reference(None, STEPS)

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 import fp8
-from tests.fp8.operands import normal
-
-parametrize = pytest.mark.parametrize
+from tests.shared import normal, pairs, parametrize
 
 C = 48
 
@@ -53,9 +52,7 @@ def made(name, precision=None, mean=0.0, affine=True):
     names = [n for n, _ in module.named_parameters()]
 
     def run(x, *parameters):
-        return torch.func.functional_call(
-            module, dict(zip(names, parameters, strict=True)), x
-        )
+        return torch.func.functional_call(module, dict(pairs(names, parameters)), x)
 
     return run, [torch.randn(shape) + mean, *(torch.randn(C) + 1 for _ in names)]
 
@@ -100,7 +97,7 @@ def test_gradients_use_wide_statistics(name, affine):
     references = gradients(NORMS[name][1], [t.double() for t in tensors])
     got = gradients(norm, tensors)
     assert error(got[0], references[0]) < 0.004  # the rounding to bfloat16
-    for value, reference in zip(got[1:], references[1:], strict=True):
+    for value, reference in pairs(got[1:], references[1:]):
         assert (
             error(value, reference) < 0.02
         )  # torch's kernels on a CPU sum rows in bfloat16
@@ -118,8 +115,8 @@ def test_in_autocasts_dtype_and_outside_as_it_came(name):
         assert norm(*(t.double() for t in tensors)).dtype == torch.float64
     assert y.dtype == torch.bfloat16
     rounded = made(name, "amp_bf16")[0](*(t.bfloat16() for t in tensors))
-    torch.testing.assert_close(y, rounded, rtol=0, atol=0)
-    torch.testing.assert_close(norm(*tensors), NORMS[name][1](*tensors))
+    assert_close(y, rounded, rtol=0, atol=0)
+    assert_close(norm(*tensors), NORMS[name][1](*tensors))
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
         assert norm(*tensors).dtype == torch.float32
 
@@ -129,4 +126,4 @@ def test_the_eps_of_an_rms_norm_is_that_of_float32():
     norm, (x, weight) = made("rms_norm", "amp_bf16")
     x = 1e-3 * x.bfloat16()
     reference = F.rms_norm(x.float(), (C,), weight.bfloat16().float())
-    torch.testing.assert_close(norm(x, weight), reference.bfloat16())
+    assert_close(norm(x, weight), reference.bfloat16())

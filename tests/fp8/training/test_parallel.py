@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 import fp8
-from tests.fp8.operands import normal
-from tests.launch import run_ranks
+from tests.launch import needs_gloo, run_ranks
+from tests.shared import linears, normal, pairs
 
 WORLD, TOKENS, WIDTH = 2, 256, 32
 RECIPES = ("unit", "mxfp8", "bf16")
@@ -35,7 +35,7 @@ BOUND = {
 
 def make():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, 16))
+    return linears(WIDTH, 48, nn.GELU, 16)
 
 
 def fsdp(model):
@@ -53,10 +53,14 @@ def run(model, recipe, calls, dtype, parts, part):
     x, y = (t.chunk(parts)[part].chunk(calls) for t in batch())
     model.zero_grad()
     total = torch.zeros(())
-    for inputs, targets in zip(x, y, strict=True):
+    for inputs, targets in pairs(x, y):
         lower = torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
         with lower, fp8.autocast(recipe) if recipe else contextlib.nullcontext():
-            loss = LOSS_SCALE * F.mse_loss(model(inputs).float(), targets) / calls
+            loss = (
+                LOSS_SCALE
+                * nn.functional.mse_loss(model(inputs).float(), targets)
+                / calls
+            )
         loss.backward()
         total += loss.detach()
     grads = (p.grad for p in model.parameters())
@@ -73,11 +77,9 @@ def check(wrap, recipe, converted, calls, dtype):
 
 def compare(loss, grads, mine, got, bound):
     dist.all_reduce(mine)
-    torch.testing.assert_close(mine / WORLD, loss, rtol=bound, atol=0)
-    for one, other in zip(got, grads, strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=0, atol=bound * float(other.abs().max()) * 4
-        )
+    assert_close(mine / WORLD, loss, rtol=bound, atol=0)
+    for one, other in pairs(got, grads):
+        assert_close(one, other, rtol=0, atol=bound * float(other.abs().max()) * 4)
 
 
 def check_delayed(wrap):
@@ -87,11 +89,9 @@ def check_delayed(wrap):
     run(one, None, 1, None, 1, 0)
     run(model, None, 1, None, WORLD, dist.get_rank())
     fp8.reduce_amax(model)
-    for (name, mine), (_, whole) in zip(
-        model.named_buffers(), one.named_buffers(), strict=True
-    ):
+    for (name, mine), (_, whole) in pairs(model.named_buffers(), one.named_buffers()):
         larger = WORLD if name.endswith("grad") else 1
-        torch.testing.assert_close(mine, larger * whole, rtol=1e-6, atol=0)
+        assert_close(mine, larger * whole, rtol=1e-6, atol=0)
     loss, grads = run(one, None, 1, None, 1, 0)
     mine, got = run(model, None, 1, None, WORLD, dist.get_rank())
     compare(loss, grads, mine, got, BOUND[None])
@@ -110,8 +110,6 @@ def check_ranks(rank, store):
 
 
 @pytest.mark.proves("MS-AMP", "communication in FP8", how="own")
-@pytest.mark.skipif(
-    not dist.is_gloo_available(), reason="this torch is built without gloo"
-)
+@needs_gloo
 def test_two_processes(tmp_path):
     run_ranks(check_ranks, 2, tmp_path / "store")

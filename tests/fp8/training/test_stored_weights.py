@@ -9,8 +9,7 @@ from torch import nn
 import fp8
 from fp8.casts.scaled_tensor import ScaledTensor, dequantized, scaled
 from fp8.training.stored_weights import scale_weights
-
-parametrize = pytest.mark.parametrize
+from tests.shared import both, parametrize, refuses, seeded
 
 
 class Model(nn.Module):
@@ -47,12 +46,12 @@ def build(format="fp16", recipe=None):
 
 
 def ids(seed=0):
-    return torch.randint(24, (3, 5), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(24, (3, 5), generator=seeded(seed))
 
 
 def plain_model(model, recipe=None):
     other = Model()
-    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+    for one, same in both(model, other):
         same.data.copy_(dequantized(one.detach()))
     return fp8.convert(other, recipe) if recipe else other
 
@@ -79,7 +78,7 @@ def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):
         losses[-1].backward()
     assert torch.equal(*losses)
     kinds = set()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+    for p, q in both(model, other):
         kinds.add(type(p.grad))
         expected = (
             scaled(q.grad, "e4m3") if isinstance(p.grad, ScaledTensor) else q.grad
@@ -174,6 +173,6 @@ def test_a_weight_that_others_hold_does_not_move():
     """torch swaps it, which weak references forbid, as those of DeepSpeed's engine."""
     model = build()
     held = weakref.ref(model.head.weight)
-    with pytest.raises(RuntimeError, match=r"Move a model before fp8\.initialize"):
+    with refuses(r"Move a model before fp8\.initialize", RuntimeError):
         model.to(torch.float64)
     assert held() is model.head.weight

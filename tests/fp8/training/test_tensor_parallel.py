@@ -1,8 +1,8 @@
 """torch's parallelize_module on converted and on unit-scaled models, in two and four processes,
 against one process."""
 
-import copy
 import os
+from copy import deepcopy
 
 import pytest
 import torch
@@ -32,15 +32,14 @@ from torch.distributed.tensor.parallel import (
 import fp8
 from fp8.casts.casting import lowered, rounded
 from tests.fp8.checkpoints.reading import same
-from tests.launch import run_ranks
+from tests.launch import needs_gloo, run_ranks
+from tests.shared import pairs, parametrize, refuses
 from unit_scaling.transforms import unit_scale
 
 WORLD = int(os.environ.get("WORLD", "2"))
 WIDTH, TOKENS = 128, 8
 SCALED = (
-    ["tensor", "row"]
-    if WORLD == 4
-    else ["unit", "tensor", "delayed", "static", "row", "mxfp8"]
+    ["tensor", "row"] if WORLD == 4 else "unit tensor delayed static row mxfp8".split()
 )
 
 
@@ -104,7 +103,7 @@ def check_model(kind, recipe, sequence):
     depend on the order of sums, as in the first layers. Elsewhere sums in another order may move a
     value across a tie of its rounding: sqrt(n) * 2**-24 of n terms, far below 1e-3."""
     model = model_of(kind, recipe)
-    whole = copy.deepcopy(model)
+    whole = deepcopy(model)
     mesh = dist.init_device_mesh("cpu", (WORLD,))
     parallelize_module(model, mesh, plan(sequence))
     for _ in range(2):
@@ -117,9 +116,7 @@ def check_model(kind, recipe, sequence):
         want.backward(g)
         close(y, want)
         close(full(mine.grad), theirs.grad)
-        for (name, p), q in zip(
-            model.named_parameters(), whole.parameters(), strict=True
-        ):
+        for (name, p), q in pairs(model.named_parameters(), whole.parameters()):
             close(full(p.grad), q.grad, name)
         model.zero_grad()
         whole.zero_grad()
@@ -131,7 +128,7 @@ def check_optimizers():
     full32 = {"first_moment": "float32", "second_moment": "float32"}
     for options in (full32, {**full32, "min_size": 0, "weight_decay": 0.1}):
         model = model_of("plain", "unit")
-        whole, mesh = copy.deepcopy(model), dist.init_device_mesh("cpu", (WORLD,))
+        whole, mesh = deepcopy(model), dist.init_device_mesh("cpu", (WORLD,))
         parallelize_module(model, mesh, plan(sequence=True))
         optimizers = [
             fp8.optim.AdamW(m.parameters(), 0.01, **options) for m in (model, whole)
@@ -144,9 +141,7 @@ def check_optimizers():
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        for (name, p), q in zip(
-            model.named_parameters(), whole.parameters(), strict=True
-        ):
+        for (name, p), q in pairs(model.named_parameters(), whole.parameters()):
             close(full(p), q, name)
 
 
@@ -198,21 +193,17 @@ def check_refused():
     mesh = dist.init_device_mesh("cpu", (WORLD,))
     model = fp8.convert(nn.Linear(16 * WORLD, 48), "mxfp8")
     parallelize_module(model, mesh, RowwiseParallel())
-    with pytest.raises(
-        ValueError, match="not made of whole tiles of 32 that share a scale"
-    ):
+    with refuses("not made of whole tiles of 32 that share a scale"):
         model(torch.randn(4, 16))
     model = fp8.convert(nn.Linear(16 * WORLD, 48), "quartet2")
     parallelize_module(model, mesh, RowwiseParallel())
     x = distribute_tensor(torch.randn(4, 16 * WORLD), mesh, [Shard(1)]).requires_grad_()
-    with pytest.raises(ValueError, match=r"random signs .* tensor parallelism"):
+    with refuses(r"random signs .* tensor parallelism"):
         model(x).sum().backward()
     divided = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel())
-    with pytest.raises(
-        ValueError, match="weight has no level, because processes divide it"
-    ):
+    with refuses("weight has no level, because processes divide it"):
         fp8.initialize(divided, torch.optim.AdamW(divided.parameters()), "O2")
-    with pytest.raises(ValueError, match="store_frozen takes whole weights"):
+    with refuses("store_frozen takes whole weights"):
         fp8.store_frozen(divided.requires_grad_(False))
 
 
@@ -222,21 +213,19 @@ def check_two_dimensions(folder):
     mesh = dist.init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("dp", "tp"))
     for recipe in ("tensor", "delayed", "row", "mxfp8"):
         model = model_of("plain", recipe)
-        whole = copy.deepcopy(model)
+        whole = deepcopy(model)
         parallelize_module(model, mesh["tp"], plan(False))
         fully_shard(model, mesh=mesh["dp"])
         optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, whole)]
         for _ in range(2):
             x = torch.randn(2, TOKENS, WIDTH)
             losses = [full(m(x)).square().mean() for m in (model, whole)]
-            for loss, optimizer in zip(losses, optimizers, strict=True):
+            for loss, optimizer in pairs(losses, optimizers):
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
             close(losses[0].detach(), losses[1].detach())
-        for (name, p), q in zip(
-            model.named_parameters(), whole.named_parameters(), strict=True
-        ):
+        for (name, p), q in pairs(model.named_parameters(), whole.named_parameters()):
             close(full(p), q[1], name)
         path = folder / f"checkpoint {recipe}"
         dcp.save(get_model_state_dict(model), checkpoint_id=path)
@@ -250,7 +239,7 @@ def check_two_dimensions(folder):
             state = get_model_state_dict(target)
             dcp.load(state, checkpoint_id=path)
             set_model_state_dict(target, state)
-            sent = zip(fp8.weights(target), fp8.weights(model), strict=True)
+            sent = pairs(fp8.weights(target), fp8.weights(model))
             assert all(same(a, b) for (_, a), (_, b) in sent)
             saved = model.state_dict()
             for name, tensor in target.state_dict().items():
@@ -273,9 +262,7 @@ def check_ranks(rank, store):
 
 
 @pytest.mark.proves("the field", "tensor and sequence parallelism", how="own")
-@pytest.mark.skipif(
-    not dist.is_gloo_available(), reason="this torch is built without gloo"
-)
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@needs_gloo
+@parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_parallelize_module(world, tmp_path):
     run_ranks(check_ranks, world, tmp_path / "store", warnings="default")

@@ -21,7 +21,17 @@ from torch.testing import assert_close
 
 import unit_scaling as uu
 from fp8.warnings import ScaleWarning
-from tests.launch import run_ranks
+from tests.launch import needs_gloo, run_ranks
+from tests.shared import (
+    both,
+    in_one_graph,
+    linears,
+    pairs,
+    parametrize,
+    refuses,
+    seeded,
+    warns,
+)
 from tests.transforms.models import Net, batch, gpt, graphs, hooks_of, same, step
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
@@ -37,9 +47,7 @@ def expected(seed=0):
 def check_set(model, reference=None):
     """Values and tags are those of a batch, and nothing is left of the hooks."""
     reference = expected() if reference is None else reference
-    for (name, p), q in zip(
-        model.named_parameters(), reference.parameters(), strict=True
-    ):
+    for (name, p), q in pairs(model.named_parameters(), reference.parameters()):
         assert torch.equal(p, q), name
         assert tags_of(p) == tags_of(q), name
     assert not hooks_of(model)
@@ -64,7 +72,7 @@ def target_of(model):
     """As of a value function: loaded, and updated before the first call."""
     made = copy.deepcopy(model).requires_grad_(False)
     made.load_state_dict(model.state_dict())
-    for p, q in zip(made.parameters(), model.parameters(), strict=True):
+    for p, q in both(made, model):
         p.lerp_(q.detach(), 0.005)
     return made
 
@@ -77,10 +85,8 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "order", [(0, 1), (1, 0)], ids=["the model first", "the copy first"]
-)
-@pytest.mark.parametrize("name", COPIES)
+@parametrize("order", [(0, 1), (1, 0)], ids=["the model first", "the copy first"])
+@parametrize("name", COPIES)
 def test_a_copy_is_set_with_the_model(model, name, order):
     models = (model, COPIES[name](model))
     first, second = (models[i] for i in order)
@@ -111,13 +117,13 @@ def test_averages_are_those_of_a_model_with_a_batch():
     check_set(*[average.module for average in averages])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes(model, dtype):
     """Values are rounded to the dtype before and after the multiplication: by 2**-8 in bfloat16;
     numbers below 2**-14 are subnormal in float16."""
     other = copy.deepcopy(model).to(dtype)
     model(*batch())
-    for p, q in zip(other.parameters(), expected().parameters(), strict=True):
+    for p, q in both(other, expected()):
         assert p.dtype == dtype
         assert_close(p.float(), q, rtol=2.0**-7, atol=2.0**-10)
         assert tags_of(p).mup_scale == pytest.approx(tags_of(q).mup_scale, rel=0.2)
@@ -170,9 +176,7 @@ def test_a_copy_without_what_the_other_has_keeps_values_with_a_warning(model):
     """The model that ran first was edited, so that nothing is known of what it has lost."""
     other = copy.deepcopy(model)
     del model.blocks[1]
-    with pytest.warns(
-        ScaleWarning, match=r"10 parameters \(as blocks.1.norm1.weight\) of a copy"
-    ):
+    with warns(r"10 parameters \(as blocks.1.norm1.weight\) of a copy", ScaleWarning):
         model(*batch())
     assert torch.equal(other.blocks[1].up.weight, gpt().blocks[1].up.weight)
     uu.optim.AdamW(other.parameters()).step()
@@ -186,9 +190,7 @@ def test_vectors_of_parameters(model):
     vector = parameters_to_vector(model.parameters())
     vector_to_parameters(vector + 0.01, model.parameters())
     written = copy.deepcopy(model.state_dict())
-    with pytest.warns(
-        ScaleWarning, match=r"10 weights \(as tokens.weight\) were written after"
-    ):
+    with warns(r"10 weights \(as tokens.weight\) were written after", ScaleWarning):
         model(*batch())
     assert all(
         torch.equal(value, written[name]) for name, value in model.state_dict().items()
@@ -198,9 +200,7 @@ def test_vectors_of_parameters(model):
 def test_weights_that_are_half_written_are_named(model):
     perturbed(model, "blocks.0.up.weight", "blocks.1.down.bias")
     before = model.blocks[0].up.weight.detach().clone()
-    with pytest.warns(
-        ScaleWarning, match=r"1 weights \(as blocks.0.up.weight\).*half scaled"
-    ):
+    with warns(r"1 weights \(as blocks.0.up.weight\).*half scaled", ScaleWarning):
         model(*batch())
     assert torch.equal(model.blocks[0].up.weight, before)
     assert torch.equal(model.blocks[0].qkv.weight, expected().blocks[0].qkv.weight)
@@ -221,7 +221,7 @@ def test_a_checkpoint_of_a_scaled_model_is_loaded_as_it_is():
     reference, model = trained(expected()), unit_scale(gpt(1))
     model.load_state_dict(reference.state_dict())
     model(*batch())
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+    for p, q in both(model, reference):
         assert torch.equal(p, q)
         ours, theirs = tags_of(p), tags_of(q)
         assert (ours.mup_type, ours.mup_pending) == (theirs.mup_type, False)
@@ -233,9 +233,7 @@ def test_a_checkpoint_of_a_scaled_model_is_loaded_as_it_is():
 
 def test_a_part_that_runs_before_the_model_is_named():
     model, x = unit_scale(gpt()), torch.randn(2, 4, 32)
-    with pytest.warns(
-        ScaleWarning, match=r"blocks.1 runs before the model .* as a whole"
-    ):
+    with warns(r"blocks.1 runs before the model .* as a whole", ScaleWarning):
         y = model.blocks[1](x)
     assert torch.equal(y, gpt().blocks[1](x))
     model(*batch())
@@ -245,7 +243,7 @@ def test_a_part_that_runs_before_the_model_is_named():
 def test_a_graph_of_torch_fx():
     model = unit_scale(mlp())
     traced = torch.fx.symbolic_trace(model)
-    with pytest.warns(ScaleWarning, match="0 runs before the model"):
+    with warns("0 runs before the model", ScaleWarning):
         traced(X)
     assert torch.equal(model(X), traced(X))
     assert torch.equal(torch.fx.symbolic_trace(model)(X), traced(X))
@@ -264,7 +262,7 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize("name", FIRST)
+@parametrize("name", FIRST)
 def test_the_first_call_may_be_any(name):
     model = unit_scale(gpt())
     FIRST[name](model)
@@ -280,7 +278,7 @@ def test_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         logits, _ = model(*batch())
     assert logits.dtype == torch.bfloat16
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+    for p, q in both(model, reference):
         assert p.dtype == torch.float32
         assert tags_of(p).mup_scale == pytest.approx(tags_of(q).mup_scale, rel=0.2)
 
@@ -302,7 +300,7 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("depth", [1, 6])
+@parametrize("depth", [1, 6])
 def test_the_first_call_takes_few_forward_passes(depth):
     calls = []
 
@@ -328,15 +326,15 @@ def test_a_first_call_that_fails_changes_nothing(model):
         assert_close(model.state_dict(), gpt().state_dict(), rtol=0, atol=0)
     model(*batch())
     check_set(model)
-    body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    body = linears(4, 4, 4)
     model = unit_scale(body)
-    with pytest.raises(ValueError, match="has NaN for this batch"):
+    with refuses("has NaN for this batch"):
         model(torch.full((2, 4), math.nan))
     model(torch.ones(2, 4))
     check_set(model, unit_scale(body, batch=torch.ones(2, 4)))
 
 
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+X = torch.randn(4, 8, generator=seeded(1))
 
 
 def mlp():
@@ -362,9 +360,7 @@ REFUSED = {
     "torch.func.functional_call or DataParallel": replicated,
     "torch.vmap": lambda model: torch.vmap(model)(X),
     "torch.export": lambda model: torch.export.export(model, (X,)),
-    "fullgraph=True": lambda model: torch.compile(
-        model, backend="eager", fullgraph=True
-    )(X),
+    "fullgraph=True": lambda model: in_one_graph(model, "eager")(X),
     "a call on the meta device": lambda model: copy.deepcopy(model).to("meta")(
         X.to("meta")
     ),
@@ -374,13 +370,13 @@ REFUSED = {
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # dynamo's
-@pytest.mark.parametrize("name", REFUSED)
+@parametrize("name", REFUSED)
 def test_first_calls_without_values_are_refused(name):
     model, said = (
         unit_scale(mlp()),
         f"call it once, or pass batch= to unit_scale, before {name}",
     )
-    with pytest.raises(Exception, match=said):
+    with refuses(said, Exception):
         REFUSED[name](model)
     model(X)
     check_set(model, unit_scale(mlp(), batch=X))
@@ -390,7 +386,7 @@ def test_first_calls_without_values_are_refused(name):
 # Optimizers
 
 
-@pytest.mark.parametrize("cls", [uu.optim.SGD, uu.optim.AdamW])
+@parametrize("cls", [uu.optim.SGD, uu.optim.AdamW])
 def test_an_optimizer_that_is_made_before_has_the_rates_of_one_that_is_made_after(
     model, cls
 ):
@@ -405,11 +401,11 @@ def test_an_optimizer_that_is_made_before_has_the_rates_of_one_that_is_made_afte
 
 def test_rates_that_are_not_known_are_an_error(model):
     optimizer = uu.optim.AdamW(model.parameters())
-    with pytest.warns(ScaleWarning, match="blocks.0 runs before the model"):
+    with warns("blocks.0 runs before the model", ScaleWarning):
         model.blocks[0](torch.randn(2, 4, 32)).sum().backward()
-    with pytest.raises(RuntimeError, match="has not set the values"):
+    with refuses("has not set the values", RuntimeError):
         optimizer.step()
-    with pytest.raises(ValueError, match="has not set the values"):
+    with refuses("has not set the values"):
         uu.optim.scaled_parameters(model.parameters(), "adam", lr=0.1)
     model(*batch())
     optimizer.step()
@@ -433,12 +429,12 @@ def test_parameters_that_are_swapped():
     model = unit_scale(gpt()).double()
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     model(*batch())
-    for p, q in zip(model.parameters(), expected().parameters(), strict=True):
+    for p, q in both(model, expected()):
         assert_close(p, q.double(), rtol=1e-6, atol=1e-7)
         assert tags_of(p).mup_scale == pytest.approx(tags_of(q).mup_scale)
 
 
-@pytest.mark.parametrize("called", [False, True])
+@parametrize("called", [False, True])
 def test_nothing_is_left_of_a_model(called):
     gc.collect()
     before = len(pending._RECORDS), len(pending.REPORTS)
@@ -461,9 +457,7 @@ def test_nothing_is_left_of_a_model(called):
 def two_models():
     """Of the same class and shapes."""
     torch.manual_seed(0)
-    return [
-        unit_scale(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))) for _ in range(2)
-    ]
+    return [unit_scale(linears(8, 16, 4)) for _ in range(2)]
 
 
 def check_orders(rank, store):
@@ -485,9 +479,7 @@ def check_orders(rank, store):
     assert scales[0] / scales[4] > 16  # each has its own numbers
 
 
-@pytest.mark.skipif(
-    not dist.is_gloo_available(), reason="this torch is built without gloo"
-)
+@needs_gloo
 def test_processes_that_call_in_other_orders(tmp_path):
     run_ranks(check_orders, 2, tmp_path / "store")
 

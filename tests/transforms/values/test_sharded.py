@@ -3,9 +3,7 @@ is whole, whatever the batch of each process."""
 
 import copy
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -16,19 +14,17 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn import functional as F
 
 import unit_scaling as uu
 from fp8.common.dtensor import whole
-from tests.launch import run_ranks
+from tests.launch import needs_gloo, run_ranks
+from tests.shared import both, parametrize, refuses, seeded
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import unit_scale
 
 LAYERS = 6
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_gloo_available(), reason="torch without gloo"
-)
+pytestmark = needs_gloo
 
 
 class Block(nn.Module):
@@ -38,7 +34,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -56,7 +52,7 @@ class Model(nn.Module):
 
 
 def batch(rank):
-    return torch.randint(65, (4, 32), generator=torch.Generator().manual_seed(rank))
+    return torch.randint(65, (4, 32), generator=seeded(rank))
 
 
 def model():
@@ -66,7 +62,7 @@ def model():
 
 def check_equal(ours, reference):
     """The values and tags of a divided model are those of one that is whole."""
-    for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
+    for mine, theirs in both(ours, reference):
         torch.testing.assert_close(
             whole(mine.detach()), theirs.detach(), rtol=1e-5, atol=0
         )
@@ -78,7 +74,7 @@ def check_trains(ours, ids):
     optimizer = uu.optim.AdamW(ours.parameters())
     losses = []
     for _ in range(5):
-        loss = F.cross_entropy(ours(ids).flatten(0, 1), ids.flatten())
+        loss = nn.functional.cross_entropy(ours(ids).flatten(0, 1), ids.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -107,11 +103,9 @@ def check_fully_shard(rank, store):
     check_equal(pending, reference)
     check_trains(pending, batch(rank))
     late = shard(unit_scale(model()))
-    with pytest.raises(
-        RuntimeError, match="before fully_shard, or call unit_scale after that"
-    ):
+    with refuses("before fully_shard, or call unit_scale after that", RuntimeError):
         late(ids)
-    with pytest.raises(ValueError, match="FullyShardedDataParallel has flattened"):
+    with refuses("FullyShardedDataParallel has flattened"):
         unit_scale(FullyShardedDataParallel(model(), device_id=torch.device("cpu")))
 
 
@@ -155,6 +149,6 @@ def check_parallelize(rank, store):
     check_equal(early, reference)
 
 
-@pytest.mark.parametrize("check", [check_fully_shard, check_parallelize])
+@parametrize("check", [check_fully_shard, check_parallelize])
 def test_a_divided_model_has_the_numbers_of_a_whole_one(check, tmp_path):
     run_ranks(check, 2, tmp_path / "store", warnings="default")

@@ -1,7 +1,6 @@
 """Weights that were overwritten, and a loss that averages, say so at the first call of a model."""
 
 import copy
-import pickle
 import warnings
 
 import pytest
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
+from tests.shared import in_one_graph, parametrize, pickled, refuses, warns
 from unit_scaling.transforms import simulate_fp8, track_scales
 
 
@@ -33,20 +33,18 @@ def tokens():
 # Weights
 
 
-@pytest.mark.parametrize(
-    "transform", [lambda m: m, simulate_fp8, copy.deepcopy, track_scales]
-)
+@parametrize("transform", [lambda m: m, simulate_fp8, copy.deepcopy, track_scales])
 def test_weights_that_were_overwritten_warn_once(transform, tokens):
     model = transform(model_of(overwritten=True))
-    with pytest.warns(
-        fp8.warnings.ScaleWarning, match=r"0 \(Embedding\) is 0.0[12]\d* instead of 1"
+    with warns(
+        r"0 \(Embedding\) is 0.0[12]\d* instead of 1", fp8.warnings.ScaleWarning
     ) as caught:
         model(tokens)
     assert len(caught) == 1
     assert "of 3 more layers not 1" in str(caught[0].message)
     assert "reset_parameters" in str(caught[0].message)
     model(tokens)  # no second one: warnings are errors here
-    with fp8.strict(), pytest.raises(fp8.warnings.ScaleWarning, match="instead of 1"):
+    with fp8.strict(), refuses("instead of 1", fp8.warnings.ScaleWarning):
         model_of(overwritten=True)(tokens)
 
 
@@ -65,7 +63,7 @@ def test_weights_that_were_drawn_trained_or_loaded_do_not(tokens):
         for parameter in model.parameters():
             parameter.mul_(100)
     model(tokens)
-    pickle.loads(pickle.dumps(model))(tokens)
+    pickled(model)(tokens)
     with torch.device("meta"):
         empty = model_of()
     for fresh in (model_of(), empty):
@@ -73,7 +71,7 @@ def test_weights_that_were_drawn_trained_or_loaded_do_not(tokens):
         fresh(tokens)
 
 
-@pytest.mark.parametrize(("size", "value"), [(8, 0.0), (2, 0.01)])
+@parametrize(("size", "value"), [(8, 0.0), (2, 0.01)])
 def test_those_of_zeros_and_of_few_numbers_may_have_any_rms(size, value):
     layer = uu.Linear(size, size)
     nn.init.constant_(layer.weight, value)
@@ -81,7 +79,7 @@ def test_those_of_zeros_and_of_few_numbers_may_have_any_rms(size, value):
 
 
 def test_compiled_and_mapped_calls_are_not_checked(tokens):
-    torch.compile(model_of(overwritten=True), backend="eager", fullgraph=True)(tokens)
+    in_one_graph(model_of(overwritten=True), "eager")(tokens)
     torch.func.vmap(uu.Linear(8, 8))(torch.randn(3, 8))
     mapped, stacked = uu.Linear(8, 8), {"weight": torch.randn(3, 8, 8)}
     call = torch.func.functional_call
@@ -116,7 +114,7 @@ def test_a_loss_outside_of_the_model_warns_once(tokens):
     assert gradient_warnings(model, tokens, F.cross_entropy) == []
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "loss",
     [
         U.cross_entropy,

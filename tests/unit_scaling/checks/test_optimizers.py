@@ -3,12 +3,12 @@
 import re
 import warnings
 
-import pytest
 import torch
 from torch import nn
 
 import fp8
 import unit_scaling as uu
+from tests.shared import linears, parametrize, quietly, refuses, warns
 from unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
 
 RATE = 0.5
@@ -16,7 +16,7 @@ RATE = 0.5
 
 def plain():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+    return linears(16, 32, nn.GELU, 8)
 
 
 def step(model, *optimizers, scale=1.0):
@@ -42,8 +42,8 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("name", TRANSFORMS)
+@parametrize("trained", [False, True])
+@parametrize("name", TRANSFORMS)
 def test_an_optimizer_made_before_a_transform_says_so_at_its_first_step(name, trained):
     model = plain()
     optimizer = sgd(model)
@@ -51,7 +51,7 @@ def test_an_optimizer_made_before_a_transform_says_so_at_its_first_step(name, tr
         step(model, optimizer)
     model = TRANSFORMS[name](model)
     message = f"SGD was made before {name.partition(',')[0]}"
-    with pytest.warns(fp8.warnings.OptimizerWarning, match=message) as caught:
+    with warns(message, fp8.warnings.OptimizerWarning) as caught:
         step(model, optimizer)
     assert caught[0].filename == __file__
     step(model, optimizer)  # no second one: warnings are errors here
@@ -59,7 +59,7 @@ def test_an_optimizer_made_before_a_transform_says_so_at_its_first_step(name, tr
     model = plain()
     optimizer = sgd(model)
     model = TRANSFORMS[name](model)
-    with fp8.strict(), pytest.raises(fp8.warnings.OptimizerWarning, match=message):
+    with fp8.strict(), refuses(message, fp8.warnings.OptimizerWarning):
         step(model, optimizer)
 
 
@@ -101,8 +101,7 @@ def test_compiled_steps_are_left_alone():
     compiled = torch.compile(optimizer.step, backend="eager")
     model(torch.randn(4, 16)).sum().backward()
     before = model[0].weight.detach().clone()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         compiled()
     assert not torch.equal(model[0].weight, before)
 
@@ -188,7 +187,7 @@ def said(model, make):
     ]
 
 
-@pytest.mark.parametrize(("make", "message"), FAR)
+@parametrize(("make", "message"), FAR)
 def test_a_rate_far_from_the_rule_is_named_once(make, message):
     """One rate of torch's does in a model of `unit_scale` what it does in the plain one."""
     (found,) = said(of_modules(), make)
@@ -196,7 +195,7 @@ def test_a_rate_far_from_the_rule_is_named_once(make, message):
     assert len(said(transformed(), make)) == ("lr=" in message)
 
 
-@pytest.mark.parametrize("make", NEAR)
+@parametrize("make", NEAR)
 def test_a_rate_near_the_rule_is_not_named(make):
     for model in (of_modules(), transformed()):
         assert said(model, make) == []
@@ -205,7 +204,7 @@ def test_a_rate_near_the_rule_is_not_named(make):
 # An eps that gradients are not large against
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("scale", "eps", "warned"),
     [(1e-9, 1e-8, True), (1e-9, 1e-16, False), (1.0, 1e-8, False)],
 )

@@ -2,13 +2,13 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
 import fp8
 from benchmarks.architectures import ZOO
 from benchmarks.problems import PROBLEMS
+from tests.shared import parametrize, warns
 from unit_scaling.checks.trained import signs_of_training
 from unit_scaling.transforms import unit_scale
 
@@ -30,7 +30,7 @@ def plain():
     )
 
 
-@pytest.mark.parametrize("name", INITIALIZATIONS)
+@parametrize("name", INITIALIZATIONS)
 def test_initializations_show_no_signs(name):
     model = plain()
     for module in model:
@@ -40,7 +40,7 @@ def test_initializations_show_no_signs(name):
     unit_scale(model)
 
 
-@pytest.mark.parametrize("name", sorted(ZOO)[::24])
+@parametrize("name", sorted(ZOO)[::24])
 def test_new_models_of_transformers_show_no_signs(name):
     from benchmarks.problems import zoo
 
@@ -69,9 +69,8 @@ def test_unit_scale_warns_once_and_names_static():
     nn.init.normal_(model[1].weight, std=0.02)
     assert signs_of_training(model) == ""
     nn.init.normal_(model[1].weight, mean=1.0, std=0.02)
-    with pytest.warns(
-        fp8.warnings.ConvertWarning,
-        match=r"gains of 1 differ.*convert\(model, 'static'\)",
+    with warns(
+        r"gains of 1 differ.*convert\(model, 'static'\)", fp8.warnings.ConvertWarning
     ) as caught:
         scaled = unit_scale(model)
     assert len(caught) == 1

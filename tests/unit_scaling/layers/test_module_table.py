@@ -5,7 +5,6 @@ Modules that need arguments, or inputs other than a standard normal matrix, have
 
 import copy
 import inspect
-import pickle
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import unit_scaling as uu
+from tests.shared import parametrize, pickled
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import has_parameter_data
 
@@ -72,7 +72,7 @@ EXAMPLES = {
     },
 }
 
-each_row = pytest.mark.parametrize("plain", MODULES, ids=lambda cls: cls.__name__)
+each_row = parametrize("plain", MODULES)
 
 
 def example(plain):
@@ -114,11 +114,7 @@ def test_is_torchs_module(plain):
 OTHERWISE = (nn.MultiheadAttention, nn.RNNBase)
 
 
-@pytest.mark.parametrize(
-    "plain",
-    [cls for cls in MODULES if not issubclass(cls, OTHERWISE)],
-    ids=lambda c: c.__name__,
-)
+@parametrize("plain", [cls for cls in MODULES if not issubclass(cls, OTHERWISE)])
 def test_result_is_torchs_times_a_factor(plain):
     """In both modes, from the same parameters; losses and norms have the factor 1."""
     theirs, ours, inputs = example(plain)
@@ -170,10 +166,8 @@ def tags(module):
     return [(n, p.mup_type, p.mup_scaling_depth) for n, p in module.named_parameters()]
 
 
-each_row_with_parameters = pytest.mark.parametrize(
-    "plain",
-    [cls for cls in MODULES if list(example(cls)[0].parameters())],
-    ids=lambda c: c.__name__,
+each_row_with_parameters = parametrize(
+    "plain", [cls for cls in MODULES if list(example(cls)[0].parameters())]
 )
 
 
@@ -199,9 +193,7 @@ def test_tags_survive_copies_and_new_parameters(plain):
     stack = uu.DepthSequential(ours, copy.deepcopy(ours))
     before, values = tags(stack), stack.state_dict()
     assert {depth for *_, depth in before} == {2}
-    assert (
-        tags(copy.deepcopy(stack)) == tags(pickle.loads(pickle.dumps(stack))) == before
-    )
+    assert tags(copy.deepcopy(stack)) == tags(pickled(stack)) == before
     stack.load_state_dict({k: v.clone() for k, v in values.items()}, assign=True)
     assert tags(stack) == before
     empty = stack.to("meta").to_empty(device="cpu")

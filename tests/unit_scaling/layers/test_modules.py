@@ -3,15 +3,14 @@
 import copy
 import inspect
 import io
-import pickle
 from collections import OrderedDict
 
-import pytest
 import torch
 from torch import nn
 
 import unit_scaling as uu
 import unit_scaling.functional as U
+from tests.shared import parametrize, pickled, refuses
 from unit_scaling.constraints import CONSTRAINTS
 
 
@@ -43,20 +42,18 @@ def test_settings_of_modules_come_first_for_activations_alone():
     assert torch.equal(uu.Softmax()(x), U.softmax(x, 1))
 
 
-@pytest.mark.parametrize("kind", [uu.GELU, uu.Linear, uu.AvgPool1d, uu.Conv2d, uu.GLU])
+@parametrize("kind", [uu.GELU, uu.Linear, uu.AvgPool1d, uu.Conv2d, uu.GLU])
 def test_a_constraint_is_a_name_of_one(kind):
     """Refused when the module is made, not at its first call."""
     arguments = inspect.signature(kind).parameters.values()
     sizes = dict.fromkeys([p.name for p in arguments if p.default is p.empty], 2)
     for constraint in (None, "", *CONSTRAINTS):
         assert kind(**sizes, constraint=constraint).constraint == constraint
-    with pytest.raises(
-        ValueError, match="unknown constraint 'to_output'; choose one of None"
-    ):
+    with refuses("unknown constraint 'to_output'; choose one of None"):
         kind(**sizes, constraint="to_output")
 
 
-@pytest.mark.parametrize("padding", [0, (2,), "same"], ids=str)
+@parametrize("padding", [0, (2,), "same"])
 def test_padding_that_is_not_of_zeros(padding):
     args = {"padding": padding, "padding_mode": "circular", "dilation": (2,)}
     ours = uu.Conv1d(4, 6, 5, bias=True, dtype=torch.float64, **args)
@@ -101,12 +98,10 @@ def test_decoder_at_initialisation():
     for name, p in model.named_parameters():
         # within a factor of 8: scales are constrained, and query and key share the value's
         assert 1 / 8 < p.grad.square().mean().sqrt() < 8, name
-    assert list(dict(model.named_children())) == [
-        "embedding",
-        "layers",
-        "final_norm",
-        "projection",
-    ]
+    assert (
+        list(dict(model.named_children()))
+        == "embedding layers final_norm projection".split()
+    )
 
 
 # --- depth ---------------------------------------------------------------------------------
@@ -120,7 +115,7 @@ def linears(n):
     return [uu.Linear(2, 2) for _ in range(n)]
 
 
-each_container = pytest.mark.parametrize(
+each_container = parametrize(
     "make",
     [lambda m: uu.DepthSequential(*m), uu.DepthModuleList],
     ids=["Sequential", "ModuleList"],
@@ -134,11 +129,11 @@ def test_depths_multiply_and_stay_with_slices_and_copies(make):
     stack = make(linears(4))
     assert (depths(stack[1:3]), len(stack[1:3])) == ({4}, 2)
     assert stack[1:3][0] is stack[1]
-    for copied in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
+    for copied in (copy.deepcopy(stack), pickled(stack)):
         assert depths(copied) == {4}
         copied.append(uu.Linear(2, 2))
         assert depths(copied) == {5}
-    with pytest.raises(ValueError, match=r"parameter '1\.weight' has no mup_type"):
+    with refuses(r"parameter '1\.weight' has no mup_type"):
         make([uu.Linear(2, 2), nn.Linear(2, 2)])
 
 
@@ -154,7 +149,7 @@ RESIZED = {
 
 
 @each_container
-@pytest.mark.parametrize("how", RESIZED)
+@parametrize("how", RESIZED)
 def test_depths_follow_the_size(make, how):
     resize, depth = RESIZED[how]
     stack = make(linears(4))

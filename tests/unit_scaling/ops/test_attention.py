@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.products.attention import is_fused
+from tests.shared import in_one_graph, pairs, parametrize, refuses
 from unit_scaling.ops.attention import attention_with_weights
 from unit_scaling.rules.table import OPS
 
@@ -55,14 +55,14 @@ def test_a_given_context_length_fixes_the_scale():
         for n in (1, 5, 64)
     }
     assert set(scales.values()) == {ATTENTION.scales(qkv(64, 64), {})["output"]}
-    with pytest.raises(ValueError, match="context_length must be 1 or more, got 0"):
+    with refuses("context_length must be 1 or more, got 0"):
         U.scaled_dot_product_attention(*qkv(2, 2), context_length=0)
 
 
 def test_is_causal_beside_a_mask_says_that_the_mask_is_causal():
     q, k, v = qkv(3, 7)
     mask = torch.ones(3, 7).bool().tril(diagonal=4)  # three new tokens after four
-    plain = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / 4)
+    plain = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=1 / 4)
     declared = U.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
     assert_close(declared, plain * factor(q, v, None, is_causal=True))
     read = U.scaled_dot_product_attention(
@@ -106,7 +106,7 @@ def call(case):
     }[case]
 
 
-@pytest.mark.parametrize("case", OPERANDS)
+@parametrize("case", OPERANDS)
 def test_attention_is_torchs_times_the_rule(case):
     """Values and gradients; the gauge of the scores leaves no trace. In float64, with the same
     random numbers."""
@@ -120,7 +120,7 @@ def test_attention_is_torchs_times_the_rule(case):
     rule = {k: v for k, v in given.items() if k in ("dropout_p", "is_causal", "scale")}
     s = factor(*inputs[::2], shown, **rule)
     torch.manual_seed(1)
-    plain = F.scaled_dot_product_attention(*inputs, **given)
+    plain = nn.functional.scaled_dot_product_attention(*inputs, **given)
     torch.manual_seed(1)
     ours = U.scaled_dot_product_attention(*inputs, **given)
     assert_close(ours, plain * s)
@@ -129,7 +129,7 @@ def test_attention_is_torchs_times_the_rule(case):
     assert_close(torch.autograd.grad(ours, learns, grad), expected)
 
 
-@pytest.mark.parametrize("case", OPERANDS)
+@parametrize("case", OPERANDS)
 def test_where_torch_fuses_attention(case):
     """Torch's own choice is the reference."""
     operands, settings = call(case)
@@ -158,7 +158,7 @@ def test_rotary_positions_broadcast():
     assert_close(got[1], U.rotary(x[1]))
     assert_close(got[0], U.rotary(x[0], positions[0]))
     assert U.rotary(x.bfloat16(), torch.tensor([7])).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="even number of features, got 5"):
+    with refuses("even number of features, got 5"):
         U.rotary(torch.randn(3, 5))
 
 
@@ -170,7 +170,7 @@ VARIANTS = {
     "rotary": {"rotary_base": 500.0},
     "both": {"kv_heads": 1, "rotary_base": 10000.0},
 }
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+each_variant = parametrize("variant", VARIANTS)
 
 
 @each_variant
@@ -184,9 +184,9 @@ def test_logits_do_not_depend_on_what_follows(variant):
         assert_close(model(tokens[:, :length]), whole[:, :length])
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, None), (4, 3)])
+@parametrize(("heads", "kv_heads"), [(3, None), (4, 3)])
 def test_numbers_of_heads_that_do_not_divide_are_refused(heads, kv_heads):
-    with pytest.raises(ValueError, match=r"heads must divide .*: got 3"):
+    with refuses(r"heads must divide .*: got 3"):
         uu.MHSA(16, heads, is_causal=True, kv_heads=kv_heads)
 
 
@@ -228,16 +228,16 @@ def oracle(ours, arguments, keys, shown):
         plain.in_proj_bias is not None
     ):  # one vector for projections of different fan-ins
         fan_ins = (8, ours.kdim, ours.vdim)
-        for part, fan_in in zip(plain.in_proj_bias.chunk(3), fan_ins, strict=True):
+        for part, fan_in in pairs(plain.in_proj_bias.chunk(3), fan_ins):
             part /= fan_in**0.5
         plain.in_proj_bias[:8] /= ours.head_dim**0.5
         plain.out_proj.bias /= 8**0.5
     return plain
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("masked", MASKED)
-@pytest.mark.parametrize("need_weights", [True, False])
+@parametrize("name", ARGUMENTS)
+@parametrize("masked", MASKED)
+@parametrize("need_weights", [True, False])
 def test_multihead_attention(name, masked, need_weights):
     arguments = ARGUMENTS[name]
     module = uu.MultiheadAttention(8, 2, **arguments, dtype=torch.float64)
@@ -305,27 +305,23 @@ def test_multihead_attention_dropout_and_errors():
     module.eval()
     assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
     for setting in ("add_bias_kv", "add_zero_attn"):
-        with pytest.raises(
-            NotImplementedError, match="add_bias_kv and add_zero_attn have no"
-        ):
+        with refuses("add_bias_kv and add_zero_attn have no", NotImplementedError):
             uu.MultiheadAttention(8, 2, **{setting: True})
-    with pytest.raises(ValueError, match="is_causal is a hint about attn_mask"):
+    with refuses("is_causal is a hint about attn_mask"):
         module(x, x, x, is_causal=True)
-    with pytest.raises(
-        ValueError, match=r"key_padding_mask must have shape \(3, 6\), not \(6, 3\)"
-    ):
+    with refuses(r"key_padding_mask must have shape \(3, 6\), not \(6, 3\)"):
         module(x, x, x, key_padding_mask=torch.zeros(6, 3).bool())
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("need_weights", [True, False])
+@parametrize("need_weights", [True, False])
 def test_multihead_attention_compiled_and_in_low_precision(need_weights):
     module, x = uu.MultiheadAttention(32, 4), torch.randn(6, 2, 32)
 
     def run(x):
         return module(x, x, x, need_weights=need_weights)[0]
 
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    compiled = in_one_graph(run)
     assert_close(compiled(x), run(x))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert run(x).dtype == torch.bfloat16

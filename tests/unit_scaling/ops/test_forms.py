@@ -3,15 +3,15 @@
 import inspect
 import operator
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 import unit_scaling.functional as U
+from tests.shared import parametrize, refuses, seeded
 from unit_scaling.rules.table import OPS, find_op
 
-GENERATOR = torch.Generator().manual_seed(0)
+GENERATOR = seeded(0)
 
 
 def normal(*shape):
@@ -49,7 +49,7 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@parametrize("name", SPELLINGS)
 def test_spellings(name):
     assert {find_op(function).name for function in SPELLINGS[name]} == {name}
 
@@ -85,7 +85,7 @@ FORMS = [  # (torch function, args, kwargs), with the same results in each line
 ]
 
 
-@pytest.mark.parametrize("forms", FORMS, ids=lambda forms: forms[0][0].__name__)
+@parametrize("forms", FORMS, ids=lambda forms: forms[0][0].__name__)
 def test_every_calling_form_of_torch(forms):
     func, args, kwargs = forms[0]
     op = find_op(func)
@@ -97,7 +97,7 @@ def test_every_calling_form_of_torch(forms):
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "same"),
     [
         *((n, "matmul") for n in ("mm", "bmm", "mv")),
@@ -117,7 +117,7 @@ def test_out_is_refused_unless_none():
 MODULES = ("attention", "convolution", "norms", "products", "recurrent")
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "name",
     [
         name
@@ -176,7 +176,7 @@ REFUSED = [  # (a call, its error, the message)
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+@parametrize(("call", "error", "message"), REFUSED)
 def test_calls_that_do_not_fit_are_refused(call, error, message):
-    with pytest.raises(error, match=message):
+    with refuses(message, error):
         call()

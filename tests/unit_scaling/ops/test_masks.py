@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
 import unit_scaling.functional as U
-from tests.launch import run_ranks
+from tests.launch import needs_gloo, run_ranks
+from tests.shared import in_one_graph, pairs, parametrize, seeded
 from tests.transforms.models import Net
 from unit_scaling.rules.table import OPS
 
@@ -32,14 +32,12 @@ def window(size):
 
 
 def random(*sizes):
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     return torch.rand(*sizes, LENGTH, generator=generator) < 0.2
 
 
 def padding():
-    lengths = torch.randint(
-        1, LENGTH, (BATCH,), generator=torch.Generator().manual_seed(1)
-    )
+    lengths = torch.randint(1, LENGTH, (BATCH,), generator=seeded(1))
     return lengths[:, None, None, None] > KEY
 
 
@@ -62,7 +60,7 @@ MASKS = {
     "one key for all": lambda: KEY == 3,
     "the same for all keys": lambda: ROW > 20,
 }
-each_mask = pytest.mark.parametrize("name", MASKS)
+each_mask = parametrize("name", MASKS)
 
 #: Ways of writing a mask.
 FORMS = {
@@ -123,7 +121,7 @@ def test_all_ways_of_saying_causal_have_one_factor():
     assert said != scale(None)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@parametrize("form", FORMS)
 @each_mask
 def test_a_mask_has_one_factor_in_all_its_forms(name, form):
     """By counting: the factor of the harmonic mean of the numbers of keys."""
@@ -182,10 +180,8 @@ def attend(x, mask):
     return U.scaled_dot_product_attention(x, x, x, mask)
 
 
-@pytest.mark.parametrize("form", ["boolean", "-inf"])
-@pytest.mark.parametrize(
-    "name", ["causal", "window of 4", "padding and causal", "one key for all"]
-)
+@parametrize("form", ["boolean", "-inf"])
+@parametrize("name", ["causal", "window of 4", "padding and causal", "one key for all"])
 def test_compiled_is_eager(name, form):
     """With the mask as an argument and as a buffer, in one graph, with gradients."""
     mask = FORMS[form](MASKS[name]())
@@ -193,7 +189,7 @@ def test_compiled_is_eager(name, form):
     model = Net(lambda m, x: attend(x, m.mask))
     model.register_buffer("mask", mask)
     for function, args in ((attend, (x, mask)), (model, (x,))):
-        got = torch.compile(function, fullgraph=True, backend="aot_eager")(*args)
+        got = in_one_graph(function)(*args)
         want, grad = function(*args), torch.randn_like(x)
         assert_close(got, want)
         of_got, of_want = (torch.autograd.grad(y, x, grad) for y in (got, want))
@@ -215,14 +211,14 @@ def test_masks_of_all_lengths_share_a_dynamic_graph():
 
 def test_functional_transforms_and_export():
     x, masks = torch.randn(3, 2, 6, 8), torch.rand(3, 6, 6) < 0.5
-    each = [attend(one, mask) for one, mask in zip(x, masks, strict=True)]
+    each = [attend(one, mask) for one, mask in pairs(x, masks)]
     assert_close(torch.vmap(attend)(x, masks), torch.stack(each))
 
     def loss(x, mask):
         return attend(x, mask).square().sum()
 
     leaf = x.clone().requires_grad_()
-    sum(loss(one, mask) for one, mask in zip(leaf, masks, strict=True)).backward()
+    sum(loss(one, mask) for one, mask in pairs(leaf, masks)).backward()
     assert_close(torch.vmap(torch.func.grad(loss))(x, masks), leaf.grad)
     model = Net(lambda m, given: attend(*given))
     exported = torch.export.export(model, ((x, masks[0]),)).module()
@@ -250,8 +246,6 @@ def check_ranks(rank, store):
         assert_close(counted.full_tensor(), scale(shown))
 
 
-@pytest.mark.skipif(
-    not dist.is_gloo_available(), reason="this torch is built without gloo"
-)
+@needs_gloo
 def test_masks_of_several_processes(tmp_path):
     run_ranks(check_ranks, 2, tmp_path / "store", warnings="default")

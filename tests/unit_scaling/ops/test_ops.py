@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import unit_scaling.functional as U
+from tests.shared import in_one_graph, parametrize
 from tests.unit_scaling.ops.calls import (
     FITTED,
     PLAIN,
@@ -45,7 +46,7 @@ def rms(x):
     return x.double().square().mean().sqrt().item()
 
 
-each_op = pytest.mark.parametrize(
+each_op = parametrize(
     "op", [op for op in OPS.values() if op.name not in TUPLES], ids=lambda op: op.name
 )
 
@@ -90,9 +91,7 @@ def test_constrained_gradient_is_parallel_to_torch(op):
 @pytest.mark.sampled(4)
 @pytest.mark.proves("unit-scaling", "FP16 and FP8", how="own")
 @each_op
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str
-)
+@parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtype_is_kept(op, dtype):
     if dtype.itemsize == 2 and "half precision" in TORCH_LACKS.get(op.name, ()):
         pytest.skip("torch cannot")
@@ -241,8 +240,8 @@ def groups():
     ]
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SAMPLED)])
-@pytest.mark.parametrize(("ops", "settings", "dynamic"), groups())
+@parametrize("backend", ["eager", pytest.param("aot_eager", marks=SAMPLED)])
+@parametrize(("ops", "settings", "dynamic"), groups())
 def test_compiles_whole(ops, settings, dynamic, backend):
     calls = {op.name: op_kwargs(op, torch.float32) for op in ops}
     compiled = torch.compile(run_all, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -250,9 +249,9 @@ def test_compiles_whole(ops, settings, dynamic, backend):
     assert_close(got, expected)
 
 
-@pytest.mark.parametrize("name", sorted(RANDOM))
+@parametrize("name", sorted(RANDOM))
 def test_random_op_compiles_whole(name):
-    compiled = torch.compile(OPS[name].fn, backend="aot_eager", fullgraph=True)
+    compiled = in_one_graph(OPS[name].fn)
     kwargs = op_kwargs(OPS[name], torch.float32)
     expected, got = results(OPS[name].fn, kwargs), results(compiled, kwargs)
     assert all(
@@ -266,5 +265,5 @@ def test_forward_mode_in_a_graph():
         return [torch.func.jvp(op, (x,), (tangent,)) for op in ops]
 
     x, tangent = torch.randn(2, 4, 8, dtype=torch.float64).unbind()
-    got = torch.compile(derivatives, backend="aot_eager", fullgraph=True)(x, tangent)
+    got = in_one_graph(derivatives)(x, tangent)
     assert_close(got, derivatives(x, tangent))

@@ -8,6 +8,7 @@ import fp8
 import unit_scaling.functional as U
 from fp8.products.grouped import grouped_mm
 from tests import reference
+from tests.shared import parametrize
 from unit_scaling.rules.table import OPS
 
 
@@ -34,10 +35,8 @@ def assert_parallel(ours, theirs, inputs, scales):
 # --- addmm ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("beta", "alpha"), [(1, 1), (0.5, -2.0), (-3.0, 1), (0, 2.0), (2.0, 0)]
-)
-@pytest.mark.parametrize("form", ["addmm", "baddbmm"])
+@parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (-3.0, 1), (0, 2.0), (2.0, 0)])
+@parametrize("form", ["addmm", "baddbmm"])
 def test_weighted_sum(form, beta, alpha):
     """beta and alpha weigh two unit-scaled terms, and the gradients are those of that sum."""
     batch = (3,) if form == "baddbmm" else ()
@@ -51,7 +50,7 @@ def test_weighted_sum(form, beta, alpha):
         assert_parallel(ours, theirs, tensors[:1], [1.0] * 2)
 
 
-@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (0, 1)])
+@parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (0, 1)])
 def test_addmm_with_a_bias(beta, alpha):
     x, w, b = normal(5, 6), normal(6, 7), normal(7)
     ours = U.addmm(b, x, w, beta, alpha, constraint=None)
@@ -89,7 +88,7 @@ EQUATIONS = {  # -> shapes of the operands
 }
 
 
-@pytest.mark.parametrize("equation", EQUATIONS)
+@parametrize("equation", EQUATIONS)
 def test_einsum(equation):
     operands = [normal(*shape) for shape in EQUATIONS[equation]]
     left, right, *more = (*operands, None) if len(operands) == 1 else operands
@@ -138,8 +137,8 @@ GROUPED = {
 }
 
 
-@pytest.mark.parametrize("constraint", [None, "to_output_scale"])
-@pytest.mark.parametrize("kind", GROUPED)
+@parametrize("constraint", [None, "to_output_scale"])
+@parametrize("kind", GROUPED)
 def test_grouped_mm_has_the_rule_of_linear_for_each_group(kind, constraint):
     left, right, offs, terms, weights = GROUPED[kind]
     a, b = normal(*left), normal(*right)
@@ -171,8 +170,8 @@ TRANSPOSED += [{"stride": 2, "padding": 1, "output_padding": 1, "groups": 2}]
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize(
+@parametrize("dims", [1, 2, 3])
+@parametrize(
     ("kind", "setting"),
     [
         *(("conv", each) for each in SETTINGS),
@@ -206,8 +205,8 @@ GEOMETRIES = [  # kernel, stride, padding, length
 ]
 
 
-@pytest.mark.parametrize(("kernel", "stride", "padding", "length"), GEOMETRIES)
-@pytest.mark.parametrize("transposed", [False, True])
+@parametrize(("kernel", "stride", "padding", "length"), GEOMETRIES)
+@parametrize("transposed", [False, True])
 def test_counts_of_a_convolution(kernel, stride, padding, length, transposed):
     """With ones for values a product is the number of its terms: the rule's count is their mean.
 
@@ -245,7 +244,7 @@ CAST = {
 }
 
 
-@pytest.mark.parametrize("name", CAST)
+@parametrize("name", CAST)
 def test_operands_are_cast_once(name):
     """Under a recipe a product is that of its operands, rounded once and unscaled."""
     a, b = torch.randn(6, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)

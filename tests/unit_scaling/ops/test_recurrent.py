@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
+from tests.shared import in_one_graph, parametrize, refuses
 from unit_scaling.ops import recurrent
 from unit_scaling.rules.table import OPS
 from unit_scaling.transforms import unit_scale
@@ -29,7 +30,7 @@ FORMS = {
     "deep": {"num_layers": 2, "batch_first": True},
     "both_ways": {"num_layers": 2, "bidirectional": True},
 }
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = parametrize("kind", KINDS)
 
 
 def make(kind, *sizes, **settings):
@@ -77,7 +78,7 @@ def randomized(module):
 
 
 @each_kind
-@pytest.mark.parametrize("form", FORMS)
+@parametrize("form", FORMS)
 def test_is_torchs_function(kind, form):
     ours = randomized(make(kind, 6, 5, **FORMS[form], dtype=torch.float64))
     plain, factor = oracle(ours, kind), KINDS[kind][2]
@@ -176,26 +177,26 @@ def test_dropout_is_between_layers_in_training():
 
 
 def test_what_has_no_unit_scaled_form_is_refused_by_name():
-    with pytest.raises(TypeError, match="'proj_size'"):
+    with refuses("'proj_size'", TypeError):
         uu.LSTM(6, 5, proj_size=3)
     x = torch.randn(3, 4, 6)
     weights = nn.LSTM(6, 5, proj_size=3).all_weights[0]
-    with pytest.raises(NotImplementedError, match="LSTM with proj_size"):
+    with refuses("LSTM with proj_size", NotImplementedError):
         OPS["lstm"].call((x, (x, x), weights, True), {}, func=torch.lstm)
     packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2, 1, 1]))
-    with pytest.raises(NotImplementedError, match="packed sequence"):
+    with refuses("packed sequence", NotImplementedError):
         uu.GRU(6, 5)(packed)
     for layer in (nn.GRU(6, 5), nn.LSTM(6, 5, proj_size=3)):
         assert unit_scale(layer)(packed)[0].data.isfinite().all()
-    with pytest.raises(ValueError, match="2D or 3D"):
+    with refuses("2D or 3D"):
         uu.GRU(6, 5)(torch.randn(6))
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@parametrize("kind", ["LSTM", "GRU"])
 def test_compiled_and_in_low_precision(kind):
     module, x = make(kind, 6, 5), torch.randn(3, 4, 6)
     with torch._dynamo.config.patch(allow_rnn=True):  # torch's compiler asks for that
-        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        compiled = in_one_graph(module)
         assert_close(compiled(x)[0], module(x)[0])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = module(x)[0]

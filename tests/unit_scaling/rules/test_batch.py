@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import unit_scaling as uu
+from tests.shared import in_one_graph, parametrize, refuses
 from tests.threads import together
 from unit_scaling import functional as U
 from unit_scaling.rules.batch import row_scale
@@ -57,7 +58,7 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("how", DIVIDED)
+@parametrize("how", DIVIDED)
 def test_gradients_are_those_of_the_whole_batch(how, tokens):
     block, loss, gradients_of = DIVIDED[how]
     model = decoder().double()
@@ -72,7 +73,7 @@ def test_gradients_are_those_of_the_whole_batch(how, tokens):
 def test_compiled(tokens):
     """The factor is that of the call, not of the compilation."""
     model = decoder()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled = in_one_graph(model, "eager")
     for n in (1, 16):
         with uu.batch_multiplier(n):
             model.zero_grad()
@@ -93,13 +94,11 @@ def test_block():
     assert row_scale(0) == 1.0
 
 
-@pytest.mark.parametrize("argument", ["n", "averaged_over"])
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1.5, TypeError)])
+@parametrize("argument", ["n", "averaged_over"])
+@parametrize(("value", "error"), [(0, ValueError), (1.5, TypeError)])
 def test_bad_numbers(argument, value, error):
     block = uu.batch_multiplier(**{"n": 1, argument: value})
-    with pytest.raises(
-        error, match=f"{argument} must be a whole number from 1, got {value}"
-    ):
+    with refuses(f"{argument} must be a whole number from 1, got {value}", error):
         block.__enter__()
 
 

@@ -4,10 +4,6 @@ import importlib.util
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
-
-from fp8.lab.forecast.card import Card
-from fp8.lab.forecast.compiled import Graph
 
 _KERNEL = re.compile(
     r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)",
@@ -15,7 +11,7 @@ _KERNEL = re.compile(
 )
 
 
-def assembled(graph: Graph, card: Card) -> dict[str, bytes]:
+def assembled(graph, card):
     """Kernel -> its machine code for the card, in the first of the configurations that a device
     would time. Inside of `fp8.lab.forecast.card.compiling_for`."""
     return {
@@ -24,7 +20,7 @@ def assembled(graph: Graph, card: Card) -> dict[str, bytes]:
     }
 
 
-def _assembled(name: str, text: str, card: Card) -> bytes:
+def _assembled(name, text, card):
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -41,7 +37,7 @@ def _assembled(name: str, text: str, card: Card) -> bytes:
     return binary.asm["cubin"]
 
 
-def _module(text: str) -> Any:
+def _module(text):
     """Triton reads the source of functions from a file."""
     path = Path(tempfile.mkdtemp()) / "generated.py"
     path.write_text(text)

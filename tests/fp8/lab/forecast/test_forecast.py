@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fp8
 from fp8.__main__ import main
@@ -14,7 +13,7 @@ from fp8.lab.forecast import forecast as module
 from fp8.lab.forecast.card import gradients, why_not
 from fp8.lab.forecast.result import Forecast
 from fp8.lab.hardware import BF16, HARDWARE
-from tests.fp8.operands import normal
+from tests.shared import linears, normal, parametrize, refuses
 
 compiles = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -47,7 +46,7 @@ class Doubled(torch.autograd.Function):
 
 
 def branching(x, w):
-    a, b = Doubled.apply(F.silu(x @ w), 3.0, x[:, :1].expand(-1, 4))
+    a, b = Doubled.apply(nn.functional.silu(x @ w), 3.0, x[:, :1].expand(-1, 4))
     return (a.softmax(-1) * b + torch.cat([x, x], 1)[:, 2:6]).sum(0) + w.mean(0)
 
 
@@ -77,16 +76,14 @@ def test_without_a_cuda_build_shapes_give_an_estimate(monkeypatch):
     assert "kernels" not in result.table()
     assert Forecast.from_dict(json.loads(result.to_json())) == result
     assert asdict(result)["variants"][1]["recipe"] == "unit"
-    with pytest.raises(KeyError, match="bf16, unit, tensor"):
+    with refuses("bf16, unit, tensor", KeyError):
         result["row"]
 
 
 def uneven():
     """Two of three products are so small that casts take longer than they save."""
     with torch.device("meta"):
-        model = nn.Sequential(
-            nn.Linear(4096, 4096), nn.Linear(4096, 64), nn.Linear(64, 64)
-        )
+        model = linears(4096, 4096, 64, 64)
         return model, torch.empty(8192, 4096)
 
 
@@ -104,7 +101,7 @@ def test_layers_that_get_slower_stay_as_they_are(monkeypatch):
     assert left_alone(model, result.policy("tensor")) == ["1", "2"]
     assert result.policy("row").keep == ("embedding", "readout")
     assert fp8.Policy.from_json(result.policy("row").to_json()) == result.policy("row")
-    with pytest.raises(ValueError, match="'bf16' is no policy"):
+    with refuses("'bf16' is no policy"):
         result.policy(BF16)
 
 
@@ -116,7 +113,7 @@ def test_a_device_that_the_compiler_does_not_know_is_estimated():
     assert "mine" in result.notes[0]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("arguments", "error", "message"),
     [
         ({"model": 3}, TypeError, "forecast"),
@@ -125,7 +122,7 @@ def test_a_device_that_the_compiler_does_not_know_is_estimated():
     ],
 )
 def test_bad_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
+    with refuses(message, error):
         fp8.forecast(**{"model": mlp(64), "batch": batch(64, 64), **arguments})
 
 

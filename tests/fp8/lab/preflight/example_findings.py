@@ -21,7 +21,7 @@ _TRIED = {
 POLICY = {"recipe": "mxfp8", "rules": [["lm_head", None, None]]}
 
 
-def _candidates() -> list[Candidate]:
+def _candidates():
     rows = []
     for name, (error, gap, half, outcome) in _TRIED.items():
         kept = ["lm_head"] if "except" in name else []
@@ -45,7 +45,7 @@ def _candidates() -> list[Candidate]:
     return sorted(rows, key=lambda row: row.errors[SNAPSHOTS[0]])
 
 
-def _forecasts() -> list[Forecast]:
+def _forecasts():
     """Estimates, one of them of a policy without units, and a forecast of one accelerator."""
     name, rows = "mxfp8 except lm_head", []
     for hardware, source, speedup, why_not in (
@@ -63,7 +63,7 @@ def _forecasts() -> list[Forecast]:
     return rows
 
 
-def _verdict() -> Verdict:
+def _verdict():
     return Verdict(
         answer="Yes, but keep lm_head in bf16; all other layers with recipe mxfp8 (8-bit numbers).",
         savings=[
@@ -84,7 +84,7 @@ def _verdict() -> Verdict:
     )
 
 
-def rich() -> Findings:
+def rich():
     """Every part, with a layer of a hostile name, an infinite gap, and losses that become NaN."""
     return Findings(
         model={
@@ -114,7 +114,7 @@ def rich() -> Findings:
     )
 
 
-def interrupted() -> Findings:
+def interrupted():
     """Ended by Ctrl-C in the reference's second run: no candidate was trained, nothing searched."""
     whole = rich()
     for row in whole.candidates:

@@ -1,32 +1,32 @@
 """Small problems for tests of studies."""
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from fp8.lab.preflight.training import Setup
+from tests.shared import seeded
 
 
 class Classifier(nn.Module):
     """An MLP with blocks that returns its cross entropy."""
 
-    def __init__(self, width: int = 32, blocks: int = 2) -> None:
+    def __init__(self, width=32, blocks=2):
         super().__init__()
         self.first = nn.Linear(16, width)
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
         self.head = nn.Linear(width, 16)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x, y):
         x = self.first(x)
         for block in self.blocks:
-            x = x + F.gelu(block(x))
-        return F.cross_entropy(self.head(x), y)
+            x = x + nn.functional.gelu(block(x))
+        return nn.functional.cross_entropy(self.head(x), y)
 
 
-def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+def batches(count, seed=0):
     """Points around 16 centres, and the index of the centre."""
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(16, 16, generator=torch.Generator().manual_seed(99))
+    generator = seeded(seed)
+    centres = torch.randn(16, 16, generator=seeded(99))
     found = []
     for _ in range(count):
         y = torch.randint(16, (32,), generator=generator)
@@ -35,7 +35,7 @@ def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def setup(seed: int = 0) -> Setup:
+def setup(seed=0):
     """A classifier with its own weights and data for each seed."""
     model = Classifier()
     return Setup(

@@ -13,6 +13,7 @@ import pytest
 import fp8
 from fp8.__main__ import main
 from fp8.lab.setups import from_function
+from tests.shared import parametrize, refuses
 
 SOURCE = """
 import torch
@@ -32,8 +33,8 @@ number = 3
 @pytest.fixture
 def train_py(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "helper_of_train.py").write_text("width = 16\n", encoding="utf-8")
-    (tmp_path / "train_of_user.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "helper_of_train.py").write_text("width = 16\n")
+    (tmp_path / "train_of_user.py").write_text(SOURCE)
     return tmp_path
 
 
@@ -43,7 +44,7 @@ def test_a_function_of_a_file_that_imports_its_neighbours(train_py):
     assert len(data) == 30
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "error", "message"),
     [
         ("train_of_user.py", ValueError, "give a file and a function"),
@@ -55,7 +56,7 @@ def test_a_function_of_a_file_that_imports_its_neighbours(train_py):
     ],
 )
 def test_bad_names(train_py, name, error, message):
-    with pytest.raises(error, match=message):
+    with refuses(message, error):
         from_function(name)
 
 
@@ -68,10 +69,10 @@ def test_the_command_writes_a_page_and_figures(train_py, capsys):
     printed = capsys.readouterr().out
     assert "written: out/a.json, out/a.html" in printed
     command = printed.splitlines()[0].partition("this command: ")[2].split()
-    assert command[:4] == ["fp8", "preflight", "train_of_user.py:setup", "--steps"]
+    assert command[:4] == "fp8 preflight train_of_user.py:setup --steps".split()
     assert command[command.index("--recipes") :][:3] == ["--recipes", "row", "mxfp4"]
     assert "--resume" in command
-    figures = json.loads((train_py / "out" / "a.json").read_text(encoding="utf-8"))
+    figures = json.loads((train_py / "out" / "a.json").read_text())
     assert figures["products"][0]["layer"] == "(model)"
     assert main([*command[1:], "--seeds", "2"]) == 0
     capsys.readouterr()
@@ -85,7 +86,7 @@ def test_the_command_writes_a_page_and_figures(train_py, capsys):
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_sigterm_keeps_the_figures_and_writes_the_page(train_py):
     """In the middle of the training, which would take an hour."""
-    (train_py / "slow.py").write_text(SLOW, encoding="utf-8")
+    (train_py / "slow.py").write_text(SLOW)
     command = [
         sys.executable,
         "-m",
@@ -116,7 +117,7 @@ def test_sigterm_keeps_the_figures_and_writes_the_page(train_py):
     assert errors == ""  # no bars without a terminal
     assert printed.startswith("Not decided: run ")
     assert "interrupted" in json.loads(figures.read_text())["notes"][-1]
-    assert "interrupted" in (train_py / "preflight.html").read_text(encoding="utf-8")
+    assert "interrupted" in (train_py / "preflight.html").read_text()
 
 
 SLOW = """
@@ -135,7 +136,7 @@ def setup(seed):
 """
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("arguments", "code", "message"),
     [
         ("missing.py:setup", 2, "no file"),
@@ -147,8 +148,8 @@ def setup(seed):
 )
 def test_bad_commands(train_py, capsys, arguments, code, message):
     broken = "import torch\ndef setup():\n    return torch.nn.Linear(4, 4), []\n"
-    (train_py / "broken.py").write_text(broken, encoding="utf-8")
+    (train_py / "broken.py").write_text(broken)
     raising = "def setup():\n    raise ValueError('boom')\n"
-    (train_py / "raising.py").write_text(raising, encoding="utf-8")
+    (train_py / "raising.py").write_text(raising)
     assert main(["preflight", *arguments.split()]) == code
     assert message in capsys.readouterr().err

@@ -66,7 +66,7 @@ def seen(look, findings, folder, width):
     """What the script ``look`` records of the page, in a frame of this width."""
     file = folder / "frame.html"
     inner = html.escape(page(findings), quote=True)
-    file.write_text(FRAME.format(width=width, page=inner, look=look), encoding="utf-8")
+    file.write_text(FRAME.format(width=width, page=inner, look=look))
     flags = [
         "--headless",
         "--no-sandbox",

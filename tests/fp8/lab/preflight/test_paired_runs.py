@@ -22,8 +22,7 @@ from fp8.lab.preflight.paired_runs import (
     student,
     train_pairs,
 )
-
-parametrize = pytest.mark.parametrize
+from tests.shared import parametrize, seeded
 
 TARGET = 0.01
 
@@ -103,7 +102,7 @@ def said(differences, looks=(3, 4, 6, 8, 12), chance=None):
 def test_false_verdicts_are_rarer_than_the_error(true, deviation):
     """Over synthetic differences of up to 12 pairs: gaps of 0 that are called "worse", and of twice
     the target that are called as good."""
-    draw = torch.Generator().manual_seed(round(1e4 * (true + deviation)))
+    draw = seeded(round(1e4 * (true + deviation)))
     words = said(true + deviation * torch.randn(1500, 12, generator=draw))
     wrong = ("worse",) if true < TARGET else ("as the reference", "better")
     false, decided = (

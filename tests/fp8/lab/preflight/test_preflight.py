@@ -16,11 +16,10 @@ from fp8.lab.preflight.findings import Candidate, Findings
 from fp8.lab.preflight.paired_runs import Budget
 from fp8.lab.preflight.preflight import Preflight, PreflightError
 from fp8.lab.preflight.search import finalists, recommended
+from tests.shared import pairs, parametrize, refuses
 from unit_scaling.transforms import simulate_fp8
 
 from .problems import Classifier, batches, setup
-
-parametrize = pytest.mark.parametrize
 
 QUICK = {
     "recipes": ("bf16", "tensor", "mxfp4", "unit"),
@@ -46,12 +45,7 @@ def report():
 )
 def test_every_stage_leaves_its_findings(report):
     found = report.findings
-    assert [p.layer for p in found.products] == [
-        "first",
-        "blocks.0",
-        "blocks.1",
-        "head",
-    ]
+    assert [p.layer for p in found.products] == "first blocks.0 blocks.1 head".split()
     assert {c.name for c in found.candidates} >= {"bf16", "tensor", "mxfp4", "unit"}
     assert all(sorted(c.errors) == [3, 12] for c in found.candidates)
     assert any(candidate.kept for candidate in found.candidates)
@@ -71,7 +65,7 @@ def test_policy_page_json_and_table(report, tmp_path):
     assert any(row.done == "converted" for row in fp8.report(model))
     assert "policy = fp8.Policy(" in report.findings.verdict.code["fp8"]
     report.save(tmp_path / "a.html")
-    assert "<title>" in (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "<title>" in (tmp_path / "a.html").read_text()
     report.save(tmp_path / "new folder" / "a.json")
     again = Preflight.load(tmp_path / "new folder" / "a.json")
     assert again.to_json() == report.to_json()
@@ -87,9 +81,7 @@ def test_nothing_of_the_users_changes():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with fp8.strict():  # which does not stop it
         fp8.preflight(model, batches(20), optimizer=optimizer, **ONE)
-    assert all(
-        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
-    )
+    assert all(map(torch.equal, before, model.parameters()))
     assert not optimizer.state
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
@@ -112,13 +104,11 @@ def test_resume_repeats_nothing(tmp_path, monkeypatch):
     assert seen == []
     assert again.table() == first.table()
     other = lambda seed: setup(seed + 1)  # noqa: E731
-    with pytest.raises(
-        ValueError, match="seed 0 has other weights or batches than the run of ref"
-    ):
+    with refuses("seed 0 has other weights or batches than the run of ref"):
         fp8.preflight(other, resume=path, **ONE)
-    with pytest.raises(ValueError, match="of another preflight: its parameters is"):
+    with refuses("of another preflight: its parameters is"):
         fp8.preflight(Classifier(64), batches(20), resume=path, **ONE)
-    with pytest.raises(ValueError, match=r"its recipes is .*, not \['row', 'tensor'\]"):
+    with refuses(r"its recipes is .*, not \['row', 'tensor'\]"):
         fp8.preflight(setup, resume=path, **ONE | {"recipes": ("row",)})
 
 
@@ -215,7 +205,7 @@ def test_an_interrupted_stage_is_repeated_as_a_whole(
     again = fp8.preflight(setup, resume=path, **TWO).findings
     for field in ("candidates", "forecasts", "notes"):
         assert getattr(again, field) == getattr(whole, field), field
-    for run, other in zip(again.runs, whole.runs, strict=True):
+    for run, other in pairs(again.runs, whole.runs):
         assert (run.name, run.losses, run.held_out) == (
             other.name,
             other.losses,
@@ -264,7 +254,7 @@ class Unseen(Classifier):
 def test_what_cannot_be_measured_is_said_with_what_was_measured(
     model, data, loss, message
 ):
-    with pytest.raises(PreflightError, match=message) as error:
+    with refuses(message, PreflightError) as error:
         fp8.preflight(model, data, loss=loss, **QUICK)
     assert error.value.report.findings.notes[-1].startswith("stopped: ")
 
@@ -299,9 +289,7 @@ class Held(Classifier):
 def test_a_copy_that_computes_with_the_caller_s_model_is_refused(as_function):
     made = Held(), batches(20)
     arguments = ((lambda: made),) if as_function else made
-    with pytest.raises(
-        PreflightError, match=r"computes with blocks.0.(weight|bias) of the model"
-    ):
+    with refuses(r"computes with blocks.0.(weight|bias) of the model", PreflightError):
         fp8.preflight(*arguments, **ONE)
 
 
@@ -330,7 +318,7 @@ def test_several_losses_are_noted():
     ],
 )
 def test_bad_arguments(arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with refuses(message, (ValueError, TypeError)):
         fp8.preflight(setup, **QUICK | arguments)
 
 
@@ -343,7 +331,7 @@ def test_bad_arguments(arguments, message):
     ],
 )
 def test_a_model_needs_batches_and_a_setup_has_its_own(arguments, error, message):
-    with pytest.raises(error, match=message):
+    with refuses(message, error):
         fp8.preflight(*arguments, **QUICK)
 
 
@@ -458,7 +446,7 @@ REFERENCES = {
 @parametrize("kind", REFERENCES)
 def test_a_reference_in_low_precision_is_refused(kind):
     make, block, message = REFERENCES[kind]
-    with block, pytest.raises(PreflightError, match=message):
+    with block, refuses(message, PreflightError):
         fp8.preflight(make(), batches(20), **ONE)
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import torch
 
 import fp8
@@ -17,24 +16,25 @@ from fp8.lab.preflight.search import (
     shares,
 )
 from fp8.lab.trace import Product
+from tests.shared import pairs, parametrize, seeded
 
 
 def scores(count, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     errors = torch.rand(count, generator=generator).square().tolist()
     parts = torch.rand(count, generator=generator)
     parts = (parts / parts.sum()).tolist()
-    rows = zip(errors, parts, strict=True)
+    rows = pairs(errors, parts)
     return [LayerError(f"l{i}", e, p) for i, (e, p) in enumerate(rows)]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@parametrize("seed", range(5))
 def test_no_subset_of_layers_is_better_than_a_point_of_the_frontier(seed):
     given = scores(8, seed)
     points = frontier(given)
     assert len(points) == 9
     for kept in itertools.product([False, True], repeat=8):
-        cast = [s for s, keep in zip(given, kept, strict=True) if not keep]
+        cast = [s for s, keep in pairs(given, kept) if not keep]
         share, error = sum(s.share for s in cast), sum(s.squared_error for s in cast)
         assert not any(
             share >= p.share - 1e-12 and error < p.squared_error - 1e-12 for p in points
@@ -49,11 +49,11 @@ def test_the_knee_keeps_the_one_bad_layer():
 
 def test_the_knee_is_inside_if_no_layer_is_much_worse():
     """Errors 2, 1, 1: all FLOPs but the first layer's leave half of the squared error."""
-    given = [LayerError(name, e, 0.3) for name, e in zip("abc", (2, 1, 1), strict=True)]
+    given = [LayerError(name, e, 0.3) for name, e in pairs("abc", (2, 1, 1))]
     assert knee(frontier(given)).kept == ["a"]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("errors", "kept"), [((0.8, 0.4, 0.2, 0.1), 3), ((0.1,) * 4, 1), ((0.8,) * 4, None)]
 )
 def test_the_choice_is_the_first_that_is_measured_to_be_fine(errors, kept):

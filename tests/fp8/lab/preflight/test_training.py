@@ -11,10 +11,9 @@ from torch import nn
 import fp8
 from fp8.common.step import seeded
 from fp8.lab.preflight.training import Problem, Setup, loss_of, train, under
+from tests.shared import parametrize, refuses
 
 from .problems import Classifier, batches, setup
-
-parametrize = pytest.mark.parametrize
 
 
 def by_hand(seed, steps, held_out, recipe=None):
@@ -60,9 +59,7 @@ def test_a_model_is_copied_and_seeds_reorder_its_batches():
     data = batches(12)
     problem = Problem(Setup(model, data), 8, 4)
     first, second = problem.start(0), problem.start(1)
-    assert all(
-        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
-    )
+    assert all(map(torch.equal, before, model.parameters()))
     order, other = (list(map(id, start.batches)) for start in (first, second))
     assert order == list(map(id, data[:8])) != other
     assert sorted(order) == sorted(other)
@@ -120,9 +117,7 @@ def test_batches_that_share_memory_are_refused():
         for values, labels in batches(6):
             yield x.copy_(values), y.copy_(labels)
 
-    with pytest.raises(
-        ValueError, match="a batch of seed 0 was overwritten after it was drawn"
-    ):
+    with refuses("a batch of seed 0 was overwritten after it was drawn"):
         train(Problem(Setup(Classifier(), refilled()), 4, 2), "x")
 
 
@@ -199,5 +194,5 @@ BAD = {
 @parametrize("message", BAD)
 def test_bad_input(message):
     call, error = BAD[message]
-    with pytest.raises(error, match=message):
+    with refuses(message, error):
         call()

@@ -31,7 +31,7 @@ def gradients(snapshot, recipe):
     return {name: p.grad.double() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("recipe", ["tensor", "row", "mxfp4", "bf16"])
+@pytest.mark.parametrize("recipe", "tensor row mxfp4 bf16".split())
 def test_it_is_its_definition(probe, recipe):
     measure, snapshot = probe
     exact, cast = gradients(snapshot, None), gradients(snapshot, recipe)

@@ -8,8 +8,7 @@ from fp8.formats.quantize import quantize
 from fp8.lab.sums import dot as dot_module
 from fp8.lab.sums.dot import dot
 from fp8.recipes.tensor_cores import FORMATS, TENSOR_CORES
-
-parametrize = pytest.mark.parametrize
+from tests.shared import parametrize
 
 nvidia = pytest.importorskip("mmasim.nv_ptx.sim")
 

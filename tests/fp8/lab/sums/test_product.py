@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 from torch import nn
 
@@ -11,8 +10,7 @@ from fp8.casts.casting import lowered, quantized
 from fp8.lab.sums.dot import dot
 from fp8.products.matmul import linear, matmul
 from fp8.recipes.tensor_cores import TENSOR_CORES
-
-parametrize = pytest.mark.parametrize
+from tests.shared import in_one_graph, pairs, parametrize, refuses
 
 ROWS, IN, OUT = 24, 96, 48
 
@@ -77,7 +75,7 @@ def test_promotion_and_scales_that_the_instruction_does_not_apply_end_a_sum(
 def test_compiled_is_eager(name, rows, width, backend):
     """In blocks of (1, 128), a gradient is cast along both of its axes."""
     layer = fp8.convert(nn.Linear(width, width), on(name, "hopper"))
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    compiled = in_one_graph(layer, backend)
     x, g = torch.randn(2, rows, width)
     x.requires_grad_()
     results = []
@@ -87,7 +85,7 @@ def test_compiled_is_eager(name, rows, width, backend):
         y = each(x)
         y.backward(g)
         results.append((y.detach(), x.grad, layer.weight.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs(*results))
 
 
 def test_empty_products():
@@ -124,14 +122,14 @@ def test_empty_products():
     ],
 )
 def test_what_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(message):
         call()
 
 
 def test_a_second_derivative_is_refused():
     x, w, _ = operands()
     y = linear(x, w, recipe=on("tensor", "hopper"))
-    with pytest.raises(RuntimeError, match="no second derivative"):
+    with refuses("no second derivative", RuntimeError):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
@@ -140,7 +138,7 @@ def test_rules_keep_the_sums_of_a_recipe():
     layer = fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), policy)[0]
     assert layer.fp8_recipe.accumulate == "hopper"
     mixed = fp8.Policy(on("tensor", "hopper"), rules=[("*", "grad_weight", "row")])
-    with pytest.raises(ValueError, match="different sums"):
+    with refuses("different sums"):
         fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), mixed)
 
 
@@ -153,9 +151,7 @@ def test_products_without_these_sums_warn(kind):
         "convolution": lambda: nn.functional.conv1d(m, torch.randn(2, 4, 3)),
         "grouped": lambda: nn.functional.grouped_mm(q[0], q[0].mT),
     }
-    raised = pytest.raises(
-        fp8.warnings.RecipeWarning, match=kind
-    )  # each is shown once per process
+    raised = refuses(kind, fp8.warnings.RecipeWarning)  # each is shown once per process
     with fp8.strict(), fp8.autocast(on("tensor", "hopper")), raised:
         functions[kind]()
 
