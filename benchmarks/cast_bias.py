@@ -63,9 +63,8 @@ def rows() -> list[Row]:
         for data in (normal, heavy):
             biases, errors = draws(recipe.grad, data)
             kind = data.__name__
-            row[f"{kind}_bias"] = (
-                round(100 * statistics.fmean(biases), 4) + 0.0
-            )  # no -0.0
+            # No -0.0.
+            row[f"{kind}_bias"] = round(100 * statistics.fmean(biases), 4) + 0.0
             row[f"{kind}_se"] = round(
                 100 * statistics.stdev(biases) / math.sqrt(DRAWS), 4
             )

@@ -136,9 +136,8 @@ def begin(name: str, description: str | None) -> tuple[Runs, str]:
         "--out", type=Path, default=Path("out/benchmark-transfer.jsonl")
     )
     args = parser.parse_args()
-    torch.set_num_threads(
-        1
-    )  # the products are small; runs do not depend on the machine's cores
+    # The products are small; runs do not depend on the machine's cores.
+    torch.set_num_threads(1)
     corpus = load_corpus(args.data, context=Experiment(vocab=1).context)
     experiment = Experiment(vocab=len(corpus.symbols), steps=args.steps)
     tokens = experiment.batch_size * experiment.context

@@ -76,9 +76,8 @@ def first_paragraph(documented: object) -> str:
 
 def torch_name(function: Callable[..., Any]) -> str:
     """What a torch function is called in code: F.linear, torch.mm, Tensor.add_, operator.matmul."""
-    parts = function.__name__.split(
-        "_"
-    )  # torch.linalg.multi_dot is called linalg_multi_dot
+    # Torch.linalg.multi_dot is called linalg_multi_dot.
+    parts = function.__name__.split("_")
     names = ["_".join(parts[i:]) for i in range(len(parts))]
     for owner, space in NAMESPACES.items():
         for name in names:

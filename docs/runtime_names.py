@@ -145,9 +145,8 @@ class RuntimeNames(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Completes each public module of the package."""
-        convert_docstrings(
-            pkg
-        )  # first: a function may take the place of a module of its name
+        # First: a function may take the place of a module of its name.
+        convert_docstrings(pkg)
         for path in MODULES:
             package, _, inner = path.partition(".")
             if package == pkg.name:

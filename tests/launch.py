@@ -97,9 +97,8 @@ def _run(name, world, rank, store, output, warnings):
     os.environ["WORLD"] = str(world)
     sys.argv = [name, str(rank), str(store)]
     warnings_module.simplefilter(warnings)
-    warnings_module.filterwarnings(
-        "ignore", "FSDP2-wrapped module"
-    )  # not to change views in place
+    # Not to change views in place.
+    warnings_module.filterwarnings("ignore", "FSDP2-wrapped module")
     if name.endswith(".py"):
         runpy.run_path(name, run_name="__main__")
     else:

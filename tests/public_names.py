@@ -212,9 +212,8 @@ def read():
 
 
 def main():
-    importlib.import_module(
-        "torch.distributed.fsdp"
-    )  # before the forks, as what takes long
+    # Before the forks, as what takes long.
+    importlib.import_module("torch.distributed.fsdp")
     looked_at = commits()
     seen = set().union(*map(of_commit, looked_at))
     now = of_commit("HEAD")

@@ -25,9 +25,8 @@ def rounded(x, format):
     exponent = torch.where(magnitude > 0, magnitude, 1.0).log2().floor()
     exponent = exponent.clamp(min=format.min_exponent)
     step = 2.0 ** (exponent - format.mantissa_bits)
-    value = (torch.round(magnitude / step) * step).clamp(
-        max=format.max
-    )  # rounds half to even
+    # Rounds half to even.
+    value = (torch.round(magnitude / step) * step).clamp(max=format.max)
     value = torch.where(magnitude.isinf(), format.nonfinite or math.nan, value)
     return torch.copysign(value, x.double())
 
@@ -76,9 +75,8 @@ def scale_of(
             codes = (
                 torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
             )
-            steps = real(steps) * real(
-                1 - 4 * np.finfo(real).eps
-            )  # with errors of float32
+            # With errors of float32.
+            steps = real(steps) * real(1 - 4 * np.finfo(real).eps)
             e4m3 = min((code for code in codes if code >= steps), default=448.0)
         return min(
             max(float(real(max(e4m3, 2.0**-9)) * real(unit)), 2.0**-126), 2.0**126
@@ -160,9 +158,8 @@ def cast(x, how, axis=-1):
     ]
     for at, amax in zip(kept, largest, strict=True):
         if how.rule == "quest" or how.rule.startswith("e4m3_4_6"):
-            missing = [
-                by - n for by, n in zip(full, x[at].shape, strict=True)
-            ]  # at the end
+            # At the end.
+            missing = [by - n for by, n in zip(full, x[at].shape, strict=True)]
             tile = torch.nn.functional.pad(x[at], (0, missing[1], 0, missing[0]))
             scales[at] = scale_by_error(tile, format, how.rule, whole, real, least)
         else:

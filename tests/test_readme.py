@@ -88,9 +88,8 @@ def test_python_blocks_run(path, tmp_path, monkeypatch):
     monkeypatch.setattr(
         torch, "compile", functools.partial(torch.compile, backend="aot_eager")
     )
-    module = types.ModuleType(
-        f"{path.stem}_examples"
-    )  # the compiler looks functions' modules up
+    # The compiler looks functions' modules up.
+    module = types.ModuleType(f"{path.stem}_examples")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     torch.manual_seed(0)
     printed = ""

@@ -255,9 +255,8 @@ def test_imports_make_no_circle():
         for module, path in MODULES.items()
         if path.name != "__init__.py"
     }
-    list(
-        TopologicalSorter(graph).static_order()
-    )  # raises CycleError, naming the circle
+    # Raises CycleError, naming the circle.
+    list(TopologicalSorter(graph).static_order())
 
 
 # Sizes

@@ -507,9 +507,8 @@ def _coca() -> Case:
     }
     words |= {"embed_cls": True, "output_tokens": True}
     model = open_clip.CoCa(64, multimodal_cfg=more, text_cfg=words, vision_cfg=vision)
-    nn.init.normal_(
-        model.text_decoder.text_projection, std=64**-0.5
-    )  # is whatever memory held
+    # Is whatever memory held.
+    nn.init.normal_(model.text_decoder.text_projection, std=64**-0.5)
     loss = CoCaLoss(caption_loss_weight=2.0, clip_loss_weight=1.0)
 
     def total(output: Mapping[str, Any]) -> Tensor:

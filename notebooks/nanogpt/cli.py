@@ -102,11 +102,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 CHOICES = {"tokens": TOKENS, "optimizer": tuple(OPTIMIZERS)}
+# Settings without an option of their own; --lr sets both.
 PRESET_GIVES = {
     "lr",
     "unit_lr",
     "betas",
-}  # settings without an option of their own; --lr sets both
+}
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -30,9 +30,8 @@ class Session:
 
     corpus: Corpus
     settings: Settings
-    lr: dict[
-        str, float
-    ]  # the variants, in the order to train them, and the peak of each
+    # The variants, in the order to train them, and the peak of each.
+    lr: dict[str, float]
     seeds: tuple[int, ...]
     out: Path
     device: torch.device

@@ -144,9 +144,8 @@ def flushed():
         (row,) = (row for row in stats.rows() if row.operand == "input")
         shares.append(row.zero * 1024 / 1023)
     errors = [math.sqrt(p * (1 - p) / scores.numel()) for p in shares]
-    rounding = (
-        0.005 * 0.4 / 5
-    )  # half of the last digit of 6.93, where the density is up to 0.4
+    # Half of the last digit of 6.93, where the density is up to 0.4.
+    rounding = 0.005 * 0.4 / 5
     return measured(shares, errors, [rounding] * 4)
 
 

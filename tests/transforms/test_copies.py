@@ -82,9 +82,8 @@ class Tapped(nn.Module):
 def test_a_model_may_read_what_its_own_hook_keeps():
     plain, x = Tapped(), torch.randn(64, 8)
     seen = []
-    plain.net.register_forward_hook(
-        lambda *args: seen.append(args)
-    )  # a hook of someone else's
+    # A hook of someone else's.
+    plain.net.register_forward_hook(lambda *args: seen.append(args))
     ours = unit_scale(plain)
     ours(x).square().mean().backward()
     assert not plain.hidden

@@ -369,9 +369,8 @@ def test_report_counts_every_weight():
     scaled = {f"{row.path}.{row.what}" for row in report if row.done == "scaled"}
     assert {name for name, p in model.named_parameters() if p.dim() > 1} <= scaled
     assert "blocks.1.down" in str(report)
-    importlib.import_module(
-        "torch.distributed.pipelining.stage"
-    )  # makes functions look at frames
+    # Makes functions look at frames.
+    importlib.import_module("torch.distributed.pipelining.stage")
     assert torch.equal(model(*batch())[0], model(*batch())[0])
 
 

@@ -282,9 +282,8 @@ WELL = ["every tensor is in the range of its kind"]
 
 def test_a_diagnosis_begins_with_the_cause():
     """Weights before activations, which are small for that, and before gradients."""
-    found = uu.verify(
-        overwritten(), torch.randn(64, 64)
-    )  # it warns of nothing by itself
+    # It warns of nothing by itself.
+    found = uu.verify(overwritten(), torch.randn(64, 64))
     weights, activations, gradients = found.diagnosis
     assert weights.startswith(
         "4 of 4 weights have RMS 0.02 instead of 1, the first in 0 (linear)"

@@ -195,10 +195,11 @@ def test_module(name):
     module, x = filled(MODULES[name]()), wave(2, 5, 8).requires_grad_()
     output = module(x)
     output.backward(wave(*output.shape, seed=7))
+    # Recorded in float32 in part: a few of its roundings.
     approx = {
         "abs": 2e-6,
         "rel": 2e-6,
-    }  # recorded in float32 in part: a few of its roundings
+    }
     assert first_two(output, x.grad) == pytest.approx(values, **approx)
     first = [p.grad.flatten()[0].item() for p in module.parameters()]
     assert first == pytest.approx(gradients, **approx)

@@ -87,9 +87,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _import_wheel(folder):
     """Fills MODULES. Skips the test where the wheel cannot be fetched."""
-    importlib.import_module(
-        "torch._dynamo"
-    )  # asks once whether there is triton: before the finder
+    # Asks once whether there is triton: before the finder.
+    importlib.import_module("torch._dynamo")
     root = unpacked(f"transformer_engine=={VERSION}", folder)
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -152,9 +151,8 @@ def _norm(self, x, prefix=""):
 def _product(self, x, prefix=""):
     weight, bias = (getattr(self, prefix + name) for name in ("weight", "bias"))
     RAN.append(recipe_in_force())
-    self.allow_different_data_and_param_types = torch.is_autocast_enabled(
-        "cpu"
-    )  # asks for CUDA's
+    # Asks for CUDA's.
+    self.allow_different_data_and_param_types = torch.is_autocast_enabled("cpu")
     self.set_activation_dtype(x)
     if RAN[-1] is not None:
         utils = sys.modules["transformer_engine.pytorch.utils"]

@@ -34,9 +34,8 @@ def loss_of(model, x):
 
 def check_ranks(rank, store):
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-    os.environ.update(
-        ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )  # where they have met
+    # Where they have met.
+    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.manual_seed(1)
     data = torch.randn(STEPS * BATCH * WORLD, 32)[rank::WORLD].split(BATCH)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -68,6 +67,5 @@ def check_ranks(rank, store):
 @needs_gloo
 @pytest.mark.timeout(300)
 def test_two_processes(tmp_path):
-    run_ranks(
-        check_ranks, 2, tmp_path / "store", 280, warnings="ignore"
-    )  # the library's own
+    # The library's own.
+    run_ranks(check_ranks, 2, tmp_path / "store", 280, warnings="ignore")

@@ -17,9 +17,8 @@ from tests.shared import parametrize, quietly, refuses, seeded, warns
 with quietly():
     peft = pytest.importorskip("peft", reason="the adapters")
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # of transformers, by peft
+# Of transformers, by peft.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 

@@ -92,9 +92,8 @@ def test_a_report_and_the_way_back():
     )
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     with refuses("enable_fsdp_float8_all_gather must be False"):
-        torchao.convert(
-            mlp(), config
-        )  # optimizers would hold weights that are not the model's
+        # Optimizers would hold weights that are not the model's.
+        torchao.convert(mlp(), config)
 
 
 @parametrize("recipe", ["tensor", "row"])

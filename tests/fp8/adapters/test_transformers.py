@@ -31,9 +31,8 @@ WAYS = {
 def data():
     generator = seeded(1)
     rows = [torch.randint(64, (16,), generator=generator) for _ in range(32)]
-    first = (
-        torch.arange(16) == 0
-    )  # has nothing before it; not all models leave it out of a count
+    # Has nothing before it; not all models leave it out of a count.
+    first = torch.arange(16) == 0
     return [{"input_ids": row, "labels": row.masked_fill(first, -100)} for row in rows]
 
 

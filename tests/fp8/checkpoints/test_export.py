@@ -125,9 +125,8 @@ def test_mxfp8(tmp_path):
 @parametrize("name", "unit row block mxfp8".split())
 def test_weights_are_read_bit_for_bit(name, tmp_path):
     """As the operands that the recipe casts them to."""
-    dtype = (
-        torch.bfloat16 if name == "mxfp8" else torch.float32
-    )  # compressed-tensors unpacks to it
+    # compressed-tensors unpacks to it.
+    dtype = torch.bfloat16 if name == "mxfp8" else torch.float32
     model = trained(fp8.convert(llama(), fp8.Policy.hidden(name)))
     fp8.export(model, tmp_path)
     reader = served(tmp_path, dtype)

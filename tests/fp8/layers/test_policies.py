@@ -195,9 +195,8 @@ def test_what_does_not_fit_the_model_is_an_error_and_changes_nothing(policy, mes
 
 def test_rules_for_layers_that_are_never_cast():
     model = nanogpt()
-    resolve(
-        Policy("row", rules=[LayerRule("tokens")]), model
-    )  # in high precision, as asked
+    # In high precision, as asked.
+    resolve(Policy("row", rules=[LayerRule("tokens")]), model)
     with refuses(r"stay: 'tokens' \(a lookup, not a product\)"):
         resolve(Policy(rules=[LayerRule("tokens", "row")]), model)
 

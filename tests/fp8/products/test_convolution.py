@@ -59,9 +59,8 @@ def test_against_float64(torchs, ours, input, weight, kwargs, dtype, recipe):
     operands = randn(*input, dtype=dtype), randn(*weight, dtype=dtype)
 
     if kwargs.get("padding") == "same" and recipe.input and recipe.input.tile != (0, 0):
-        kwargs = kwargs | {
-            "padding": 1
-        }  # the zeros of "same" would move the reference's tiles
+        # The zeros of "same" would move the reference's tiles.
+        kwargs = kwargs | {"padding": 1}
 
     def function(x, w, **scaled):
         return ours(x, w, **kwargs, **scaled)

@@ -21,9 +21,8 @@ def kernels(function, x):
     """How many kernels the compiled function has; and that it computes the same."""
     got, code = run_and_get_code(torch.compile(function, fullgraph=True), x)
     want = function(x).float()
-    torch.testing.assert_close(
-        got.float(), want, rtol=2**-3, atol=2**-9
-    )  # one step of the format
+    # One step of the format.
+    torch.testing.assert_close(got.float(), want, rtol=2**-3, atol=2**-9)
     return sum(part.count("async_compile.cpp_pybinding(") for part in code)
 
 

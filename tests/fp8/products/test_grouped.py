@@ -69,9 +69,8 @@ SHAPES = {
 def operands(shape, dtype=torch.float32):
     loop, first, second, offs = SHAPES[shape]
     a, b = randn(*first, dtype=dtype), randn(*second, seed=1, dtype=dtype)
-    right = (
-        b.mT if shape in ("2d_3d", "3d_3d") else b
-    )  # weights (groups, n, k), as modules do
+    # Weights (groups, n, k), as modules do.
+    right = b.mT if shape in ("2d_3d", "3d_3d") else b
     return loop, a, b, right, offs
 
 

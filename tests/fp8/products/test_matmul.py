@@ -150,9 +150,8 @@ def test_bias(dtype, recipe):
     assert_within(y.detach(), value, magnitude, dtype)
     (db,) = torch.autograd.grad(y, b, grad)
     total = SCALES[2] * grad.double()
-    assert_within(
-        db, total.sum((0, 1)), total.abs().sum((0, 1)), dtype
-    )  # no cast touches it
+    # No cast touches it.
+    assert_within(db, total.sum((0, 1)), total.abs().sum((0, 1)), dtype)
 
 
 SUMMED = dataclasses.replace(fp8.RECIPES["tensor"], accumulate="ada")

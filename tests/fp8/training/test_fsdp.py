@@ -214,9 +214,8 @@ def check_fp8_states(folder):
     dcp.save(state, checkpoint_id=folder / "fp8_of_two")
     sharded = {n: p for n, p in model.state_dict().items() if isinstance(p, DTensor)}
     assert {type(p.full_tensor()) for p in sharded.values()} == {Tensor}
-    shards = {
-        n: p.to_local() for n, p in model.named_parameters()
-    }  # with FSDP2's own view
+    # With FSDP2's own view.
+    shards = {n: p.to_local() for n, p in model.named_parameters()}
     torch.save(shards, folder / f"{dist.get_rank()}")
     for name, tensor in torch.load(
         folder / f"{dist.get_rank()}", weights_only=True

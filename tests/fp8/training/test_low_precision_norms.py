@@ -203,9 +203,8 @@ def test_report_names_every_norm_and_why(model):
     assert {row.why for row in report if row.path == "norm"} == {
         "the dtype of autocast"
     }
-    root = fp8.apply_low_precision_layernorm(
-        nn.LayerNorm(4), "amp_fp16"
-    )  # not by Composer's
+    # Not by Composer's.
+    root = fp8.apply_low_precision_layernorm(nn.LayerNorm(4), "amp_fp16")
     assert norms_of(root)[0].why == "float16"
 
 

@@ -80,9 +80,8 @@ def ours(level, steps):
         optimizer.step()
     other = nn.Linear(128, 64, bias=False)
     other.load_state_dict(model.state_dict())
-    fp8.optim.AdamW(other.parameters()).load_state_dict(
-        optimizer.state_dict()
-    )  # masters of O3
+    # Masters of O3.
+    fp8.optim.AdamW(other.parameters()).load_state_dict(optimizer.state_dict())
     return other.weight.detach().numpy()
 
 

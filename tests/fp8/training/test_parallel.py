@@ -27,10 +27,11 @@ RECIPES = ("unit", "mxfp8", "bf16")
 LOSS_SCALE = (
     4096.0  # no gradient is subnormal in e5m2, where a factor of 2 changes the rounding
 )
+# Bf16: each part is rounded to it.
 BOUND = {
     None: 2 * TOKENS * 2**-24,
     torch.bfloat16: 2.0**-7,
-}  # bf16: each part is rounded to it
+}
 
 
 def make():

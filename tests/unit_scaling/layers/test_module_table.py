@@ -103,9 +103,8 @@ def test_is_torchs_module(plain):
     assert MODULES[plain].__name__ == plain.__name__
     # torch has a linear layer of its own, with another name, in its attention
     assert repr(ours) == repr(theirs).replace("NonDynamicallyQuantizable", "")
-    ours.load_state_dict(
-        theirs.state_dict(), strict=True
-    )  # of the same names and shapes
+    # Of the same names and shapes.
+    ours.load_state_dict(theirs.state_dict(), strict=True)
     assert shapes(ours(*inputs)) == shapes(theirs(*inputs))
     assert all(has_parameter_data(p) for p in ours.parameters())
 

@@ -65,9 +65,8 @@ def test_is_causal_beside_a_mask_says_that_the_mask_is_causal():
     plain = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=1 / 4)
     declared = U.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
     assert_close(declared, plain * factor(q, v, None, is_causal=True))
-    read = U.scaled_dot_product_attention(
-        q, k, v, mask
-    )  # queries that see 5, 6 and 7 keys
+    # Queries that see 5, 6 and 7 keys.
+    read = U.scaled_dot_product_attention(q, k, v, mask)
     assert_close(read, plain * factor(q, v, mask))
 
 
@@ -251,9 +250,8 @@ def test_multihead_attention(name, masked, need_weights):
     value = torch.randn(keys, batch, arguments.get("vdim", 8)).double()
     inputs = (query,) * 3 if name == "self" else (query, key, value)
     inputs = [x.transpose(0, 1) for x in inputs] if module.batch_first else inputs
-    padded = (
-        torch.arange(keys) > torch.arange(batch)[:, None]
-    )  # one key more in each example
+    # One key more in each example.
+    padded = torch.arange(keys) > torch.arange(batch)[:, None]
     hidden = torch.rand(length, keys) < 0.3
     hidden[:, 0] = False
     causal = torch.ones(length, keys).bool().triu(1)

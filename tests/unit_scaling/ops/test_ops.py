@@ -62,9 +62,8 @@ def test_unit_scale_without_constraint(op):
     for name, x in results(op.fn, {**op_kwargs(op), **ideal(op)}).items():
         if name in UNCHECKED.get(op.name, ()):
             continue
-        independent = min(
-            x.numel(), SIZE
-        )  # conservative: as many as the shortest sum has terms
+        # Conservative: as many as the shortest sum has terms.
+        independent = min(x.numel(), SIZE)
         error = 1 + 5 / math.sqrt(2 * independent)
         if name == "bias" and not op_kwargs(op)["bias"].any():
             error = 1 + 5 / math.sqrt(2 * x.numel())

@@ -111,9 +111,8 @@ def test_gradients_of_parameters_are_torchs_up_to_the_rule(kind):
     plain(x)[0].backward(g * factor)
     parallel = torch.nn.functional.cosine_similarity
     for name, p in ours.named_parameters():
-        rows = (
-            5 if kind != "GRU" or "_hh" not in name else 2
-        )  # of one factor in the oracle
+        # Of one factor in the oracle.
+        rows = 5 if kind != "GRU" or "_hh" not in name else 2
         a, b = (q.grad.flatten() for q in (p, plain.get_parameter(name)))
         head = a.numel() // p.shape[0] * 5 * rows if rows == 2 else a.numel()
         assert parallel(a[:head], b[:head], dim=0).item() == pytest.approx(

@@ -102,7 +102,6 @@ def test_a_process_that_does_not_end_in_time_is_ended(monkeypatch):
     compile_steps(problem(Slow), DEVICES, found, Budget(5.0))
     assert time.monotonic() - begun < 50
     assert found.not_forecast.startswith("0 of 2 accelerators: compiling took longer")
-    compile_steps(
-        problem(inputs=3), DEVICES, found, Budget(1e5)
-    )  # an error of the model
+    # An error of the model.
+    compile_steps(problem(inputs=3), DEVICES, found, Budget(1e5))
     assert re.match("0 of 2 accelerators: .*RuntimeError", found.not_forecast)
