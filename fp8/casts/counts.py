@@ -250,7 +250,8 @@ def forget_checks(model: nn.Module) -> None:
 
 
 def _check_without(recipe: str) -> CastLossCheck | None:
-    """The check of the product before, or a new one if the line of code was not observed."""
+    """Returns the check of the previous product, or a new one if this line of code has not been
+    observed."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

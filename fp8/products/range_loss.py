@@ -14,7 +14,7 @@ from ..casts.casting import cast_values, lowered, unrotated
 from ..formats.format import Format, get_format
 from ..frame import FRAMES
 from ..recipes.cast import Cast
-from ..recipes.history import ROLES
+from ..recipes.history import role_of
 from ..recipes.recipe import Recipe
 
 __all__ = [
@@ -79,7 +79,7 @@ class ProductCasts:
     def operand(self, x: Tensor, index: int, is_weight: bool) -> RangeLoss:
         """What an operand loses."""
         cast = self._recipe.weight if is_weight else self._recipe.input
-        return self._loss(x, cast, ROLES[index])
+        return self._loss(x, cast, role_of(index))
 
     def gradient(self, x: Tensor) -> RangeLoss:
         """What the gradient of the output loses."""

@@ -22,6 +22,13 @@ ROLES = ("input", "weight", "2")
 """The roles of the operands of a product, in the names of buffers; "2": the values of attention."""
 
 
+def role_of(operand: int) -> str:
+    """The role of an operand, also of one that has no buffer (of a recurrent layer)."""
+    if operand < len(ROLES):
+        return ROLES[operand]
+    return str(operand)
+
+
 class MeasuredScales:
     """Whether each static scale is set and each history has entries, or the equal scale of a layer
     that reads the same operand. Attributes: a graph reads them anew, and items of a dict once."""

@@ -122,6 +122,10 @@ class Recipe:
             raise ValueError(
                 "promote needs accumulate, the accelerator whose sums it ends"
             )
+        self._derive()
+
+    def _derive(self) -> None:
+        """Sets the attributes that follow from the fields."""
         x, w, g, second = self.input, self.weight, self.grad, self.overrides
         pairs: dict[str, Pair] = {
             "forward": (x, w),
@@ -135,11 +139,13 @@ class Recipe:
             self._check_product(product, pair)
         casts = tuple(cast for pair in pairs.values() for cast in pair)
         first = [cast for cast in (x, w, g) if cast is not None]
+        texts = ["" if cast is None else cast.text for cast in casts]
+        sums = f"{self.accumulate} {self.promote}" if self.accumulate else ""
         vars(self).update(
             pairs,
             casts=casts,
-            text="\n".join("" if cast is None else cast.text for cast in casts),
-            sums=f"{self.accumulate} {self.promote}" if self.accumulate else "",
+            text="\n".join(texts),
+            sums=sums,
             fast_sums=tuple(self.fast_sums),
             is_fast=tuple(name in self.fast_sums for name in PRODUCTS),
             fixed=any(cast and cast.scaling in ("unit", "static") for cast in casts),

@@ -530,6 +530,17 @@ def test_recurrent_layers_are_measured_from_outside(layer: nn.Module):
     )
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_transformed_recurrent_layer_of_two_directions(kind: type[nn.Module]) -> None:
+    """Of which torch multiplies nine operands or more in one call."""
+    torch.manual_seed(0)
+    plain, x = kind(16, 16, num_layers=2, bidirectional=True), torch.randn(6, 4, 16)
+    model = unit_scale(plain, batch=x)
+    result = uu.verify(model, x, loss=lambda out: out[0].square().mean())
+    assert not result.outside
+    assert sum(row.tensor == "weight" for row in result) == 8
+
+
 NOTED: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "cdist": (
         lambda m, x: torch.cdist(m.a(x), m.a.weight),

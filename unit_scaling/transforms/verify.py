@@ -433,9 +433,10 @@ class Watch(Observer):
                 small.discard(product)
             for operand in product.operands:
                 logits = product.scores or operand.label in ("query", "key")
-                (small if logits or product in small else other).update(
-                    operand.origin.sources
-                )
+                if logits or product in small:
+                    small.update(operand.origin.sources)
+                else:
+                    other.update(operand.origin.sources)
         return small
 
 
