@@ -433,10 +433,11 @@ class Watch(Observer):
                 small.discard(product)
             for operand in product.operands:
                 logits = product.scores or operand.label in ("query", "key")
+                sources = operand.origin.sources
                 if logits or product in small:
-                    small.update(operand.origin.sources)
+                    small |= sources
                 else:
-                    other.update(operand.origin.sources)
+                    other |= sources
         return small
 
 
