@@ -362,12 +362,15 @@ class restored(TorchFunctionMode):
 
     def wrote(self, parameter: Tensor) -> bool:
         """Whether a call has written its values, which are restored."""
-        is_data = any(owner is parameter for owner, _ in self._data)
-        return is_data or _storage(parameter) in self._values
+        return self._is_replaced(parameter) or _storage(parameter) in self._values
+
+    def _is_replaced(self, parameter: Tensor) -> bool:
+        """Whether its data are another tensor's."""
+        return any(owner is parameter for owner, _ in self._data)
 
     def changed(self, parameter: Tensor) -> bool:
         """Whether a call has changed its values."""
-        if any(owner is parameter for owner, _ in self._data):
+        if self._is_replaced(parameter):
             return True
         values, before = self._values.get(_storage(parameter) or 0, (parameter, None))
         return before is not None and not torch.equal(values, before)

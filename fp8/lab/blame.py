@@ -68,9 +68,10 @@ class Blame:
         rows = [("as it is", self.low), ("in high precision", self.high)]
         if self.repaired is not None:
             rows.append(("under the rules", self.repaired))
-        cells = [
-            [name, *(f"{value:.3g}" for value in step.judged)] for name, step in rows
-        ]
+        cells = []
+        for name, step in rows:
+            judged = [f"{value:.3g}" for value in step.judged]
+            cells.append([name, *judged])
         heads = ["step", "loss", "gradient norm", "loss after it"][: len(cells[0])]
         lines = [self._answer(), "", as_table([heads, *cells])]
         if self.rules:

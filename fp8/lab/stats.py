@@ -13,6 +13,7 @@ from ..casts.counts import COUNTS, CastRecorder, Recording
 from ..common.report import as_table
 from ..common.validation import check_module, check_whole
 from ..frame import Stack, close_frame, open_frame
+from ..products.range_loss import decibels
 from ..torch_internals.stance import STANCE
 
 __all__ = ["Stats", "StatsRow", "stats"]
@@ -133,14 +134,13 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
 
 def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> StatsRow:
     sampled, signal, noise = sums["sampled"], sums["signal"], sums["noise"]
-    sqnr = math.inf if noise == 0 else 10 * math.log10(signal / noise)
     values: dict[str, Any] = {
         name: int(sums[name]) for name in ("elements", "nonfinite")
     }
     values |= {
         name: sums[name] / sampled for name in ("zero", "subnormal", "saturated")
     }
-    values["sqnr"] = sqnr if signal else math.nan
+    values["sqnr"] = decibels(signal, noise) if signal else math.nan
     return StatsRow(layer, operand, format, **values)
 
 

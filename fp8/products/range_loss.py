@@ -140,7 +140,11 @@ def without_limits(x: Tensor, format: Format) -> Tensor:
 
 def sqnr(x: Tensor, y: Tensor) -> float:
     """The SQNR of ``y``, ``x`` rounded, in dB; Inf if they are equal."""
-    signal, noise = float(x.square().sum()), float((x - y).square().sum())
+    return decibels(float(x.square().sum()), float((x - y).square().sum()))
+
+
+def decibels(signal: float, noise: float) -> float:
+    """The ratio of two second moments in dB; Inf without noise, -Inf without signal."""
     if noise == 0:
         return math.inf
     if signal / noise > 0:

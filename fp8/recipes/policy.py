@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.validation import check_keys, check_name, check_whole
+from .cast import Cast
 from .recipe import (
     AUTO,
     OPERANDS,
@@ -380,20 +381,24 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
     if len(sums) > 1:
         raise ValueError(f"the casts of a layer have different sums: {_name(recipes)}")
     accumulate, promote = sums.pop()
+    fast = [n for n in PRODUCTS if all(n in recipe.fast_sums for recipe in casting)]
     return Recipe(
         name=_name(recipes),
         input=x,
         weight=w,
         grad=g,
-        grad_input_weight=SAME if w_second == w else w_second,
-        grad_weight_grad=SAME if g_second == g else g_second,
-        grad_weight_input=SAME if x_second == x else x_second,
+        grad_input_weight=_unless_same(w, w_second),
+        grad_weight_grad=_unless_same(g, g_second),
+        grad_weight_input=_unless_same(x, x_second),
         accumulate=accumulate,
         promote=promote,
-        fast_sums=tuple(
-            n for n in PRODUCTS if all(n in recipe.fast_sums for recipe in casting)
-        ),
+        fast_sums=tuple(fast),
     )
+
+
+def _unless_same(first: Cast | None, second: Cast | None) -> Any:
+    """The cast of an operand for its second product, as a field of `Recipe`."""
+    return SAME if second == first else second
 
 
 def _name(recipes: list[Recipe | None]) -> str:

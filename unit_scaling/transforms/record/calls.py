@@ -159,6 +159,21 @@ class Calls(EarlyMode):
             self._busy = False
 
 
+class LocatedCalls(Calls):
+    """Calls of known modules. paths: those of the modules that are running, outermost first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: list[str] = []
+
+    @property
+    def path(self) -> str:
+        """The path of the innermost running module."""
+        if self.paths:
+            return self.paths[-1]
+        return ""
+
+
 @dataclass(frozen=True)
 class Place:
     """A call in a pass. It is the same in each pass over a model, also where another part of the
@@ -172,13 +187,11 @@ class Place:
     number: int
 
 
-class Pass(Calls):
-    """Observes one forward pass of a model. paths: those of the modules that are running, outermost
-    first."""
+class Pass(LocatedCalls):
+    """Observes one forward pass of a model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.paths: list[str] = []
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def begin(self, arguments: Given) -> None:
@@ -189,13 +202,6 @@ class Pass(Calls):
 
     def name(self, parameter: Tensor, name: str) -> None:
         """Takes a tensor for a parameter from now on, whatever calls have made it."""
-
-    @property
-    def path(self) -> str:
-        """The path of the innermost running module."""
-        if self.paths:
-            return self.paths[-1]
-        return ""
 
     def place(self, function: Callable[..., Any]) -> Place:
         """The place of a call that is about to run."""

@@ -14,7 +14,7 @@ from fp8.frame import FRAMES, framed
 
 from ...common.watched import watched_by
 from ..install import Args, Kwargs
-from .calls import Calls
+from .calls import LocatedCalls
 
 unseen = torch.DisableTorchFunction
 """Disables function modes within the block, so that plans do not count its calls."""
@@ -38,20 +38,9 @@ def _watch(function: Any, body: Callable[..., Any], args: Args, kwargs: Kwargs) 
     return observer.see(function, args, kwargs)
 
 
-class Observer(Calls):
+class Observer(LocatedCalls):
     """Observes a call of a model: torch functions, and what of `unit_scaling` the model calls by
-    name, but not what those call in turn. paths: those of the running modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.paths: list[str] = []
-
-    @property
-    def path(self) -> str:
-        """The path of the running module."""
-        if self.paths:
-            return self.paths[-1]
-        return ""
+    name, but not what those call in turn."""
 
     def sees(self) -> bool:
         """Whether the call is the model's, not this package's or a recording's."""

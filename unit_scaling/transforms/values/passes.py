@@ -31,19 +31,21 @@ from ..record.values import has_scale, is_any, is_strided, size_of
 P = TypeVar("P", bound=Pass)
 
 Before = Callable[[Place, Args, Kwargs], None]
-"""Called before each call. It may change parameters, and arguments in place."""
+"""Called before a call. It may change parameters, and arguments in place."""
 
 
 class Sizes(Pass):
     """Measures the RMS of results, 0 for zeros, as ``sizes``.
 
-    places: those whose results are measured. before: as `Before`. has_nan: whether the output has
-    NaN.
+    places: those whose results are measured. set_at: those of the calls that ``before`` is called
+    before. has_nan: whether the output has NaN.
     """
 
-    def __init__(self, places: Collection[Place], before: Before) -> None:
+    def __init__(
+        self, places: Collection[Place], set_at: Collection[Place], before: Before
+    ) -> None:
         super().__init__()
-        self._places, self._before = places, before
+        self._places, self._set_at, self._before = places, set_at, before
         self.sizes: dict[Place, float] = {}
         self.has_nan = False
 
@@ -54,9 +56,10 @@ class Sizes(Pass):
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         with torch.DisableTorchFunction():
             place = self.place(function)
-            args, kwargs = canonical(function, args, kwargs)
-            with torch.no_grad():
-                self._before(place, args, kwargs)
+            if place in self._set_at:
+                args, kwargs = canonical(function, args, kwargs)
+                with torch.no_grad():
+                    self._before(place, args, kwargs)
         output = function(*args, **kwargs)
         with torch.DisableTorchFunction():
             results = results_of(place, args, output)

@@ -174,6 +174,8 @@ class _Setter:
         self.sources = Sources(self.nodes, flow, self.weights, self.tables)
         self._find_targets(seen.outputs)
         self.written, self.passes = seen.written, 0
+        self.measured = {self.place_of[index] for index in self.weights}
+        self.set_at = {self.place_of[index] for index in (*self.first, *self.targets)}
         self.multiplied: set[Holder] = set()  # in the last pass
 
     def _find_weights(self) -> None:
@@ -217,8 +219,8 @@ class _Setter:
     def run_pass(self) -> Sizes:
         """Sets values in a pass, and measures the results of products with weights."""
         self.multiplied.clear()
-        places = {self.place_of[index] for index in self.weights}
-        seen = run_pass(self.model, self.given, Sizes(places, self.before))
+        sizes = Sizes(self.measured, self.set_at, self.before)
+        seen = run_pass(self.model, self.given, sizes)
         # A parameter that the model writes is as it was before the pass.
         for name in self.written:
             self._write(name)
@@ -312,9 +314,7 @@ class _Setter:
     def before(self, place: Place, args: Args, kwargs: Kwargs) -> None:
         """Sets the weights of a call before it runs, the first time, and what holds the scales of
         its targets."""
-        index = self.index_of.get(place)
-        if index is None or not (index in self.first or index in self.targets):
-            return
+        index = self.index_of[place]
         tensors = dict((*tensors_in(args), *tensors_in(kwargs)))
         for target in self.targets.get(index, ()):
             self._bring_operand(target, tensors)
