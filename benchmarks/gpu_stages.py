@@ -24,7 +24,6 @@ import fp8
 from benchmarks.common import Row, compare
 from benchmarks.forecast import PUBLISHED as LAYERS_AND_MODELS
 from benchmarks.forecast import TORCHAO, Block, Readout
-from fp8.casts.casting import lowered
 from fp8.common.step import Batch, call, tensors
 from fp8.kernels.product import why_not_here
 from fp8.kernels.selftest import why_not_compiled
@@ -435,7 +434,7 @@ def hardware_row(
     for unit, name in MEASURED.items():
         recipe = fp8.RECIPES[name]
         if not why_not_here(recipe, x.device, DTYPE):
-            a, b = (lowered(cast) for cast in recipe.forward if cast is not None)
+            a, b = (cast for cast in recipe.forward if cast is not None)
             kind, _ = kernel_of(a, b)
             calls[unit] = partial(multiply, kind, store(x, a), store(x, b), 1.0, DTYPE)
     peak = {unit: 2 * size**3 / seconds(call) for unit, call in calls.items()}

@@ -6,7 +6,6 @@ multiplied) or -2. Each process rounds its part of a DTensor by the scales of th
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 
-from ..common.compiler import compiled_as, eager_only, in_memory, updates_states
+from ..common.compiler import eager_only, in_memory, updates_states
 from ..common.dtensor import (
     as_shard,
     check_whole,
@@ -25,7 +24,7 @@ from ..common.dtensor import (
     reduced,
     unreduced,
 )
-from ..formats.format import FORMATS, Format, get_format
+from ..formats.format import Format, get_format
 from ..formats.quantize import (
     DTYPES,
     check_dtype,
@@ -37,83 +36,17 @@ from ..formats.random_bits import drawn_key
 from ..formats.rounding import Grid, divided
 from ..frame import FRAMES
 from ..recipes import scaling
-from ..recipes.cast import Cast
+from ..recipes.cast import Cast, cast_of
 from ..recipes.rules import FORM_OF, LARGEST, LOWERED, times_power
 from ..recipes.scaling import scaled_tiles, scales_and_unit
 from ..torch_internals.autograd_functions import apply, same, unaliased
-from ..torch_internals.decorators import in_graph, taken_as_constant
+from ..torch_internals.decorators import in_graph
 from .counts import Observed, observe
 from .rotation import rotated
 from .scaled_tensor import dequantized
 
 PLAIN = (Tensor, Parameter)
 """The classes of tensors without a behaviour of their own."""
-
-
-class LoweredCast(NamedTuple):
-    """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept. format:
-    a name in FORMATS, or a `Format.text`. rule: a name in `LOWERED`. Without one the scale comes
-    from a history (scaling "static"), or is 1."""
-
-    format: str
-    rule: str | None
-    tile: tuple[int, int]
-    margin: int
-    rounding: str
-    overflow: str
-    hadamard: int
-    signs: str = "fixed"
-
-    @property
-    def text(self) -> str:
-        """The token that `cast_of` reads, a `Cast.text`: an argument of operators."""
-        return json.dumps(self)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a conversion to the dtype of the format can round."""
-        return (self.rounding, self.overflow) == ("nearest", "saturate")
-
-    @property
-    def is_random(self) -> bool:
-        """Whether two casts of one operand differ."""
-        random = self.rounding == "stochastic" or self.signs == "random"
-        return random or (
-            self.rule is not None and LOWERED[self.rule].correct is not None
-        )
-
-    @property
-    def is_simulated(self) -> bool:
-        """Whether no kernel has the scales of the rule."""
-        return self.rule is not None and LOWERED[self.rule].is_simulated
-
-
-def lowered(cast: Cast) -> LoweredCast:
-    """``cast`` as a `LoweredCast`."""
-    return _lowered(cast.text)
-
-
-@cache
-def cast_of(token: str, rotated: bool = True) -> LoweredCast:
-    """The cast that a token stands for. rotated: False for one without its rotation."""
-    format, rule, tile, *others = json.loads(token)
-    cast = LoweredCast._make([format, rule, tuple(tile), *others])
-    if rotated:
-        return cast
-    return cast._replace(hadamard=0, signs="fixed")
-
-
-@taken_as_constant
-def _fields(token: str) -> tuple[Any, ...]:
-    return tuple(cast_of(token))
-
-
-_lowered = compiled_as(lambda token: LoweredCast(*_fields(token)))(cast_of)
-
-
-def unrotated(spec: LoweredCast | None) -> LoweredCast | None:
-    """The cast without its rotation."""
-    return spec and spec._replace(hadamard=0, signs="fixed")
 
 
 def cast_forward(
@@ -165,7 +98,7 @@ def _rounded_in_graph(
 
 
 def rounded(
-    x: Tensor, spec: LoweredCast, *args: Any, **kwargs: Any
+    x: Tensor, spec: Cast, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`cast_values` with a straight-through gradient."""
     x = as_read(x)
@@ -187,7 +120,7 @@ def as_read(x: Tensor) -> Tensor:
 
 def cast_values(
     x: Tensor,
-    spec: LoweredCast,
+    spec: Cast,
     axis: int = -1,
     history: Tensor | None = None,
     record: bool | None = None,
@@ -204,7 +137,7 @@ def cast_values(
         x = rotated(x, spec.hadamard, axis, signs)
     scale = None
     if spec.tile == (0, 0):
-        scale = whole_scale(x, spec, resolved_format(spec.format), history, record)
+        scale = whole_scale(x, spec, history, record)
     if differentiable:
         return apply(_Round, x, scale, spec, axis, label), scale
     return _rounded(x, scale, spec, axis, label), scale
@@ -218,13 +151,12 @@ def _has_tangent(x: Tensor) -> bool:
 
 def whole_scale(
     x: Tensor,
-    spec: LoweredCast,
-    format: Format,
+    spec: Cast,
     history: Tensor | None = None,
     record: bool | None = None,
 ) -> Tensor | None:
-    """The scale factor of all of ``x``, as `cast_values` returns it. format: that of the spec."""
-    rule, margin = spec.rule, spec.margin
+    """The scale factor of all of ``x``, as `cast_values` returns it."""
+    rule, margin, format = spec.stored_rule, spec.margin, spec.number_format
     whole = rule is not None and spec.tile == (0, 0) and not LOWERED[rule].is_simulated
     if whole and type(x) is not Tensor and is_dtensor(x):
         x = _amax_of(x)
@@ -247,31 +179,20 @@ def one_scale(x: Tensor) -> Tensor:
     return torch.ones((), dtype=dtype, device=x.device)
 
 
-def format_of(spec: LoweredCast) -> Format:
-    """The format of a cast."""
-    if "|" in spec.format:
-        return Format.from_text(spec.format)
-    return get_format(FORMATS[spec.format])
-
-
-@cache  # not traced by torch.compile, which warns of a cache
-def resolved_format(text: str) -> Format:
-    """`format_of`, for the text of a format."""
-    if "|" in text:
-        return Format.from_text(text)
-    return FORMATS[text]
-
-
 @cache
 def _resolved_grid(
-    format: str, overflow: str, dtype: torch.dtype, scaled: bool, rounding: str
+    format: str | Format,
+    overflow: str,
+    dtype: torch.dtype,
+    scaled: bool,
+    rounding: str,
 ) -> Grid:
-    return operand_grid(resolved_format(format), overflow, dtype, scaled, rounding)
+    return operand_grid(get_format(format), overflow, dtype, scaled, rounding)
 
 
-def rounding_of(spec: LoweredCast | Cast, converts: bool = False) -> dict[str, Any]:
+def rounding_of(spec: Cast, converts: bool = False) -> dict[str, Any]:
     """The arguments of `quantize_operand` for a cast. converts: as in `quantized`."""
-    if converts and isinstance(spec, LoweredCast) and spec.is_plain:
+    if converts and spec.is_plain:
         return {"rounding": "none"}
     return {"rounding": spec.rounding, "overflow": spec.overflow}
 
@@ -279,7 +200,7 @@ def rounding_of(spec: LoweredCast | Cast, converts: bool = False) -> dict[str, A
 def _rounded(
     x: Tensor,
     scale: Tensor | None,
-    spec: LoweredCast,
+    spec: Cast,
     axis: int,
     label: str,
     of: Any = None,
@@ -288,11 +209,11 @@ def _rounded(
     None. of: the DTensor of which x is the local part; None for none."""
     if type(x) not in PLAIN and is_dtensor(x):
         return as_shard(x, _rounded(part_of(x), scale, spec, axis, label, x))
-    if spec.rule is not None and scale is None and x.numel():
+    if spec.stored_rule is not None and scale is None and x.numel():
         return _rounded_by_tiles(x, spec, axis, label, of)
     inverse = key = None
     if scale is not None:
-        inverse = FORM_OF[spec.rule].inverse(scale)
+        inverse = FORM_OF[spec.stored_rule].inverse(scale)
     if spec.rounding == "stochastic":
         key = drawn_key(x.device)
     grid = _resolved_grid(
@@ -300,17 +221,15 @@ def _rounded(
     )
     y = round_values(x.detach().resolve_neg(), grid, scale, inverse, key)
     if label:
-        measured = spec.rule is None and scale is not None
-        observe(label, Observed(x, y, scale, format_of(spec), measured))
+        measured = spec.stored_rule is None and scale is not None
+        observe(label, Observed(x, y, scale, spec.number_format, measured))
     return y
 
 
-def _rounded_by_tiles(
-    x: Tensor, spec: LoweredCast, axis: int, label: str, of: Any
-) -> Tensor:
+def _rounded_by_tiles(x: Tensor, spec: Cast, axis: int, label: str, of: Any) -> Tensor:
     """`_rounded` with a scale for each tile."""
-    assert spec.rule is not None
-    rule, format = LOWERED[spec.rule], resolved_format(spec.format)
+    assert spec.stored_rule is not None
+    rule, format = LOWERED[spec.stored_rule], spec.number_format
     form, key = rule.form, None
     tiles: Tensor = x
     dims: tuple[int, ...] | None = (axis,)
@@ -326,7 +245,7 @@ def _rounded_by_tiles(
     if form.is_power and not form.is_narrow:
         units = units * scale.reciprocal()
     else:
-        units = in_units(units, scale, spec.rule)
+        units = in_units(units, scale, spec.stored_rule)
     if spec.rounding == "stochastic":
         key = drawn_key(x.device)
     grid = _resolved_grid(spec.format, spec.overflow, units.dtype, False, spec.rounding)
@@ -344,33 +263,35 @@ def _rounded_by_tiles(
 
 
 def _with_margin(
-    scale: Tensor, unit: Tensor | None, spec: LoweredCast
+    scale: Tensor, unit: Tensor | None, spec: Cast
 ) -> tuple[Tensor, Tensor | None]:
     """Scales and their unit times 2**margin."""
-    form = FORM_OF[spec.rule]
+    form = FORM_OF[spec.stored_rule]
     if unit is not None:
         unit = form.with_margin(unit, spec.margin)
     return form.with_margin(scale, spec.margin), unit
 
 
-def _blocks_rotated(spec: LoweredCast) -> int:
+def _blocks_rotated(spec: Cast) -> int:
     """The number of tiles that are rotated together."""
     return max(spec.hadamard // spec.tile[1], 1)
 
 
 def _in_tiles(
-    x: Tensor, spec: LoweredCast, axis: int, converts: bool
+    x: Tensor, spec: Cast, axis: int, converts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...]]:
     """The numbers of the format in ``x``, the scales of tiles, their unit (of a rule with one) and
     the dimensions of a tile. converts: as in `quantized`."""
-    assert spec.rule is not None
-    rule, format = LOWERED[spec.rule], format_of(spec)
+    assert spec.stored_rule is not None
+    rule, format = LOWERED[spec.stored_rule], spec.number_format
     tiles, dims = scaled_tiles(x, spec.tile, axis)
     scale, unit = scales_and_unit(tiles, dims, format, rule, None, axis)
     scale, unit = _with_margin(scale, unit, spec)
     if converts:
         scale = in_memory(scale)
-    units = in_units(tiles.detach().to(scale.dtype), scale, spec.rule, stored=converts)
+    units = in_units(
+        tiles.detach().to(scale.dtype), scale, spec.stored_rule, stored=converts
+    )
     values = quantize_operand(
         units, format, unscaled=tiles, **rounding_of(spec, converts)
     )
@@ -403,11 +324,11 @@ def _amax_of(x: Any) -> Tensor:
 
 
 def _scales_of_part(
-    tiles: Tensor, dims: tuple[int, ...] | None, spec: LoweredCast, axis: int, of: Any
+    tiles: Tensor, dims: tuple[int, ...] | None, spec: Cast, axis: int, of: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`scales_and_unit` of tiles of the local part of the DTensor ``of``."""
-    assert spec.rule is not None
-    unit, rule, format = None, LOWERED[spec.rule], format_of(spec)
+    assert spec.stored_rule is not None
+    unit, rule, format = None, LOWERED[spec.stored_rule], spec.number_format
     if rule.is_simulated:
         raise NotImplementedError(
             f"rule {rule.name!r} reads the values of whole tiles, and an operand is divided "
@@ -447,7 +368,7 @@ class _Round(Function):
 
     @staticmethod
     def forward(
-        x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, label: str
+        x: Tensor, scale: Tensor | None, spec: Cast, axis: int, label: str
     ) -> Tensor:
         return unaliased(_rounded(x, scale, spec, axis, label))
 
@@ -464,9 +385,7 @@ class _RoundGradient(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        x: Tensor, history: Tensor | None, spec: LoweredCast, label: str
-    ) -> Tensor:
+    def forward(x: Tensor, history: Tensor | None, spec: Cast, label: str) -> Tensor:
         return same(x)
 
     @staticmethod
@@ -496,7 +415,7 @@ class QuantizedOperand(NamedTuple):
 
 def quantized(
     x: Tensor,
-    spec: LoweredCast,
+    spec: Cast,
     axis: int = -1,
     history: Tensor | None = None,
     record: bool = False,
@@ -506,7 +425,7 @@ def quantized(
 ) -> QuantizedOperand:
     """``x``, or with axis -2 its transpose, in numbers of the format, as `cast_values` rounds it.
     converts: whether a conversion to the dtype of the format rounds the values."""
-    converts = converts and format_of(spec).dtype is not None and not label
+    converts = converts and spec.number_format.dtype is not None and not label
     if spec.is_simulated:
         raise ValueError(
             f"products under rule {spec.rule!r}, which reads the values of tiles, are simulated"
@@ -514,18 +433,18 @@ def quantized(
     if spec.hadamard:
         x = rotated(dequantized(x), spec.hadamard, axis, signs)
     x = dequantized(x, torch.float32)
-    scale = whole_scale(x, spec, format_of(spec), history, record)
-    if spec.rule is None or scale is not None:
-        format, stored = format_of(spec), converts and spec.rule is not None
+    scale = whole_scale(x, spec, history, record)
+    if spec.stored_rule is None or scale is not None:
+        format, stored = spec.number_format, converts and spec.stored_rule is not None
         if (
             stored and scale is not None
         ):  # each thread would compute, and clamp, it again
             scale = in_memory(scale)
-        units = x if scale is None else in_units(x, scale, spec.rule, stored)
+        units = x if scale is None else in_units(x, scale, spec.stored_rule, stored)
         values = quantize_operand(
             units, format, unscaled=x, **rounding_of(spec, converts)
         )
-        if label and spec.rule is None and history is None:
+        if label and spec.stored_rule is None and history is None:
             observe(label, Observed(units, values, None, format))
         result = QuantizedOperand(values, one_scale(x) if scale is None else scale)
     else:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..common.compiler import updates_states
-from .casting import LoweredCast, cast_of, rounded
+from ..recipes.cast import Cast, cast_of
+from .casting import rounded
 from .scaled_tensor import dequantized
 
 
@@ -33,7 +34,7 @@ def product_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
     return shape
 
 
-def aligned(offs: Tensor | None, spec: LoweredCast | None) -> Tensor | None:
+def aligned(offs: Tensor | None, spec: Cast | None) -> Tensor | None:
     """The ends of groups along a summed axis after rotation, which pads each group."""
     if offs is None or spec is None or not spec.hadamard:
         return offs
@@ -111,7 +112,7 @@ def cast_groups(
     offs: Tensor | None,
     split: int,
     axis: int,
-    spec: LoweredCast | None,
+    spec: Cast | None,
     history: Tensor | None = None,
     record: bool | None = None,
     signs: Tensor | None = None,
@@ -137,5 +138,5 @@ def cast_groups(
             history.copy_(after)
     if spec.tile != (0, 0) or spec.is_simulated:
         return y, None
-    scaled = spec.rule is not None or history is not None
+    scaled = spec.stored_rule is not None or history is not None
     return y, scales if scaled else None

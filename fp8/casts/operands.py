@@ -4,6 +4,7 @@ are saved for the backward pass: with one scale factor in the dtype of their for
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,11 +14,12 @@ from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointError
 
 from ..common.compiler import compiled_as, is_differentiated_again
+from ..formats.format import Format, get_format
 from ..formats.quantize import convertible
+from ..recipes.cast import Cast, cast_of
 from ..recipes.rules import LOWERED
 from ..torch_internals.autograd_functions import apply_eagerly, is_recorded
-from ..torch_internals.decorators import taken_as_constant
-from .casting import PLAIN, LoweredCast, cast_of, in_units, resolved_format, unrotated
+from .casting import PLAIN, in_units
 
 Scales = tuple[float, float, float]
 """Factors of a product's output and of the gradients of its first and second operand."""
@@ -36,54 +38,48 @@ class Geometry(NamedTuple):
     groups: int
 
 
-class Casts(NamedTuple):
-    """The lowered casts of the six operands of a layer's three products; None: not cast.
+@dataclass(frozen=True, kw_only=True)
+class Casts:
+    """The casts of the six operands of a layer's three products; None: not cast.
 
     reuses_a, reuses_b, reuses_grad: whether the first copy of an operand serves its second product.
-    random_signs: whether a rotation has those. second: what b is. name: of the product, for
-    `fp8.stats`; "" if its casts are not observed.
+    random_signs: whether a rotation has those. second: what b is.
     """
 
-    a: LoweredCast | None = None
-    b: LoweredCast | None = None
-    grad_for_a: LoweredCast | None = None
-    b_for_grad_a: LoweredCast | None = None
-    grad_for_b: LoweredCast | None = None
-    a_for_grad_b: LoweredCast | None = None
+    a: Cast | None = None
+    b: Cast | None = None
+    grad_for_a: Cast | None = None
+    b_for_grad_a: Cast | None = None
+    grad_for_b: Cast | None = None
+    a_for_grad_b: Cast | None = None
     reuses_a: bool = True
     reuses_b: bool = True
     reuses_grad: bool = True
     random_signs: bool = False
     second: str = "weight"
-    name: str = ""
 
     @property
-    def specs(self) -> tuple[LoweredCast | None, ...]:
-        """Those of the operands, two for each product."""
-        return self[:6]
+    def pairs(self) -> tuple[tuple[Cast | None, Cast | None], ...]:
+        """Those of both operands of each product."""
+        return (
+            (self.a, self.b),
+            (self.grad_for_a, self.b_for_grad_a),
+            (self.grad_for_b, self.a_for_grad_b),
+        )
 
     @property
-    def again_a(self) -> LoweredCast | None:
+    def again_a(self) -> Cast | None:
         """The cast of a for its second product; None if that has none, or the first copy."""
         if self.reuses_a:
             return None
         return self.a_for_grad_b
 
     @property
-    def again_b(self) -> LoweredCast | None:
+    def again_b(self) -> Cast | None:
         """As `again_a`, of b."""
         if self.reuses_b:
             return None
         return self.b_for_grad_a
-
-    def label(self, operand: str) -> str:
-        """What the cast of an operand reports itself as; "" if it does not."""
-        if self.name:
-            return f"{self.name}|{operand}"
-        return ""
-
-
-UNCAST = Casts()
 
 
 class Constants(NamedTuple):
@@ -91,7 +87,7 @@ class Constants(NamedTuple):
     and compiled graphs accept.
 
     Attributes:
-        casts: those of the operands.
+        casts: the token of those of the operands, which `casts_of` reads; "": none.
         scales: the factors of the three results.
         bias_scale: a factor of the bias in the output, but not of its gradient.
         fuses: whether scales of batches are separate multiplications.
@@ -100,9 +96,10 @@ class Constants(NamedTuple):
         kernels: those of the three products.
         fast: whether those sum fast, as `Recipe.fast_sums`.
         sums: `Recipe.sums`.
+        name: of the product, for `fp8.stats`; "" if its casts are not observed.
     """
 
-    casts: Casts
+    casts: str = ""
     scales: Scales = ONES
     bias_scale: float = 1.0
     fuses: bool = False
@@ -111,68 +108,83 @@ class Constants(NamedTuple):
     kernels: tuple[str, ...] = ()
     fast: tuple[bool, ...] = ()
     sums: str = ""
+    name: str = ""
+
+    def label(self, operand: str) -> str:
+        """What the cast of an operand reports itself as; "" if it does not."""
+        if self.name:
+            return f"{self.name}|{operand}"
+        return ""
+
+
+# The token of the casts of a product is the `Recipe.text`, and a line for each option.
+_OTHER = "\nother"
+_UNROTATED = "\nunrotated"
+
+
+def token_of(text: str, layer: bool = True, rotated: bool = True) -> str:
+    """The token of the casts of a product under the recipe with this `Recipe.text`. layer: whether
+    b is a weight; otherwise it is cast like a, and in the backward pass rotated like the gradient.
+    rotated: False for casts without their rotations."""
+    if not layer:
+        text += _OTHER
+    if not rotated:
+        text += _UNROTATED
+    return text
 
 
 @cache
-def _casts_of(text: str, layer: bool = True, rotated: bool = True) -> Casts:
-    """The lowered casts of the recipe with this `Recipe.text`. layer: whether b is a weight;
-    otherwise it is cast like a, and in the backward pass rotated like the gradient."""
-    specs = [cast_of(line) if line else None for line in text.split("\n")]
+def casts_of(token: str) -> Casts:
+    """The casts that a token of `token_of` stands for; none for ""."""
+    if not token:
+        return Casts()
+    text = token.removesuffix(_UNROTATED)
+    rotated, token = text == token, text
+    text = token.removesuffix(_OTHER)
+    layer = text == token
+    lines = text.split("\n")
+    specs = [cast_of(line, rotated) if line else None for line in lines]
     a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b = specs
     if not layer:
-        b, b_for_grad_a = a, unrotated(a)
-        if a is not None and grad_for_a is not None:
-            b_for_grad_a = a._replace(
-                hadamard=grad_for_a.hadamard, signs=grad_for_a.signs
-            )
+        b = a
         if a is None:
-            grad_for_a = unrotated(grad_for_a)
-    if not rotated:
-        a, b, grad_for_a = unrotated(a), unrotated(b), unrotated(grad_for_a)
-        b_for_grad_a, grad_for_b = unrotated(b_for_grad_a), unrotated(grad_for_b)
-        a_for_grad_b = unrotated(a_for_grad_b)
-    casts = Casts(a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b)
-    return casts._replace(
+            b_for_grad_a = None
+            grad_for_a = grad_for_a and grad_for_a.unrotated
+        elif grad_for_a is None:
+            b_for_grad_a = a.unrotated
+        else:
+            b_for_grad_a = a.rotated(grad_for_a.hadamard, grad_for_a.signs)
+    operands = (a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b)
+    return Casts(
+        a=a,
+        b=b,
+        grad_for_a=grad_for_a,
+        b_for_grad_a=b_for_grad_a,
+        grad_for_b=grad_for_b,
+        a_for_grad_b=a_for_grad_b,
         reuses_a=one_copy(a, a_for_grad_b),
         reuses_b=one_copy(b, b_for_grad_a),
         reuses_grad=one_copy(grad_for_a, grad_for_b),
-        random_signs=any(
-            spec is not None and spec.signs == "random" for spec in casts.specs
-        ),
+        random_signs=any(cast and cast.signs == "random" for cast in operands),
         second="weight" if layer else "other",
     )
 
 
-@taken_as_constant
-def _fields(*key: Any) -> tuple[Any, ...]:
-    """The constants of `Casts` of a graph."""
-    casts = _casts_of(*key)
-    specs = [spec and tuple(spec) for spec in casts.specs]
-    return (*specs, *casts[len(specs) :])
-
-
-def _in_graph(*key: Any) -> Casts:
-    fields = _fields(*key)
-    specs: list[Any] = [spec and LoweredCast(*spec) for spec in fields[:6]]
-    return Casts(*specs, *fields[6:])
-
-
-casts_of = compiled_as(_in_graph)(_casts_of)
-
-
-def one_copy(first: LoweredCast | None, second: LoweredCast | None) -> bool:
+def one_copy(first: Cast | None, second: Cast | None) -> bool:
     """Whether an operand cast under ``first`` serves ``second``, along the other axis."""
     if first is None or second is None:
         return first is second
     across, along = first.tile
-    return first == second and across == along and not first.hadamard
+    if across != along or first.hadamard:
+        return False
+    return first.stateless == second.stateless
 
 
 class SavedOperand(NamedTuple):
     """A tensor to save, its cast and scale. source: what was cast; None for an input itself."""
 
     values: Tensor
-    spec: LoweredCast | None = None
+    spec: Cast | None = None
     scale: Tensor | None = None
     source: Tensor | None = None
 
@@ -186,15 +198,17 @@ def save_operands(ctx: Any, *operands: SavedOperand) -> None:
         saved.append(operands[0].values.new_empty((0,)))
     # torch.func unwraps saved tensors alone. (Of tensor subclasses calls are not recorded either.)
     unwraps = not (recorded or compiling)
-    for x, spec, scale, source in operands:
+    for operand in operands:
+        x, spec = operand.values, operand.spec
+        scale, source = operand.scale, operand.source
         dtype = None
         if spec is not None and (recorded or compiling) and x.device.type != "mps":
-            dtype = _byte_dtype(spec.format, spec.tile, spec.rule)
+            dtype = _byte_dtype(spec.format, spec.tile, spec.stored_rule)
         if spec is None or dtype is None or dtype.itemsize >= x.element_size():
             saved.append(x)
             encodings.append((False, False))
         else:
-            units = x if scale is None else in_units(x, scale, spec.rule)
+            units = x if scale is None else in_units(x, scale, spec.stored_rule)
             saved.append(_stored(units, dtype) if compiling else units.to(dtype))
             if scale is not None:
                 saved.append(scale)
@@ -282,14 +296,14 @@ _RECOMPUTED = (
 
 @cache
 def _byte_dtype(
-    format: str, tile: tuple[int, int], rule: str | None
+    format: str | Format, tile: tuple[int, int], rule: str | None
 ) -> torch.dtype | None:
     """The FP8 dtype in which an operand is saved; None to save it unchanged."""
     if tile != (0, 0):
         return None
     if rule is not None and LOWERED[rule].is_simulated:  # with several scales, maybe
         return None
-    return resolved_format(format).dtype
+    return get_format(format).dtype
 
 
 @compiled_as(

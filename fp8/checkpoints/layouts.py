@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..casts.casting import lowered
 from ..casts.scaled_tensor import Memory
-from ..formats.format import FORMATS, get_format
+from ..formats.format import FORMATS
 from ..formats.quantize import quantize_operand
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
@@ -131,23 +131,22 @@ def unfit(recipe: Recipe) -> str:
     assert input is not None
     for cast, tile in (
         (weight, LAYOUTS[weight.scaling].tile),
-        (input, input.tile or (0, 0)),
+        (input, input.tile),
     ):
         usual = Cast(
             format="e4m3",
             scaling=cast.scaling,
             rule=cast.rule,
             history=cast.history or None,
-            tile=cast.tile if cast is weight and SCALINGS[cast.scaling].free else None,
         )
+        if cast is weight and SCALINGS[cast.scaling].free:
+            usual = replace(usual, tile=cast.tile)
         unlike = cast != usual
         if (
             cast.rule is not None
         ):  # readers compute the scales of inputs from largest magnitudes
             unlike = unlike or RULES[cast.rule].is_simulated
-        if unlike or any(
-            by and n % by for n, by in zip(cast.tile or (), tile, strict=True)
-        ):
+        if unlike or any(by and n % by for n, by in zip(cast.tile, tile, strict=True)):
             return f"{none}: {cast}; {then}"
     return ""
 
@@ -168,9 +167,9 @@ def stored(
 ) -> dict[str, Tensor]:
     """The tensors of a float32 weight, rounded as its cast does, by the last part of their names.
     scale: of a cast that does not compute it."""
-    format, (down, along) = get_format(cast.format), cast.tile or (0, 0)
+    format, (down, along) = cast.number_format, cast.tile
     if scale is None:
-        rule = lowered(cast).rule
+        rule = cast.stored_rule
         assert rule is not None
         tiles, dims = scaled_tiles(weight, (down, along), -1)
         scale = scale_of(tiles, dims, format, rule)

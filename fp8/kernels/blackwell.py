@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast
+from ..recipes.cast import Cast
 from ..recipes.scaling import widened
 from .kernel import padded
 
 
-def of_blocks(scale: Tensor, values: Tensor, cast: LoweredCast) -> Tensor:
+def of_blocks(scale: Tensor, values: Tensor, cast: Cast) -> Tensor:
     """The scale of each block of a row of padded ``values``, from those of tiles; 1 for padding."""
     across, along = cast.tile
     blocks = values.shape[1] // along

@@ -6,8 +6,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, format_of, times
+from ..casts.casting import QuantizedOperand, times
 from ..formats.quantize import in_dtype
+from ..recipes.cast import Cast
 from ..recipes.rules import LOWERED
 from .kernel import (
     ALIGNMENT,
@@ -22,20 +23,22 @@ from .kernel import (
 SIDE = 128
 
 
-def accepts(cast: LoweredCast) -> bool:
+def accepts(cast: Cast) -> bool:
     """Scales of rows or squares of 128, in float32 without a unit."""
-    has_unit = cast.rule is not None and LOWERED[cast.rule].unit is not None
+    has_unit = (
+        cast.stored_rule is not None and LOWERED[cast.stored_rule].unit is not None
+    )
     return not has_unit and in_rows_or_squares(cast, SIDE)
 
 
-def refuses(a: LoweredCast, b: LoweredCast) -> str:
+def refuses(a: Cast, b: Cast) -> str:
     """torch has 1 x 128 by the same or by 128 x 128, in both orders."""
     if a.tile == b.tile == (SIDE, SIDE):
         return "no kernel multiplies tiles of 128 x 128 by the same"
     return ""
 
 
-def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
+def store(operand: QuantizedOperand, cast: Cast) -> QuantizedOperand:
     """values: e4m3. scale: float32, (inner / 128, outer), or of squares (outer / 128, inner / 128
     padded to a multiple of 4)."""
     scale = operand.scale
@@ -49,7 +52,7 @@ def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
         # The stride of a column is a multiple of 4 scales, those are 16 bytes.
         missing = -scale.shape[1] % 4
         scale = F.pad(scale, (0, missing), value=1.0)
-    return QuantizedOperand(in_dtype(values, format_of(cast).dtype), scale)
+    return QuantizedOperand(in_dtype(values, cast.number_format.dtype), scale)
 
 
 def multiply(a: QuantizedOperand, b: QuantizedOperand, output: Output) -> Tensor:

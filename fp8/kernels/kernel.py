@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, format_of
+from ..casts.casting import QuantizedOperand
+from ..recipes.cast import Cast
 
 ALIGNMENT = 16
 """The sizes of a weight must be multiples of this, because CUDA kernels read 16 bytes at a time.
@@ -36,7 +37,7 @@ class Output(NamedTuple):
     fast: bool
 
 
-def _nothing(a: LoweredCast, b: LoweredCast) -> str:
+def _nothing(a: Cast, b: Cast) -> str:
     return ""
 
 
@@ -60,10 +61,10 @@ class Kernel:
 
     name: str
     about: str
-    accepts: Callable[[LoweredCast], bool]
+    accepts: Callable[[Cast], bool]
     formats: tuple[tuple[str, str], ...]
-    refuses: Callable[[LoweredCast, LoweredCast], str] = _nothing
-    store: Callable[[QuantizedOperand, LoweredCast], QuantizedOperand]
+    refuses: Callable[[Cast, Cast], str] = _nothing
+    store: Callable[[QuantizedOperand, Cast], QuantizedOperand]
     multiply: Callable[[QuantizedOperand, QuantizedOperand, Output], Tensor]
     least: Capability
     below: Capability | None = None
@@ -80,11 +81,11 @@ class Kernel:
             return first
         return f"{first} and up"
 
-    def why_not_pair(self, a: LoweredCast, b: LoweredCast) -> str:
+    def why_not_pair(self, a: Cast, b: Cast) -> str:
         """Why the kernel does not multiply operands that it accepts; "" if it does."""
         if (a.format, b.format) in self.formats:
             return self.refuses(a, b)
-        formats = f"{format_of(a)} by {format_of(b)}"
+        formats = f"{a.number_format} by {b.number_format}"
         return f"no kernel multiplies {formats} with scales by {self.name}"
 
     def why_not_on(self, device: torch.device) -> str:
@@ -118,7 +119,7 @@ def why_not_device(device: torch.device) -> str:
 # What rows share.
 
 
-def in_rows_or_squares(cast: LoweredCast, size: int) -> bool:
+def in_rows_or_squares(cast: Cast, size: int) -> bool:
     """Whether scales are shared by ``size`` elements of a row, or by squares of that side."""
     return cast.tile in ((1, size), (size, size))
 

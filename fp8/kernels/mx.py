@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, format_of, times
+from ..casts.casting import QuantizedOperand, times
 from ..formats.quantize import in_dtype
+from ..recipes.cast import Cast
 from ..recipes.rules import LOWERED
 from .blackwell import of_blocks, swizzled
 from .kernel import (
@@ -23,18 +24,18 @@ from .kernel import (
 ALONG = 32
 
 
-def accepts(cast: LoweredCast) -> bool:
+def accepts(cast: Cast) -> bool:
     """Scales of rows or squares of 32 that are powers of two: e8m0 has no other values."""
-    is_power = cast.rule is not None and LOWERED[cast.rule].form.is_power
+    is_power = cast.stored_rule is not None and LOWERED[cast.stored_rule].form.is_power
     return is_power and in_rows_or_squares(cast, ALONG)
 
 
-def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
+def store(operand: QuantizedOperand, cast: Cast) -> QuantizedOperand:
     """values: e4m3. scale: e8m0, `swizzled`."""
     values = padded(operand.values, ALONG)
     scale = of_blocks(operand.scale, values, cast)
     scale = swizzled(scale.to(torch.float8_e8m0fnu))
-    return QuantizedOperand(in_dtype(values, format_of(cast).dtype), scale)
+    return QuantizedOperand(in_dtype(values, cast.number_format.dtype), scale)
 
 
 def multiply(a: QuantizedOperand, b: QuantizedOperand, output: Output) -> Tensor:

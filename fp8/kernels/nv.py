@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, times
+from ..casts.casting import QuantizedOperand, times
+from ..recipes.cast import Cast
 from ..recipes.rules import LOWERED
 from .blackwell import of_blocks, swizzled
 from .kernel import (
@@ -25,17 +26,17 @@ MULTIPLE = 32
 """The values in 16 bytes."""
 
 
-def accepts(cast: LoweredCast) -> bool:
+def accepts(cast: Cast) -> bool:
     """Scales of rows or squares of 16 in a unit of the tensor."""
-    if cast.rule is None:
+    if cast.stored_rule is None:
         return False
-    rule = LOWERED[cast.rule]
+    rule = LOWERED[cast.stored_rule]
     # A corrected scale needs random signs, which are simulated.
     has_unit = rule.unit is not None and rule.correct is None
     return has_unit and in_rows_or_squares(cast, ALONG)
 
 
-def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
+def store(operand: QuantizedOperand, cast: Cast) -> QuantizedOperand:
     """values: uint8, `in_pairs`. scale: e4m3, `swizzled`. unit: float32, 0-dim."""
     assert operand.unit is not None
     values = padded(operand.values, MULTIPLE)

@@ -11,25 +11,20 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import LoweredCast, QuantizedOperand, lowered
-from ..casts.operands import Casts, Constants, saved_tensors
+from ..casts.casting import QuantizedOperand
+from ..casts.operands import Constants, casts_of, saved_tensors
 from ..common.compiler import compiled_as, is_differentiated_again, updates_states
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
+from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
 from ..torch_internals.autograd_functions import apply, is_recorded, unaliased
-from ..torch_internals.decorators import taken_as_constant
+from ..torch_internals.decorators import in_graph, taken_as_constant
 from . import selftest
 from .kernel import ALIGNMENT, Kernel, why_not_device
 from .table import KERNELS, kernel_of, multiply, store
 
 # The choice of kernels.
-
-
-def _pairs(recipe: Recipe) -> tuple[selftest.Pair, ...]:
-    """The casts of both operands of each of the three products."""
-    specs = [None if cast is None else lowered(cast) for cast in recipe.casts]
-    return tuple(zip(specs[::2], specs[1::2], strict=True))
 
 
 def why_not_recipe(recipe: Recipe) -> str:
@@ -38,7 +33,13 @@ def why_not_recipe(recipe: Recipe) -> str:
         return f"the sums of accumulate={recipe.accumulate!r} are simulated"
     if not any(recipe.casts):
         return "it casts no operand"
-    for pair in _pairs(recipe):
+    return _why_not_casts(recipe.text)
+
+
+@taken_as_constant
+def _why_not_casts(casts: str) -> str:
+    """`why_not_recipe`, by the casts of a product. casts: as in `Constants`."""
+    for pair in casts_of(casts).pairs:
         _, why = kernel_of(*pair)
         if why:
             return why
@@ -49,13 +50,15 @@ def why_not_here(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> st
     """Why the products of layers on ``device``, with results of ``dtype``, are simulated under
     ``recipe``; "" if kernels compute them, by `fp8.kernels.selftest`."""
     why = why_not_device(device) or why_not_recipe(recipe)
-    return why or selftest.why_not(_pairs(recipe), str(device), dtype_name(dtype))
+    return why or selftest.why_not(
+        casts_of(recipe.text).pairs, str(device), dtype_name(dtype)
+    )
 
 
 def kernels_of(recipe: Recipe) -> list[Kernel]:
     """The kernels of the products of ``recipe``, in the order of the table. Products of operands
     in high precision need none."""
-    kinds = {kernel_of(*pair)[0] for pair in _pairs(recipe)}
+    kinds = {kernel_of(*pair)[0] for pair in casts_of(recipe.text).pairs}
     return [row for name, row in KERNELS.items() if name in kinds]
 
 
@@ -72,12 +75,13 @@ def kernels(
     backend: str,
     a: Tensor,
     b: Tensor,
-    casts: tuple[LoweredCast | None, ...],
+    casts: str,
     dtype: torch.dtype,
 ) -> tuple[str, ...]:
     """The kernels (rows of KERNELS) of a product of a (m, k) and b (n, k), which `takes` accepts,
-    with a result of ``dtype``, and of its gradients; () if they are to be simulated."""
-    kinds = selftest.kernels(backend, tuple(casts), str(a.device), dtype_name(dtype))
+    with a result of ``dtype``, and of its gradients; () if they are to be simulated. casts: as in
+    `Constants`."""
+    kinds = selftest.kernels(backend, casts, str(a.device), dtype_name(dtype))
     for kind in kinds:
         row = KERNELS.get(kind)  # None for torch's own product
         if row is not None and not fits(a, b, row.multiple):
@@ -101,14 +105,16 @@ def takes(backend: str, a: Tensor, b: Tensor) -> bool:
 def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
     """Whether kernels accept a (m, k) and b (n, k), and the operands of their gradients: nonempty
     matrices in float32, bfloat16 or float16, with n and k multiples of ``multiple``."""
-    return (
-        a.dim() == b.dim() == 2
-        and a.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        # Not min, which would be a guard on a dynamic size.
-        and all(size > 0 for size in (*a.shape, *b.shape))
-        and b.shape[0] % multiple == 0
-        and b.shape[1] % multiple == 0
-    )
+    if a.dim() != 2 or b.dim() != 2:
+        return False
+    if a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    rows, inner = a.shape
+    outputs, _ = b.shape
+    # Not min, which would be a guard on a dynamic size.
+    if not (rows > 0 and inner > 0 and outputs > 0):
+        return False
+    return outputs % multiple == 0 and inner % multiple == 0
 
 
 # The product.
@@ -174,17 +180,17 @@ class _Native(Function):
             a = a.mT
         if ctx.reuses_b:
             b = b.mT
-        how, casts = ctx.how, ctx.how.casts
+        how, casts = ctx.how, casts_of(ctx.how.casts)
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
-            label = casts.label("grad")
+            label = how.label("grad")
             g = store(grad, casts.grad_for_a, -1, ctx.history, record=True, label=label)
             da = _multiply(how, _GRAD_A, g, b, grad.dtype)
             da = da[: grad.shape[0]]  # without padding rows
         if ctx.needs_input_grad[1]:
             # Where it has one scale, one cast of the gradient serves both products.
             if g is None:
-                label = casts.label("grad again")
+                label = how.label("grad again")
                 g = store(
                     grad, casts.grad_for_b, -2, ctx.history, record=True, label=label
                 )
@@ -210,7 +216,7 @@ def _second(
     x: Tensor,
     stored: QuantizedOperand,
     reuses: bool,
-    second: LoweredCast | None,
+    second: Cast | None,
 ) -> QuantizedOperand | None:
     """``x`` for its product along the other axis; None if ``stored``, of one scale, serves it."""
     if reuses and not stored.scale.dim():
@@ -254,17 +260,12 @@ def _cast_at_once(
 
 
 @taken_as_constant
-def token_of(casts: tuple[LoweredCast | None, ...]) -> str:
-    """A string that is equal for equal casts, which a graph guards as one value."""
-    return repr(casts)
-
-
-def _cached(b: Tensor, casts: Casts) -> Any:
-    """The operands of `fp8.layers.cached_weights` for these casts of a weight; None without."""
-    cast: Any = getattr(b, "fp8_cache", None)
-    if cast is None or cast.token != token_of((casts.b, casts.b_for_grad_a)):
-        return None
-    return cast.read(b)
+def weight_token(casts: str) -> str:
+    """A string that is equal for equal casts of b in the casts of a product that this token stands
+    for. A graph guards it as one value."""
+    of_product = casts_of(casts)
+    specs = (of_product.b, of_product.b_for_grad_a)
+    return "\n".join("" if cast is None else cast.stateless.text for cast in specs)
 
 
 def product(
@@ -275,20 +276,36 @@ def product(
     how: Constants,
 ) -> Tensor:
     """``s_y * a b^T + bias`` for a (m, k) and b (n, k), computed by kernels."""
-    casts = how.casts
+    cached = None
+    cache: Any = getattr(b, "fp8_cache", None)  # of `fp8.layers.cached_weights`
+    if cache is not None and cache.token == weight_token(how.casts):
+        cached = cache.read(b)
+    return _computed(a, b, bias, histories, how, cached)
+
+
+@in_graph
+def _computed(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    histories: list[Tensor | None],
+    how: Constants,
+    cached: tuple[QuantizedOperand, QuantizedOperand] | None,
+) -> Tensor:
+    """`product`. cached: b for the output, and for the gradient of a."""
+    casts = casts_of(how.casts)
     of_a, of_b, of_grad = histories
     record = updates_states()
     again_a = again_b = None
     with torch.no_grad():
-        left = store(a, casts.a, -1, of_a, record, casts.label("input"))
+        left = store(a, casts.a, -1, of_a, record, how.label("input"))
         if record:
             again_a = _second(a, left, casts.reuses_a, casts.a_for_grad_b)
-        cached = _cached(b, casts)
         if cached is not None:
             right, again = cached
             again_b = again if record else None
         else:
-            right = store(b, casts.b, -1, of_b, record, casts.label(casts.second))
+            right = store(b, casts.b, -1, of_b, record, how.label(casts.second))
             if record:
                 again_b = _second(b, right, casts.reuses_b, casts.b_for_grad_a)
             both = casts.second == "weight" and casts.b_for_grad_a is not None

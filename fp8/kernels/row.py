@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, times
+from ..casts.casting import QuantizedOperand, times
+from ..recipes.cast import Cast
 from .kernel import EIGHT_BITS, Kernel, Output, Scales, scaled_mm
 from .tensor import store
 
 
-def accepts(cast: LoweredCast) -> bool:
+def accepts(cast: Cast) -> bool:
     """Scales of whole rows, or of the tensor."""
     _, along = cast.tile
     return not along

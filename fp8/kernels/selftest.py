@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -22,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..casts.casting import LoweredCast, QuantizedOperand, lowered, rounded
+from ..casts.casting import QuantizedOperand, rounded
+from ..casts.operands import casts_of
 from ..common.compiler import compiled_as
 from ..recipes.cast import Cast
 from ..torch_internals.decorators import taken_as_constant
 from ..torch_internals.flop_counter import SCALED, count_flops
 from .table import kernel_of, multiply, store, why_not_kernel
 
-Pair = tuple[LoweredCast | None, LoweredCast | None]
+Pair = tuple[Cast | None, Cast | None]
 
 _PRODUCTS = {
     "output": (-1, -1),
@@ -53,15 +55,12 @@ to the largest and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."
 
 @cache
 def _kernels(
-    compiled: bool,
-    backend: str,
-    pairs: tuple[Pair, ...],
-    device: str,
-    dtype: str,
+    compiled: bool, backend: str, casts: str, device: str, dtype: str
 ) -> tuple[str, ...]:
     """The kernels of the products; () if they are to be simulated. Warns, once, of a failed
-    self-test and, for "native", of a missing kernel. Arguments as in `why_not`."""
-    which = "products"
+    self-test and, for "native", of a missing kernel. casts: as in `Constants`; the others as in
+    `why_not`."""
+    which, pairs = "products", casts_of(casts).pairs
     why = why_not(pairs, device, dtype)
     if compiled and not why:
         which = "products of compiled code"
@@ -76,24 +75,12 @@ def _kernels(
     return ()
 
 
-def _of_casts(
-    compiled: bool,
-    backend: str,
-    casts: tuple[LoweredCast | None, ...],
-    device: str,
-    dtype: str,
-) -> tuple[str, ...]:
-    """`_kernels` for the casts of all operands."""
-    pairs = tuple(zip(casts[::2], casts[1::2], strict=True))
-    return _kernels(compiled, backend, pairs, device, dtype)
-
-
 @taken_as_constant
 def _kernels_in_graph(*key: Any) -> tuple[str, ...]:
-    return _of_casts(True, *key)
+    return _kernels(True, *key)
 
 
-kernels = compiled_as(_kernels_in_graph)(lambda *key: _of_casts(False, *key))
+kernels = compiled_as(_kernels_in_graph)(lambda *key: _kernels(False, *key))
 
 
 @cache
@@ -113,9 +100,9 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
     return ""
 
 
-def _tested(cast: LoweredCast) -> LoweredCast:
+def _tested(cast: Cast) -> Cast:
     """The cast with what a kernel sees of it."""
-    return cast._replace(rounding="nearest", hadamard=0)
+    return replace(cast.unrotated.stateless, rounding="nearest")
 
 
 @cache
@@ -132,7 +119,7 @@ def _in_new_thread(test: Callable[..., str], *args: Any) -> str:
         return thread.submit(test, *args).result()
 
 
-_CASTS = [lowered(Cast(format=name)) for name in ("e4m3", "e5m2")]
+_CASTS = [Cast(format=name) for name in ("e4m3", "e5m2")]
 
 
 _SIZES = ((256, 1024), (4096, 64), (48, 5472), (1001, 333))
@@ -181,7 +168,7 @@ def _difference(stored: Sequence[Tensor], x: Tensor) -> str:
             want, what = want.T, "the transpose of a cast"
         wrong = _wrong(got, want)
         if wrong:
-            return f"{what} to {spec.format} has {wrong} wrong bytes of {got.numel()}"
+            return f"{what} to {spec.number_format} has {wrong} wrong bytes of {got.numel()}"
     return ""
 
 
@@ -212,8 +199,8 @@ def _why_not_expected(pairs: tuple[Pair, ...], device: str) -> str:
 @cache
 @torch.no_grad()
 def _failure(
-    a: LoweredCast,
-    b: LoweredCast,
+    a: Cast,
+    b: Cast,
     axes: tuple[int, int],
     device: str,
     dtype: str,
@@ -241,14 +228,14 @@ def _failure(
     return f"the kernel is off by {excess:.2g} times what rounding explains"
 
 
-def _operand(x: Tensor, cast: LoweredCast, axis: int) -> QuantizedOperand:
+def _operand(x: Tensor, cast: Cast, axis: int) -> QuantizedOperand:
     """``x``, to be multiplied along its rows, stored as an operand that is cast along ``axis``."""
     if axis != -1:
         x = x.T.contiguous()
     return store(x, cast, axis)
 
 
-def _sample(rows: int, spec: LoweredCast, seed: int) -> Tensor:
+def _sample(rows: int, spec: Cast, seed: int) -> Tensor:
     """Values 0, 1 and -1 times a power of two per tile, which the cast does not change."""
     generator = torch.Generator().manual_seed(seed)
     across = spec.tile[0] or rows

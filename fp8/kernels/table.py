@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..casts.casting import LoweredCast, QuantizedOperand, one_scale, quantized, times
+from ..casts.casting import QuantizedOperand, one_scale, quantized, times
 from ..common.compiler import in_memory
-from ..torch_internals.decorators import in_graph, taken_as_constant
+from ..recipes.cast import Cast
 from .block import BLOCK
 from .kernel import Kernel, Output, filled
 from .mx import MX
@@ -23,7 +23,7 @@ HIGH = "high"
 """The kind of a product whose operands both stay in high precision: torch's own."""
 
 
-def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
+def kernel_of(a: Cast | None, b: Cast | None) -> tuple[str, str]:
     """The kernel (or HIGH) for operands under these casts, and ""; or "" and why there is none."""
     if a is None and b is None:
         return HIGH, ""
@@ -37,7 +37,7 @@ def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
                 "",
                 f"rule {cast.rule!r} reads more than the largest magnitude of a tile",
             )
-    layouts = layouts_of((a, b))
+    layouts = layout_of(a), layout_of(b)
     if "" in layouts:
         cast = b if layouts[0] else a
         return "", "no kernel has tiles of {} x {} by rule {!r}".format(
@@ -54,14 +54,12 @@ def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
     return "", whys[0]
 
 
-@taken_as_constant  # takes a tuple, because torch 2.13 passes a named tuple as an empty one
-def layouts_of(casts: tuple[LoweredCast, ...]) -> tuple[str, ...]:
-    """The kernels in whose layouts operands under these casts are stored; "" for none."""
-    layouts = []
-    for cast in casts:
-        accept = [name for name, row in KERNELS.items() if row.accepts(cast)]
-        layouts.append(accept[0] if accept else "")
-    return tuple(layouts)
+def layout_of(cast: Cast) -> str:
+    """The kernel in whose layout an operand under this cast is stored; "" for none."""
+    for name, row in KERNELS.items():
+        if row.accepts(cast):
+            return name
+    return ""
 
 
 def why_not_kernel(kind: str, device: torch.device) -> str:
@@ -73,7 +71,7 @@ def why_not_kernel(kind: str, device: torch.device) -> str:
 
 def store(
     x: Tensor,
-    cast: LoweredCast | None,
+    cast: Cast | None,
     axis: int = -1,
     history: Tensor | None = None,
     record: bool = False,
@@ -87,11 +85,9 @@ def store(
             x = x.mT
         return QuantizedOperand(x.detach(), one_scale(x))
     operand = quantized(x, cast, axis, history, record, converts=True, label=label)
-    (layout,) = layouts_of((cast,))
-    return KERNELS[layout].store(operand, cast)
+    return KERNELS[layout_of(cast)].store(operand, cast)
 
 
-@in_graph  # torch 2.11 and 2.12 cannot trace scaled_mm
 def multiply(
     kind: str,
     a: QuantizedOperand,

@@ -5,20 +5,21 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, format_of, times
+from ..casts.casting import QuantizedOperand, times
 from ..formats.quantize import in_dtype
+from ..recipes.cast import Cast
 from .kernel import EIGHT_BITS, Kernel, Output, Scales, scaled_mm
 
 
-def accepts(cast: LoweredCast) -> bool:
+def accepts(cast: Cast) -> bool:
     """One scale, by any rule or static."""
     return cast.tile == (0, 0)
 
 
-def store(operand: QuantizedOperand, cast: LoweredCast) -> QuantizedOperand:
+def store(operand: QuantizedOperand, cast: Cast) -> QuantizedOperand:
     """values: in an FP8 dtype. scale: float32, 0-dim, or (outer, 1) for rows."""
     values = operand.values
-    dtype = format_of(cast).dtype
+    dtype = cast.number_format.dtype
     if cast.is_plain:
         # Inf is NaN already in graphs, which have no labels.
         return QuantizedOperand(values.to(dtype), operand.scale)

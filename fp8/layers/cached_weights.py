@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from ..casts.casting import QuantizedOperand
-from ..casts.operands import Casts, casts_of
+from ..casts.operands import casts_of
 from ..common.compiler import compiled_as
 from ..common.step import unwrapped
 from ..common.validation import check_module
@@ -104,13 +104,14 @@ class WeightCast:
     """The cast of a weight, its attribute ``fp8_cache``, which is None in copies and pickles.
 
     Attributes:
-        token: the `token_of` the casts; "" without operands.
+        token: the `weight_token` of the casts; "" without operands.
         operands: `Layouts`.
         in_graph: whether a graph reads them. It does not notice that the weight changes.
     """
 
-    def __init__(self, weight: Tensor, casts: Casts, scale: Tensor | None) -> None:
-        """Casts the weight. scale: its static scale, if it has one."""
+    def __init__(self, weight: Tensor, casts: str, scale: Tensor | None) -> None:
+        """Casts the weight. casts: the token of those of its products. scale: its static scale, if
+        it has one."""
         self._casts, self._scale, self.in_graph = casts, scale, False
         self.cast(weight)
 
@@ -124,7 +125,7 @@ class WeightCast:
         self._versions, self._sums = self._versions_of(weight), _sums(weight)
         layouts = _compiled if self.in_graph else _layouts
         self.operands: Any = layouts(self._alias, self._casts, self._scale)
-        self.token = native.token_of((self._casts.b, self._casts.b_for_grad_a))
+        self.token = native.weight_token(self._casts)
 
     def drop(self) -> None:
         """Forgets the operands; products cast the weight themselves."""
@@ -165,7 +166,8 @@ def _sums(weight: Tensor) -> Tensor:
     return torch.cat([bits.sum(axis, dtype=torch.int64) for axis in (0, 1)])
 
 
-def _layouts(weight: Tensor, casts: Casts, scale: Tensor | None) -> Layouts:
+def _layouts(weight: Tensor, token: str, scale: Tensor | None) -> Layouts:
+    casts = casts_of(token)
     first = store(weight, casts.b, -1, scale)
     if casts.reuses_b and not first.scale.dim():
         again = first.mT
@@ -174,7 +176,7 @@ def _layouts(weight: Tensor, casts: Casts, scale: Tensor | None) -> Layouts:
     return first, again._replace(values=again.values.contiguous())
 
 
-def _compiled(weight: Tensor, casts: Casts, scale: Tensor | None) -> Layouts:
+def _compiled(weight: Tensor, casts: str, scale: Tensor | None) -> Layouts:
     """`_layouts`, compiled: one kernel writes both."""
     like = (weight.shape, weight.stride(), weight.dtype, weight.device)
     kernel = _kernel(casts, *like, scale is not None)
@@ -185,7 +187,7 @@ def _compiled(weight: Tensor, casts: Casts, scale: Tensor | None) -> Layouts:
 
 @cache
 def _kernel(
-    casts: Casts, size: Any, stride: Any, dtype: Any, device: Any, is_static: bool
+    casts: str, size: Any, stride: Any, dtype: Any, device: Any, is_static: bool
 ) -> Any:
     from ..torch_internals.inductor import compiled  # imports the compiler
 
@@ -206,16 +208,15 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         if getattr(weight, "fp8_cache", None) is not None:  # of a block around this one
             continue
-        casts = casts_of(layer.fp8_recipe.text)
+        casts = layer.fp8_recipe.text
         scale = getattr(layer, "fp8_scale_weight", None)
         if _is_cacheable(layer, weight, casts, scale):
             weight.fp8_cache = WeightCast(weight, casts, scale)
             yield name, weight
 
 
-def _is_cacheable(
-    layer: Any, weight: Tensor, casts: Casts, scale: Tensor | None
-) -> bool:
+def _is_cacheable(layer: Any, weight: Tensor, token: str, scale: Tensor | None) -> bool:
+    casts = casts_of(token)
     specs = casts.b, casts.b_for_grad_a
     if any(spec is None or spec.is_random or spec.is_simulated for spec in specs):
         return False

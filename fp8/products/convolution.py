@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..casts.counts import product_name
-from ..casts.operands import ONES, UNCAST, Constants, Geometry, Scales, casts_of
+from ..casts.operands import ONES, Constants, Geometry, Scales, token_of
 from ..frame import FRAMES
 from .active import histories, product_recipe, warn_unsummed
 from .matmul import measured, simulated
@@ -38,7 +38,7 @@ def _convolve(
         return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(
             0
         )
-    how = Constants(UNCAST, scales, geometry=geometry)
+    how = Constants(scales=scales, geometry=geometry)
     recipe = product_recipe(unit)
     if recipe is None:
         return simulated(x, weight, bias, how, [None, None, None])
@@ -50,11 +50,9 @@ def _convolve(
         y = simulated(x, weight, bias, how, [None, None, None])
         return measured(pass_, recipe, states, x, weight, y)
     name = product_name("conv", weight, recipe)
-    casts = casts_of(recipe.text, True, False)
-    if name:
-        casts = casts._replace(name=name)
+    casts = token_of(recipe.text, rotated=False)
     warn_unsummed(recipe, "a convolution")
-    return simulated(x, weight, bias, how._replace(casts=casts), states)
+    return simulated(x, weight, bias, how._replace(casts=casts, name=name), states)
 
 
 def _each(value: Ints, weight: Tensor) -> list[int]:

@@ -20,13 +20,13 @@ from ..casts.counts import product_name
 from ..casts.groups import aligned, cast_groups, pieces, product_shape
 from ..casts.operands import (
     ONES,
-    UNCAST,
     Constants,
     SavedOperand,
     Scales,
     casts_of,
     save_operands,
     saved_operands,
+    token_of,
 )
 from ..casts.rotation import rotation_signs, without_autocast
 from ..common.compiler import is_differentiated_again
@@ -96,7 +96,7 @@ class _Grouped(Function):
         operands: Operands,
         how: Constants,
     ) -> Tensor:
-        ends = aligned(offs, how.casts.a) if split == -1 else offs
+        ends = aligned(offs, casts_of(how.casts).a) if split == -1 else offs
         return MULTIPLY_GROUPS(operands.a, operands.b.mT, ends, how.scales[0])
 
     @staticmethod
@@ -104,7 +104,7 @@ class _Grouped(Function):
         a, b, offs, ctx.split, operands, ctx.how = inputs
         ctx.history = operands.history
         ctx.turned = b.mT.is_contiguous()
-        casts = ctx.how.casts
+        casts = casts_of(ctx.how.casts)
         saved = [SavedOperand(a), SavedOperand(b)]
         if casts.reuses_a:
             saved[0] = SavedOperand(operands.a, casts.a, operands.scale_a)
@@ -119,8 +119,8 @@ class _Grouped(Function):
         a, b, *offsets = saved_operands(ctx, grad.dtype)
         offs = offsets[0] if offsets else None
         history, split, how = ctx.history, ctx.split, ctx.how
-        casts, (_, s_a, s_b) = how.casts, how.scales
-        if is_differentiated_again() and any(casts.specs):
+        casts, (_, s_a, s_b) = casts_of(how.casts), how.scales
+        if is_differentiated_again() and how.casts:
             raise RuntimeError(
                 "create_graph=True: a grouped product with casts has one gradient"
             )
@@ -129,19 +129,19 @@ class _Grouped(Function):
         da = db = for_a = None
         if needs_a:
             signs = rotation_signs(casts.grad_for_a, grad)
-            cast, label = casts.grad_for_a, casts.label("grad")
+            cast, label = casts.grad_for_a, how.label("grad")
             for_a, _ = cast_groups(grad, *groups, -1, cast, history, True, signs, label)
-            cast, label = casts.again_b, casts.label(f"{casts.second} again")
+            cast, label = casts.again_b, how.label(f"{casts.second} again")
             again, _ = cast_groups(b, *groups, -2, cast, signs=signs, label=label)
             da = MULTIPLY_GROUPS(for_a, again, offs, s_a)
         if needs_b:
             for_b, signs = for_a, rotation_signs(casts.grad_for_b, grad)
             if for_b is None or not casts.reuses_grad:
-                cast, label = casts.grad_for_b, casts.label("grad again")
+                cast, label = casts.grad_for_b, how.label("grad again")
                 for_b, _ = cast_groups(
                     grad, *groups, -2, cast, history, True, signs, label
                 )
-            cast, label = casts.again_a, casts.label("input again")
+            cast, label = casts.again_a, how.label("input again")
             again, _ = cast_groups(a, *groups, -2, cast, signs=signs, label=label)
             ends = aligned(offs, casts.grad_for_b) if split == -2 else offs
             if ctx.turned:
@@ -159,18 +159,16 @@ def _product(
     groups = b.shape[0] if layer else offs.shape[0]  # type: ignore[union-attr]
     states = histories(recipe, "grouped_mm", a, b, layer=layer, groups=groups)
     if recipe is None:
-        return _simulated(a, b, offs, split, Constants(UNCAST, scales), states)
+        return _simulated(a, b, offs, split, Constants(scales=scales), states)
     if (pass_ := FRAMES.items[-1].measurement) is not None:
-        y = _simulated(a, b, offs, split, Constants(UNCAST, scales), [None] * 3)
+        y = _simulated(a, b, offs, split, Constants(scales=scales), [None] * 3)
         return measured(
             pass_, recipe, states, a, b, y, lambda x: pieces(x, offs, split)
         )
     name = product_name("grouped_mm", b if layer else None, recipe)
     warn_unsummed(recipe, "a grouped product")
-    casts = casts_of(recipe.text, layer)
-    if name:
-        casts = casts._replace(name=name)
-    return _simulated(a, b, offs, split, Constants(casts, scales), states)
+    how = Constants(token_of(recipe.text, layer), scales, name=name)
+    return _simulated(a, b, offs, split, how, states)
 
 
 @in_graph
@@ -186,9 +184,9 @@ def _simulated(
     from ..torch_internals.flop_counter import GROUPED, count_flops
 
     count_flops(GROUPED)
-    casts, (of_a, of_b, of_grad) = how.casts, states
+    casts, (of_a, of_b, of_grad) = casts_of(how.casts), states
     signs = rotation_signs(casts.a, a)
-    first, second = casts.label("input"), casts.label(casts.second)
+    first, second = how.label("input"), how.label(casts.second)
     cast_a, scale_a = cast_groups(
         a, offs, split, -1, casts.a, of_a, signs=signs, label=first
     )

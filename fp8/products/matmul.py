@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import PLAIN, LoweredCast, as_read, cast_values, times
+from ..casts.casting import PLAIN, as_read, cast_values, times
 from ..casts.counts import is_sampled, product_name
 from ..casts.operands import (
     ONES,
@@ -64,12 +64,14 @@ from ..casts.operands import (
     casts_of,
     save_operands,
     saved_operands,
+    token_of,
 )
 from ..casts.rotation import rotation_signs
 from ..common.compiler import compiled_as, is_differentiated_again
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..frame import FRAMES
+from ..recipes.cast import Cast
 from ..recipes.history import LayerState
 from ..recipes.recipe import Recipe
 from ..torch_internals.autograd_functions import apply, apply_eagerly
@@ -136,7 +138,7 @@ class _Product(Function):
         a, b, _, operands, ctx.how = inputs
         ctx.history = operands.history
         ctx.turned = operands.b.mT.is_contiguous()  # the right operand of a matmul
-        casts = ctx.how.casts
+        casts = casts_of(ctx.how.casts)
         of_a, of_b = SavedOperand(a), SavedOperand(b)
         if casts.reuses_a and operands.a is not a:
             of_a = SavedOperand(operands.a, casts.a, operands.scale_a, a)
@@ -149,7 +151,7 @@ class _Product(Function):
         a, b = saved_operands(ctx, grad.dtype)
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         how, history = ctx.how, ctx.history
-        casts, name, dbias = how.casts, how.casts.name, None
+        casts, name, dbias = casts_of(how.casts), how.name, None
         g, signs_a, signs_b = _read_gradient(grad, casts)
         for_a = for_b = g
         cast = cast_values
@@ -157,22 +159,22 @@ class _Product(Function):
             cast = partial(cast_values, differentiable=True)
         # Stochastic casts draw their bits in this order.
         if needs_a and casts.grad_for_a is not None:
-            label = name and casts.label("grad")
+            label = name and how.label("grad")
             for_a, _ = cast(
                 g, casts.grad_for_a, -1, history, True, signs_a, label=label
             )
         if needs_b and needs_a and casts.reuses_grad:
             for_b = for_a
         elif needs_b and casts.grad_for_b is not None:
-            label = name and casts.label("grad again")
+            label = name and how.label("grad again")
             for_b, _ = cast(
                 g, casts.grad_for_b, -2, history, True, signs_b, label=label
             )
         if needs_b and casts.a_for_grad_b is not None and not casts.reuses_a:
-            label = name and casts.label("input again")
+            label = name and how.label("input again")
             a, _ = cast(a, casts.a_for_grad_b, -2, signs=signs_b, label=label)
         if needs_a and casts.b_for_grad_a is not None and not casts.reuses_b:
-            label = name and casts.label(f"{casts.second} again")
+            label = name and how.label(f"{casts.second} again")
             b, _ = cast(b, casts.b_for_grad_a, -2, signs=signs_a, label=label)
         left = a.to(grad.dtype) if needs_b else None
         right = b.to(grad.dtype) if needs_a else None
@@ -222,7 +224,7 @@ class _Convolution(_Product):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = saved_operands(ctx, grad.dtype)
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-        how, casts = ctx.how, ctx.how.casts
+        how, casts = ctx.how, casts_of(ctx.how.casts)
         geometry, (_, s_a, s_b) = how.geometry, how.scales
         g, _, _ = _read_gradient(grad, casts)
         cast = partial(
@@ -234,10 +236,10 @@ class _Convolution(_Product):
         again_a, again_b = a, b
         if needs_a:
             if casts.grad_for_a is not None:
-                label = casts.label("grad")
+                label = how.label("grad")
                 for_a, _ = cast(g, casts.grad_for_a, -1, ctx.history, True, label=label)
             if casts.again_b is not None:
-                label = casts.label("weight again")
+                label = how.label("weight again")
                 again_b, _ = cast(b, casts.again_b, -2, label=label, weight=True)
             weight = times(again_b.to(grad.dtype), s_a)  # smaller than the maps
             like, none = a.to(for_a.dtype), None
@@ -248,12 +250,10 @@ class _Convolution(_Product):
             if needs_a and casts.reuses_grad:
                 for_b = for_a
             elif casts.grad_for_b is not None:
-                label = casts.label("grad again")
+                label = how.label("grad again")
                 for_b, _ = cast(g, casts.grad_for_b, -2, ctx.history, True, label=label)
             if casts.again_a is not None:
-                again_a, _ = cast(
-                    a, casts.again_a, -2, label=casts.label("input again")
-                )
+                again_a, _ = cast(a, casts.again_a, -2, label=how.label("input again"))
             maps, like = again_a.to(grad.dtype), b.to(for_b.dtype)
             _, db, _ = gradient(
                 for_b, maps, like, None, *geometry, [False, True, False]
@@ -266,7 +266,7 @@ class _Convolution(_Product):
 
 def cast_maps(
     x: Tensor,
-    spec: LoweredCast,
+    spec: Cast,
     axis: int,
     *args: Any,
     geometry: Geometry,
@@ -402,10 +402,7 @@ def multiply(
         return measured(frame.measurement, recipe, states, a, b, y)
     if frame.recording or recipe.fixed:
         name = product_name(kind, b if kind == "linear" else None, recipe)
-    casts = casts_of(recipe.text, layer)
-    if name:
-        casts = casts._replace(name=name)
-    how = Constants(casts, scales, bias_scale)
+    how = Constants(token_of(recipe.text, layer), scales, bias_scale, name=name)
     on_device = backend == "native" or (backend == "auto" and a.device.type == "cuda")
     if on_device or recipe.accumulate is not None:
         return _on_tensor_cores(a, b, bias, how, states, recipe, backend)
@@ -422,7 +419,7 @@ def _on_tensor_cores(
     backend: str,
 ) -> Tensor:
     """The product with the sums of an accelerator, or by kernels where they support it."""
-    name = how.casts.name
+    name = how.name
     if name and is_sampled(name):
         return simulated(a, b, bias, how, states)
     (like,) = to_autocast_dtype(a[:0])
@@ -434,7 +431,7 @@ def _on_tensor_cores(
     from ..kernels import product as native
 
     if native.takes(backend, a, b):
-        kernels = native.kernels(backend, a, b, how.casts.specs, like.dtype)
+        kernels = native.kernels(backend, a, b, how.casts, like.dtype)
         if kernels:
             how = how._replace(
                 kernels=kernels, dtype=dtype_name(like.dtype), fast=recipe.is_fast
@@ -458,7 +455,7 @@ def simulated(
 def _simulated(
     a: Tensor, b: Tensor, bias: Tensor | None, how: Constants, states: list[Any]
 ) -> Tensor:
-    casts, (of_a, of_b, of_grad) = how.casts, states
+    casts, (of_a, of_b, of_grad) = casts_of(how.casts), states
     signs = scale_x = scale_w = None
     if casts.random_signs:
         signs = rotation_signs(casts.a, a)
@@ -475,10 +472,10 @@ def _simulated(
         b = as_read(b)
     x, w = a, b
     if casts.a is not None:
-        label = casts.name and casts.label("input")
+        label = how.name and how.label("input")
         x, scale_x = cast_a(a.detach(), casts.a, -1, of_a, None, signs, label=label)
     if casts.b is not None:
-        label = casts.name and casts.label(casts.second)
+        label = how.name and how.label(casts.second)
         w, scale_w = cast_b(b.detach(), casts.b, -1, of_b, None, signs, label=label)
     x, w = to_autocast_dtype(x, w)
     if x.ndim == 3 and _fuses(x):

@@ -5,12 +5,12 @@ share of elements that are lost."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..casts.casting import cast_values, lowered, unrotated
+from ..casts.casting import cast_values
 from ..formats.format import Format, get_format
 from ..frame import FRAMES
 from ..recipes.cast import Cast
@@ -101,15 +101,14 @@ def range_loss(x: Tensor, cast: Cast, state: Tensor | None = None) -> RangeLoss:
         state: of its scaling: a static scale, 0 or None if that is not set, which is then that of
             ``x``, as `fp8.calibrate` would set it.
     """
-    spec = unrotated(lowered(cast))
-    assert spec is not None
+    spec = replace(cast.unrotated, rounding="nearest")
     x = x.detach()
     x = x if x.dim() > 1 else x.reshape(1, -1)
     if cast.scaling == "static":
         state = (
             x.new_zeros(1, dtype=torch.float32) if state is None else state.reshape(1)
         )
-    y, scale = cast_values(x, spec._replace(rounding="nearest"), -1, state, False)
+    y, scale = cast_values(x, spec, -1, state, False)
     return measured_loss(
         x, y, 1.0 if scale is None else float(scale), get_format(cast.format)
     )

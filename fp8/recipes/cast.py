@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +14,13 @@ from ..common.validation import check_between, check_choice, check_keys
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
-from .rules import REGISTER, RULES
+from .rules import LOWERED, REGISTER, RULES
 from .scaling import SCALINGS, Tile
 
 SIGNS = ("fixed", "random")
+
+_STATELESS = {"delayed": "tensor", "static": "unit"}
+"""A scaling with state between passes -> the one that has the same scales without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,7 @@ class Cast:
     format: str | Format
     scaling: str = "unit"
     rule: str | None = None
-    tile: Tile | None = None
+    tile: Tile = None  # type: ignore[assignment]  # completed below
     margin: int = 0
     history: int | None = None
     rounding: str = "nearest"
@@ -61,8 +65,15 @@ class Cast:
     hadamard: int = 0
     signs: str = "fixed"
 
+    # Set per instance, as each product reads them.
     text: ClassVar[str]
-    """Set per instance: JSON, in the order of `fp8.casts.casting.LoweredCast`."""
+    """The token that stands for the cast where only constants cross: in graphs, arguments of
+    operators and files. `cast_of` reads it."""
+    stored_rule: ClassVar[str | None]
+    """The name in LOWERED of the rule, as the scaling stores its scales. None: the scale comes
+    from a history (scaling "static"), or is 1."""
+    number_format: ClassVar[Format]
+    """The format itself."""
 
     def __post_init__(self) -> None:
         format = get_format(self.format)
@@ -79,10 +90,11 @@ class Cast:
         check_between(f"history of scaling {self.scaling!r}", history, *bounds)
         vars(self).update(rule=rule, tile=tile, history=history)
         self._check_rotation()
-        name = self.format.text if isinstance(self.format, Format) else self.format
-        rule = SCALINGS[self.scaling].lowered(rule)
-        rounding = (self.rounding, self.overflow, self.hadamard, self.signs)
-        vars(self)["text"] = json.dumps([name, rule, tile, self.margin, *rounding])
+        vars(self).update(
+            text=_text_of(self),
+            stored_rule=SCALINGS[self.scaling].lowered(rule),
+            number_format=format,
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a pickle, which has the name of the rule. Raises ValueError for an unknown one."""
@@ -138,7 +150,7 @@ class Cast:
                 f"scaling {self.scaling!r} has no rotation: it keeps state"
             )
         if self.rule is not None and RULES[self.rule].correct is not None:
-            across, along = self.tile or (0, 0)
+            across, along = self.tile
             if self.rounding != "nearest" or across != 1 or self.hadamard % along:
                 needs = "values to nearest, in blocks of one row and rotations of whole blocks"
                 raise ValueError(f"rule {self.rule!r} rounds {needs}; got {self}")
@@ -148,12 +160,49 @@ class Cast:
         """Whether the operand has state between passes: largest magnitudes, or its scale."""
         return self.scaling in ("delayed", "static")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a conversion to the dtype of the format can round."""
+        return self.rounding == "nearest" and self.overflow == "saturate"
+
+    @property
+    def is_random(self) -> bool:
+        """Whether two casts of one operand differ."""
+        if self.rounding == "stochastic" or self.signs == "random":
+            return True
+        rule = self.stored_rule
+        return rule is not None and LOWERED[rule].correct is not None
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether no kernel has the scales of the rule."""
+        rule = self.stored_rule
+        return rule is not None and LOWERED[rule].is_simulated
+
+    @property
+    def stateless(self) -> Cast:
+        """The cast of an operand without state between passes: its largest magnitude is that of
+        now, and a static scale 1."""
+        if not self.keeps_history:
+            return self
+        return replace(self, scaling=_STATELESS[self.scaling], history=None)
+
+    def rotated(self, hadamard: int, signs: str) -> Cast:
+        """The cast of an operand that is rotated like this; with a rotation, it has no state."""
+        cast = self.stateless if hadamard else self
+        return replace(cast, hadamard=hadamard, signs=signs)
+
+    @property
+    def unrotated(self) -> Cast:
+        """The cast without its rotation."""
+        return self.rotated(0, "fixed")
+
     def __str__(self) -> str:
         """Format, scaling, and what differs from defaults: "e2m1, nv 16x16, stochastic"."""
         row = SCALINGS[self.scaling]
         scaling = self.scaling
         if self.tile != row.tile:
-            scaling += " {}x{}".format(*self.tile or ())
+            scaling += " {}x{}".format(*self.tile)
         if self.rule is not None and self.rule != row.rules[0]:
             scaling += f" by {self.rule}"
         differences = {
@@ -197,3 +246,24 @@ class Cast:
             dtype = None if dtype is None else getattr(torch, str(dtype), dtype)
             format = Format(**{**format, "dtype": dtype})
         return Cast(**{**values, "format": format})
+
+
+def _text_of(cast: Cast) -> str:
+    """`Cast.text`: JSON. A format without a name in FORMATS is stored as `Format.text`."""
+    values = {field.name: getattr(cast, field.name) for field in fields(Cast)}
+    if isinstance(cast.format, Format):
+        values["format"] = cast.format.text
+    return json.dumps(values)
+
+
+@cache
+def cast_of(text: str, rotated: bool = True) -> Cast:
+    """The cast with this `Cast.text`. rotated: False for one without its rotation. Raises as
+    Cast, for a rule that is not registered in this process."""
+    values = json.loads(text)
+    if "|" in values["format"]:
+        values["format"] = Format.from_text(values["format"])
+    cast = Cast(**values)
+    if rotated:
+        return cast
+    return cast.unrotated

@@ -381,7 +381,7 @@ RULES: dict[str, Rule] = {}
 """Name -> rule."""
 
 LOWERED: dict[str, Rule] = _Rows()
-"""What a `LoweredCast` names -> rule: `RULES`, and those of powers of two as E8M0 stores them."""
+"""`Cast.stored_rule` -> rule: `RULES`, and those of powers of two as E8M0 stores them."""
 
 
 FORM_OF: dict[str | None, Form] = {None: FORMS["power"]}

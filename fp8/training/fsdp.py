@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..casts.casting import lowered, rounding_of
+from ..casts.casting import rounding_of
 from ..casts.operands import restored
 from ..common.dtensor import as_shard, part_of
 from ..common.mixin import bare_class
@@ -199,7 +199,7 @@ def _why_not_sent(recipe: Recipe | None, has_scale: bool) -> str:
         return (
             f"rule {cast.rule!r} reads values, of which FSDP2 gives each process a part"
         )
-    if lowered(cast).is_random or cast.hadamard or recipe.grad_input[1] != cast:
+    if cast.is_random or cast.hadamard or recipe.grad_input[1] != cast:
         return (
             f"recipe {recipe.name!r} casts weights anew for each product; what is gathered is one "
             "copy for all"

@@ -126,11 +126,7 @@ def _passes(casts: Sequence[Cast | None], is_weight: bool) -> list[float]:
         cast is not None and cast.scaling in FUSED and not is_weight for cast in casts
     ]
     passes = [2.0, 0.0] if any(c and c.scaling in WITH_AMAX for c in casts) else []
-    if (
-        both
-        and (both.tile or (0, 0))[0] == (both.tile or (0, 0))[1]
-        and not both.hadamard
-    ):
+    if both and both.tile[0] == both.tile[1] and not both.hadamard:
         size = UNITS[_unit(both)]  # a kernel that transposes, or one that writes both
         if fused[0]:
             return [2 * size]

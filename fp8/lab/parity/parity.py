@@ -29,10 +29,8 @@ from ...recipes.recipe import AUTO, RECIPES, Recipe
 __all__ = ["ENGINES", "LayerEffect", "Parity", "parity"]
 
 
-def _engine(
-    name: str, activations: Cast, weights: str, tile: tuple[int, int] | None
-) -> Recipe:
-    weight = Cast(format="e4m3", scaling=weights, rule="exact", tile=tile)
+def _engine(name: str, activations: Cast, weights: str, **options: Any) -> Recipe:
+    weight = Cast(format="e4m3", scaling=weights, rule="exact", **options)
     return Recipe(name=name, input=activations, weight=weight)
 
 
@@ -40,16 +38,14 @@ ENGINES: dict[str, Recipe] = {
     engine.name: engine
     for engine in (
         # compressed-tensors' presets FP8_DYNAMIC and FP8: a scale is the largest magnitude / 448.
-        _engine(
-            "engine_row", Cast(format="e4m3", scaling="row", rule="exact"), "row", None
-        ),
-        _engine("engine_static", Cast(format="e4m3", scaling="static"), "tensor", None),
+        _engine("engine_row", Cast(format="e4m3", scaling="row", rule="exact"), "row"),
+        _engine("engine_static", Cast(format="e4m3", scaling="static"), "tensor"),
         # As DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) is served.
         _engine(
             "engine_block",
             Cast(format="e4m3", scaling="block", rule="exact"),
             "block",
-            (128, 128),
+            tile=(128, 128),
         ),
     )
 }

@@ -16,18 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ...casts.casting import (
-    LoweredCast,
-    QuantizedOperand,
-    cast_of,
-    format_of,
-    quantized,
-)
-from ...casts.operands import Constants, saved_tensors
+from ...casts.casting import QuantizedOperand, quantized
+from ...casts.operands import Constants, casts_of, saved_tensors
 from ...casts.rotation import rotation_signs
 from ...casts.scaled_tensor import dequantized
 from ...common.compiler import is_differentiated_again, updates_states
 from ...formats.quantize import check_dtype
+from ...recipes.cast import Cast, cast_of
 from ...recipes.scaling import widened
 from ...recipes.tensor_cores import TENSOR_CORES
 from ...torch_internals.decorators import in_graph
@@ -49,11 +44,11 @@ def product(
     does. bias has the dtype of the output, and is added after the result is rounded to it.
     """
     of_a, of_b, of_grad = histories
-    casts, record = how.casts, updates_states()
+    casts, record = casts_of(how.casts), updates_states()
     with torch.no_grad():
         signs = rotation_signs(casts.a, a)
-        left = operand(a, casts.a, -1, of_a, record, signs, casts.label("input"))
-        right = operand(b, casts.b, -1, of_b, record, signs, casts.label(casts.second))
+        left = operand(a, casts.a, -1, of_a, record, signs, how.label("input"))
+        right = operand(b, casts.b, -1, of_b, record, signs, how.label(casts.second))
     return _Summed.apply(a, b, bias, of_grad, how, *left[:2], *right[:2])
 
 
@@ -71,7 +66,8 @@ class _Summed(Function):
         *operands: Tensor | None,
     ) -> Tensor:
         left, right = QuantizedOperand(*operands[:2]), QuantizedOperand(*operands[2:])  # type: ignore[arg-type]
-        y = multiply(left, right, how.casts.a, how.casts.b, how.sums)
+        casts = casts_of(how.casts)
+        y = multiply(left, right, casts.a, casts.b, how.sums)
         y = (y * how.scales[0]).to(getattr(torch, how.dtype))
         if bias is None:
             return y
@@ -80,7 +76,7 @@ class _Summed(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, _, ctx.history, ctx.how, *operands = inputs
-        casts, ctx.dtypes = ctx.how.casts, (a.dtype, b.dtype)
+        casts, ctx.dtypes = casts_of(ctx.how.casts), (a.dtype, b.dtype)
         of_a = operands[:2] if casts.reuses_a else (a, None)
         of_b = operands[2:] if casts.reuses_b else (b, None)
         ctx.save_for_backward(*of_a, *of_b)
@@ -92,11 +88,11 @@ class _Summed(Function):
                 "create_graph=True: products with accumulate= have no second derivative"
             )
         how, history, saved = ctx.how, ctx.history, saved_tensors(ctx)
-        casts, (_, s_a, s_b) = how.casts, how.scales
+        casts, (_, s_a, s_b) = casts_of(how.casts), how.scales
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             signs = rotation_signs(casts.grad_for_a, grad)
-            label = casts.label("grad")
+            label = how.label("grad")
             g = operand(grad, casts.grad_for_a, -1, history, True, signs, label)
             b = _second(saved[2:], casts.b_for_grad_a, signs)
             da = multiply(g, b, casts.grad_for_a, casts.b_for_grad_a, how.sums)
@@ -106,7 +102,7 @@ class _Summed(Function):
             if g is not None and casts.reuses_grad:
                 g = g.mT
             else:
-                label = casts.label("grad again")
+                label = how.label("grad again")
                 g = operand(grad, casts.grad_for_b, -2, history, True, signs, label)
             a = _second(saved[:2], casts.a_for_grad_b, signs)
             db = multiply(g, a, casts.grad_for_b, casts.a_for_grad_b, how.sums)
@@ -117,7 +113,7 @@ class _Summed(Function):
 
 
 def _second(
-    saved: Sequence[Any], spec: LoweredCast | None, signs: Tensor | None
+    saved: Sequence[Any], spec: Cast | None, signs: Tensor | None
 ) -> QuantizedOperand:
     """The codes of an operand for its second product, along its other axis. saved: its codes, or
     itself without them."""
@@ -128,7 +124,7 @@ def _second(
 
 def operand(
     x: Tensor,
-    spec: LoweredCast | None,
+    spec: Cast | None,
     axis: int,
     history: Tensor | None = None,
     record: bool = False,
@@ -148,8 +144,8 @@ def operand(
 def multiply(
     a: QuantizedOperand,
     b: QuantizedOperand,
-    of_a: LoweredCast | None,
-    of_b: LoweredCast | None,
+    of_a: Cast | None,
+    of_b: Cast | None,
     sums: str,
 ) -> Tensor:
     """``a b^T``; float32 if both are cast, otherwise in the dtype of one that is not."""
@@ -165,7 +161,7 @@ def multiply(
     )
 
 
-def _decoded(x: QuantizedOperand, spec: LoweredCast | None) -> Tensor:
+def _decoded(x: QuantizedOperand, spec: Cast | None) -> Tensor:
     scale = x.scale if spec is None else widened(x.scale, x.values.shape, spec.tile)
     return x.values * scale.to(x.values.dtype)
 
@@ -187,7 +183,7 @@ def _summed(
     sums: str,
     transposed: list[bool],
 ) -> Tensor:
-    """The product of the operands. of_a, of_b: the texts of their specs. Operands that are
+    """The product of the operands. of_a, of_b: the texts of their casts. Operands that are
     ``transposed`` are passed as transposes: in the order of their memory, as the compiler fails on
     casts of one tensor in two orders."""
     a, b = _as_used(a, b, transposed)
@@ -212,8 +208,8 @@ def _(a, a_scale, b, b_scale, of_a, of_b, sums, transposed):  # type: ignore[no-
 def _product(
     a: QuantizedOperand,
     b: QuantizedOperand,
-    of_a: LoweredCast,
-    of_b: LoweredCast,
+    of_a: Cast,
+    of_b: Cast,
     sums: str,
 ) -> Tensor:
     """The product of a (..., m, k) and b (..., n, k), float32."""
@@ -228,7 +224,7 @@ def _product(
     if not (x.numel() and w.numel()):  # what has no elements has no scales of tiles
         return total
     chip, promote = sums.split()
-    lows = format_of(of_a).min_exponent, format_of(of_b).min_exponent
+    lows = of_a.number_format.min_exponent, of_b.number_format.min_exponent
     part = math.gcd(int(promote), of_a.tile[1], of_b.tile[1]) or x.shape[1]
     for start in range(0, x.shape[1], part):
         columns = slice(start, start + part)
@@ -256,7 +252,7 @@ def _each(x: QuantizedOperand) -> list[QuantizedOperand]:
     return [QuantizedOperand(*each) for each in zip(x.values, scales, strict=True)]
 
 
-def _scale_at(column: int, x: QuantizedOperand, spec: LoweredCast) -> Tensor | None:
+def _scale_at(column: int, x: QuantizedOperand, spec: Cast) -> Tensor | None:
     """The scale of the tiles that hold a column, (rows, 1); None without tiles along k."""
     across, along = spec.tile
     if not along:

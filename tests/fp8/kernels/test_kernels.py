@@ -5,7 +5,6 @@ import torch
 
 from fp8 import FORMATS, RECIPES, Cast
 from fp8.casts import casting
-from fp8.casts.casting import lowered
 from fp8.casts.operands import casts_of
 from fp8.formats import rounding
 from fp8.kernels import block
@@ -17,12 +16,6 @@ from tests.shared import parametrize, randn, seeded
 
 TILED = ["block", "mxfp8", "nvfp4"]
 SHAPES = [(5, 48), (130, 600), (257, 16)]
-
-
-def pairs_of(recipe):
-    """The specs of the two operands of each of the three products."""
-    specs = casts_of(recipe.text).specs
-    return specs[0:2], specs[2:4], specs[4:6]
 
 
 def decode(stored, kind):
@@ -53,7 +46,7 @@ def test_operands_are_those_of_the_simulation(recipe, shape, axis):
     """To the bit; of "nv" the simulation rounds twice more, to float32."""
     x = (randn(*shape, seed=3) * torch.logspace(-9, 5, shape[0])[:, None]).detach()
     x[2:4, :17] = 0  # whole tiles, and parts
-    for pair in pairs_of(RECIPES[recipe]):
+    for pair in casts_of(RECIPES[recipe].text).pairs:
         kind, _ = kernel_of(*pair)
         for spec in set(pair):
             torch.manual_seed(0)
@@ -80,7 +73,7 @@ def test_mx_operands_are_torchaos_to_the_byte(rule):
     theirs = mx.MXTensor.to_mx(
         x, torch.float8_e4m3fn, 32, modes[rule], is_swizzled_scales=True
     )
-    ours = store(x, lowered(Cast(format="e4m3", scaling="mx", rule=rule)))
+    ours = store(x, Cast(format="e4m3", scaling="mx", rule=rule))
     assert torch.equal(ours.values.view(torch.uint8), theirs.qdata.view(torch.uint8))
     got, want = (
         unswizzled(scale.flatten(), 130, 3) for scale in (ours.scale, theirs.scale)
@@ -91,7 +84,7 @@ def test_mx_operands_are_torchaos_to_the_byte(rule):
 def test_nvfp4_operands_are_torchaos_to_the_byte():
     nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     x = (randn(130, 96, seed=1) * torch.logspace(-2, 1, 130)[:, None]).detach()
-    ours = store(x, lowered(RECIPES["nvfp4"].input))
+    ours = store(x, RECIPES["nvfp4"].input)
     theirs = nv.NVFP4Tensor.to_nvfp4(
         x, per_tensor_scale=ours.unit, is_swizzled_scales=True
     )
@@ -105,7 +98,7 @@ def test_nvfp4_operands_are_torchaos_to_the_byte():
 
 def test_which_kernel_multiplies_what():
     def kernel(a, b):
-        return kernel_of(lowered(a), lowered(b))
+        return kernel_of(a, b)
 
     def cast(scaling, format="e4m3", **options):
         return Cast(format=format, scaling=scaling, **options)
@@ -131,10 +124,7 @@ def test_which_kernel_multiplies_what():
         (mx, cast("mx", "e2m1"), "e4m3 by e2m1 with scales by mx"),
     ):
         assert why in kernel(a, b)[1]
-    assert (
-        kernel_of(None, lowered(mx))[1]
-        == "one operand of a product stays in high precision"
-    )
+    assert kernel_of(None, mx)[1] == "one operand of a product stays in high precision"
     assert kernel_of(None, None) == ("high", "")
 
 
@@ -171,7 +161,7 @@ def test_a_conversion_that_saturates_needs_no_clamp(format, how, monkeypatch):
     dtype = FORMATS[format].dtype
     for factor in (1.0, 2.0**-30, 2.0**-100):
         y = (x * factor).to(torch.bfloat16)
-        spec = lowered(Cast(format=format, **how))
+        spec = Cast(format=format, **how)
         graph = casting.quantized(y, spec, converts=True).values
         converted = torch.where(graph.isnan(), graph, graph.clamp(-top, top)).to(dtype)
         with monkeypatch.context() as eager:

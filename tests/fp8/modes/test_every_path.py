@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import Cast, Recipe
-from fp8.casts.casting import lowered
 from tests.fp8.blocks import block, keeper
 from tests.shared import in_one_graph, pairs, parametrize
 
@@ -119,7 +118,7 @@ OWN_SUMS = {name: r for name, r in fp8.RECIPES.items() if r.accumulate is None}
 
 def is_random(recipe):
     """Whether the numbers that it draws depend on the order of the backward pass."""
-    return any(lowered(cast).is_random for cast in recipe.casts if cast is not None)
+    return any(cast.is_random for cast in recipe.casts if cast is not None)
 
 
 def in_float16(cast):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp8
-from fp8.casts.casting import cast_forward, lowered, quantized, rounded
+from fp8.casts.casting import cast_forward, quantized, rounded
 from fp8.casts.rotation import rotated, rotation_signs
 from fp8.lab.sums.dot import dot
 from fp8.products.matmul import linear
@@ -28,7 +28,7 @@ def e4m3(x, rows):
 
 def cast_with_signs(x, cast):
     """``x`` cast, ``x`` rotated as in the cast, and the random signs of the rotation."""
-    spec = lowered(cast)
+    spec = cast
     signs = rotation_signs(spec, x)
     y, _ = rounded(x, spec, signs=signs)
     return y, rotated(x, spec.hadamard, -1, signs) if spec.hadamard else x, signs
@@ -107,7 +107,7 @@ def test_casts_are_the_published_ones(name):
         assert cast == dataclasses.replace(other, rule=rule)
 
 
-STOCHASTIC = [n for n, r in fp8.RECIPES.items() if r.grad and lowered(r.grad).is_random]
+STOCHASTIC = [n for n, r in fp8.RECIPES.items() if r.grad and r.grad.is_random]
 
 
 @parametrize("name", STOCHASTIC)
@@ -129,7 +129,7 @@ def test_stochastic_gradients_are_unbiased(name, data):
     assert (abs(deviation) < 4) == (name != "nvfp4_nvidia"), deviation
     if cast.rule != "e4m3" and cast.rounding == "stochastic":
         # No value is beyond the format by more than float32 rounds.
-        scale = quantized(x, lowered(unrotated(cast, rounding="nearest"))).scale
+        scale = quantized(x, unrotated(cast, rounding="nearest")).scale
         assert (
             x.abs() <= 6 * scale.repeat_interleave(cast.tile[1], 1) * (1 + 2.0**-20)
         ).all()
