@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointError
 from ..common.compiler import compiled_as, is_differentiated_again
 from ..formats.format import Format, get_format
 from ..formats.quantize import convertible
-from ..recipes.cast import Cast, cast_of
+from ..recipes.cast import Cast, casts_of_lines
 from ..recipes.rules import LOWERED
 from ..torch_internals.autograd_functions import apply_eagerly, is_recorded
 from .casting import PLAIN, in_units
@@ -68,6 +68,11 @@ class Casts:
         )
 
     @property
+    def is_cast(self) -> bool:
+        """Whether an operand is cast."""
+        return any(any(pair) for pair in self.pairs)
+
+    @property
     def again_a(self) -> Cast | None:
         """The cast of a for its second product; None if that has none, or the first copy."""
         if self.reuses_a:
@@ -84,7 +89,7 @@ class Casts:
 
 class Constants(NamedTuple):
     """The constants of a product and its gradients: strings and numbers, which autograd functions
-    and compiled graphs accept.
+    and compiled graphs accept; a graph can hold a named tuple of them, and no dataclass.
 
     Attributes:
         casts: the token of those of the operands, which `casts_of` reads; "": none.
@@ -117,9 +122,9 @@ class Constants(NamedTuple):
         return ""
 
 
-# The token of the casts of a product is the `Recipe.text`, and a line for each option.
-_OTHER = "\nother"
-_UNROTATED = "\nunrotated"
+# The token of the casts of a product is the `Recipe.text`, and a line for each of these options.
+_OTHER = "other"
+_UNROTATED = "unrotated"
 
 
 def token_of(text: str, layer: bool = True, rotated: bool = True) -> str:
@@ -127,9 +132,9 @@ def token_of(text: str, layer: bool = True, rotated: bool = True) -> str:
     b is a weight; otherwise it is cast like a, and in the backward pass rotated like the gradient.
     rotated: False for casts without their rotations."""
     if not layer:
-        text += _OTHER
+        text += f"\n{_OTHER}"
     if not rotated:
-        text += _UNROTATED
+        text += f"\n{_UNROTATED}"
     return text
 
 
@@ -138,14 +143,13 @@ def casts_of(token: str) -> Casts:
     """The casts that a token of `token_of` stands for; none for ""."""
     if not token:
         return Casts()
-    text = token.removesuffix(_UNROTATED)
-    rotated, token = text == token, text
-    text = token.removesuffix(_OTHER)
-    layer = text == token
-    lines = text.split("\n")
-    specs = [cast_of(line, rotated) if line else None for line in lines]
+    lines = token.split("\n")
+    options = lines[6:]
+    specs = casts_of_lines(lines[:6], rotated=_UNROTATED not in options)
     a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b = specs
-    if not layer:
+    second = "weight"
+    if _OTHER in options:
+        second = "other"
         b = a
         if a is None:
             b_for_grad_a = None
@@ -166,7 +170,7 @@ def casts_of(token: str) -> Casts:
         reuses_b=one_copy(b, b_for_grad_a),
         reuses_grad=one_copy(grad_for_a, grad_for_b),
         random_signs=any(cast and cast.signs == "random" for cast in operands),
-        second="weight" if layer else "other",
+        second=second,
     )
 
 
@@ -177,6 +181,7 @@ def one_copy(first: Cast | None, second: Cast | None) -> bool:
     across, along = first.tile
     if across != along or first.hadamard:
         return False
+    # The first copy has the scale of the history, also where the second cast has none.
     return first.stateless == second.stateless
 
 

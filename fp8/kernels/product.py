@@ -16,7 +16,7 @@ from ..casts.operands import Constants, casts_of, saved_tensors
 from ..common.compiler import compiled_as, is_differentiated_again, updates_states
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
-from ..recipes.cast import Cast
+from ..recipes.cast import Cast, lines_of
 from ..recipes.recipe import Recipe
 from ..torch_internals.autograd_functions import apply, is_recorded, unaliased
 from ..torch_internals.decorators import in_graph, taken_as_constant
@@ -264,8 +264,7 @@ def weight_token(casts: str) -> str:
     """A string that is equal for equal casts of b in the casts of a product that this token stands
     for. A graph guards it as one value."""
     of_product = casts_of(casts)
-    specs = (of_product.b, of_product.b_for_grad_a)
-    return "\n".join("" if cast is None else cast.stateless.text for cast in specs)
+    return lines_of((of_product.b, of_product.b_for_grad_a))
 
 
 def product(
@@ -280,7 +279,7 @@ def product(
     cache: Any = getattr(b, "fp8_cache", None)  # of `fp8.layers.cached_weights`
     if cache is not None and cache.token == weight_token(how.casts):
         cached = cache.read(b)
-    return _computed(a, b, bias, histories, how, cached)
+    return _computed(a, b, bias, histories, how, cached, updates_states())
 
 
 @in_graph
@@ -291,11 +290,12 @@ def _computed(
     histories: list[Tensor | None],
     how: Constants,
     cached: tuple[QuantizedOperand, QuantizedOperand] | None,
+    record: bool,
 ) -> Tensor:
-    """`product`. cached: b for the output, and for the gradient of a."""
+    """`product`. cached: b for the output, and for the gradient of a. record: whether gradients are
+    computed."""
     casts = casts_of(how.casts)
     of_a, of_b, of_grad = histories
-    record = updates_states()
     again_a = again_b = None
     with torch.no_grad():
         left = store(a, casts.a, -1, of_a, record, how.label("input"))

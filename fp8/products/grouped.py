@@ -120,7 +120,7 @@ class _Grouped(Function):
         offs = offsets[0] if offsets else None
         history, split, how = ctx.history, ctx.split, ctx.how
         casts, (_, s_a, s_b) = casts_of(how.casts), how.scales
-        if is_differentiated_again() and how.casts:
+        if is_differentiated_again() and casts.is_cast:
             raise RuntimeError(
                 "create_graph=True: a grouped product with casts has one gradient"
             )

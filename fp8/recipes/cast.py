@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -73,7 +73,7 @@ class Cast:
     """The name in LOWERED of the rule, as the scaling stores its scales. None: the scale comes
     from a history (scaling "static"), or is 1."""
     number_format: ClassVar[Format]
-    """The format itself."""
+    """What ``format`` names."""
 
     def __post_init__(self) -> None:
         format = get_format(self.format)
@@ -90,16 +90,24 @@ class Cast:
         check_between(f"history of scaling {self.scaling!r}", history, *bounds)
         vars(self).update(rule=rule, tile=tile, history=history)
         self._check_rotation()
+        self._derive()
+
+    def _derive(self) -> None:
+        """Sets the attributes that follow from the fields."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if isinstance(self.format, Format):  # one without a name in FORMATS
+            values["format"] = self.format.text
         vars(self).update(
-            text=_text_of(self),
-            stored_rule=SCALINGS[self.scaling].lowered(rule),
-            number_format=format,
+            text=json.dumps(values),
+            stored_rule=SCALINGS[self.scaling].lowered(self.rule),
+            number_format=get_format(self.format),
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a pickle, which has the name of the rule. Raises ValueError for an unknown one."""
         vars(self).update(state)
         self._complete_rule()
+        self._derive()
 
     def _complete_rule(self) -> str | None:
         rules, rule = SCALINGS[self.scaling].rules, self.rule
@@ -248,14 +256,6 @@ class Cast:
         return Cast(**{**values, "format": format})
 
 
-def _text_of(cast: Cast) -> str:
-    """`Cast.text`: JSON. A format without a name in FORMATS is stored as `Format.text`."""
-    values = {field.name: getattr(cast, field.name) for field in fields(Cast)}
-    if isinstance(cast.format, Format):
-        values["format"] = cast.format.text
-    return json.dumps(values)
-
-
 @cache
 def cast_of(text: str, rotated: bool = True) -> Cast:
     """The cast with this `Cast.text`. rotated: False for one without its rotation. Raises as
@@ -267,3 +267,16 @@ def cast_of(text: str, rotated: bool = True) -> Cast:
     if rotated:
         return cast
     return cast.unrotated
+
+
+def lines_of(casts: Iterable[Cast | None]) -> str:
+    """The `Cast.text` of each, a line for each; an empty one for None."""
+    lines = []
+    for cast in casts:
+        lines.append("" if cast is None else cast.text)
+    return "\n".join(lines)
+
+
+def casts_of_lines(lines: Iterable[str], rotated: bool = True) -> list[Cast | None]:
+    """The casts of the lines of `lines_of`, as `cast_of` reads them."""
+    return [cast_of(line, rotated) if line else None for line in lines]

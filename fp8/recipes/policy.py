@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +22,14 @@ from .recipe import (
     recipe_unless_auto,
 )
 
-CASTS = tuple(
-    f"{name}.{operand}" for name, operands in PRODUCTS.items() for operand in operands
-)
+
+def _casts() -> Iterator[str]:
+    for product, operands in PRODUCTS.items():
+        for operand in operands:
+            yield f"{product}.{operand}"
+
+
+CASTS = tuple(_casts())
 """The casts of a layer: product.operand."""
 
 CONCERNS = (*PRODUCTS, *OPERANDS, *CASTS)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..common.validation import check_between, check_choice, check_keys, check_name
 from ..formats.format import get_format
-from .cast import Cast
+from .cast import Cast, lines_of
 from .rules import RULES
 from .tensor_cores import FORMATS, TENSOR_CORES
 
@@ -126,29 +126,32 @@ class Recipe:
 
     def _derive(self) -> None:
         """Sets the attributes that follow from the fields."""
-        x, w, g, second = self.input, self.weight, self.grad, self.overrides
+        x, w, g = self.input, self.weight, self.grad
+        second = self.overrides
+        again_w = second.get("grad_input_weight", w)
+        again_g = second.get("grad_weight_grad", g)
+        again_x = second.get("grad_weight_input", x)
         pairs: dict[str, Pair] = {
             "forward": (x, w),
-            "grad_input": (g, second.get("grad_input_weight", w)),
-            "grad_weight": (
-                second.get("grad_weight_grad", g),
-                second.get("grad_weight_input", x),
-            ),
+            "grad_input": (g, again_w),
+            "grad_weight": (again_g, again_x),
         }
         for product, pair in pairs.items():
             self._check_product(product, pair)
-        casts = tuple(cast for pair in pairs.values() for cast in pair)
+        casts = (x, w, g, again_w, again_g, again_x)
         first = [cast for cast in (x, w, g) if cast is not None]
-        texts = ["" if cast is None else cast.text for cast in casts]
-        sums = f"{self.accumulate} {self.promote}" if self.accumulate else ""
+        scalings = {cast.scaling for cast in casts if cast is not None}
+        sums = ""
+        if self.accumulate:
+            sums = f"{self.accumulate} {self.promote}"
         vars(self).update(
             pairs,
             casts=casts,
-            text="\n".join(texts),
+            text=lines_of(casts),
             sums=sums,
             fast_sums=tuple(self.fast_sums),
             is_fast=tuple(name in self.fast_sums for name in PRODUCTS),
-            fixed=any(cast and cast.scaling in ("unit", "static") for cast in casts),
+            fixed=bool(scalings & {"unit", "static"}),
             keeps_history=any(cast.keeps_history for cast in first),
             changes_scales=any(cast.history for cast in first),
         )

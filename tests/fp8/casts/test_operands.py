@@ -1,6 +1,7 @@
 """Operands kept in bytes for the backward pass: how many, and that they come back to the bit."""
 
 import copy
+import dataclasses
 import gc
 
 import pytest
@@ -10,8 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import RECIPES, Cast, Recipe
+from fp8 import RECIPES, Cast, Format, Recipe
 from fp8.casts import casting
+from fp8.casts.operands import casts_of, token_of
 from fp8.products.matmul import linear
 from tests.fp8.blocks import block, bytes_of, saved_by
 from tests.fp8.products.test_matmul import DTYPES
@@ -165,3 +167,25 @@ def test_copies_of_a_model_leave_nothing(copied, kind):
     for _ in range(50):
         run()
     assert count_of_objects() - before < 50  # less than one each
+
+
+def test_a_token_stands_for_the_casts_of_a_product():
+    """Each field of a cast, and each option of the product."""
+    mine = Format(name="mine", exponent_bits=3, mantissa_bits=1, bias=3, max=12.0)
+    first = Cast(format=mine, scaling="delayed", history=3, margin=-1)
+    turned = {"rounding": "stochastic", "hadamard": 16, "signs": "random"}
+    second = Cast(format="e4m3", scaling="mx", rule="even", tile=(2, 4), **turned)
+    again = {"grad_input_weight": second, "grad_weight_input": second}
+    recipe = Recipe(name="token", input=first, grad=second, **again)
+    layer, other, fixed = (
+        casts_of(token_of(recipe.text, **options))
+        for options in ({}, {"layer": False}, {"rotated": False})
+    )
+    assert sum(layer.pairs, ()) == recipe.casts
+    assert other.b == first
+    # Without a history.
+    turned.pop("rounding")
+    rotated = Cast(format=mine, scaling="tensor", margin=-1, **turned)
+    assert other.b_for_grad_a == rotated
+    assert fixed.grad_for_a == dataclasses.replace(second, hadamard=0, signs="fixed")
+    assert fixed.a == first
