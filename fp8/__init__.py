@@ -51,6 +51,7 @@ __all__ = [
     "parity",
     "preflight",
     "quantize",
+    "record",
     "reduce_amax",
     "report",
     "revert",
@@ -82,6 +83,7 @@ LATE = {
     "override": "fp8.layers.override",
     "parity": "fp8.lab.parity.parity",
     "preflight": "fp8.lab.preflight.preflight",
+    "record": "fp8.lab.record.recorder",
     "report": "fp8.layers.report",
     "revert": "fp8.layers.convert",
     "stats": "fp8.lab.stats",
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
     from .lab.forecast.forecast import forecast
     from .lab.parity.parity import parity
     from .lab.preflight.preflight import preflight
+    from .lab.record.recorder import record
     from .lab.stats import stats
     from .layers.cached_weights import cached_weights
     from .layers.calibrate import calibrate, calibration

@@ -13,6 +13,7 @@ from .lab.forecast import command as forecast
 from .lab.parity import command as parity
 from .lab.preflight import command as preflight
 from .lab.preflight.preflight import terminable
+from .lab.record import command as record
 from .lab.setups import place
 from .version import __version__
 
@@ -20,6 +21,7 @@ COMMANDS: dict[str, Any] = {
     "preflight": preflight,
     "forecast": forecast,
     "parity": parity,
+    "record": record,
     "doctor": doctor,
 }
 """Command -> the module of its study. ``run`` returns what to print, and the exit code."""
@@ -47,10 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8",
         description="Whether a model trains in FP8 (preflight), how fast a GPU would train it "
-        "(forecast), whether a trainer and an inference engine agree (parity), and what this "
-        "machine can run (doctor).",
+        "(forecast), whether a trainer and an inference engine agree (parity), what "
+        "the casts of a training have lost (record), and what this machine can run (doctor).",
         epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken, preflight "
-        "cannot measure the model, or parity finds a difference beyond the bound.",
+        "cannot measure the model, parity finds a difference beyond the bound, or two records "
+        "part.",
     )
     parser.add_argument(
         "--version", action="version", version=f"%(prog)s {__version__}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from fp8.casts.watch import watch_of
 from tests.fp8 import operands
 
 parametrize = pytest.mark.parametrize
@@ -74,3 +75,9 @@ def pickled(thing):
 def in_one_graph(function, backend="aot_eager"):
     """Compiled, without a break."""
     return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def settle(model):
+    """The next passes of a converted model are not looked at."""
+    watch = watch_of(model)
+    watch.step, watch.looks = 1 << 8, False

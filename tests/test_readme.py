@@ -27,10 +27,7 @@ ROOT = Path(__file__).parent.parent
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 DOCUMENTS = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
 
-NATIVE = [
-    ROOT / "docs" / page
-    for page in ("adapters.md", "converted-layers.md", "saved-operands.md")
-]
+NATIVE = [ROOT / "docs" / page for page in ("adapters.md", "converted-layers.md")]
 """Print what the FP8 products of this CPU do."""
 
 

@@ -66,6 +66,7 @@ CALLS = {
     "optim": lambda _: fp8.optim.AdamW(model().parameters(), first_moment="e4m3"),
     "parity": lambda _: fp8.parity(LANGUAGE, [torch.arange(8)[None]], bound=1.0),
     "quantize": lambda _: fp8.quantize(torch.tensor(1.3), "e4m3") == 1.25,
+    "record": lambda _: fp8.record(converted(), writer=print),
     "reduce_amax": lambda _: fp8.reduce_amax(converted("delayed")) is None,
     "report": lambda _: fp8.report(converted()),
     "revert": lambda _: type(fp8.revert(converted())[0]) is nn.Linear,

@@ -41,7 +41,7 @@ from ..recipes.rules import FORM_OF, LARGEST, LOWERED, times_power
 from ..recipes.scaling import scaled_tiles, scales_and_unit
 from ..torch_internals.autograd_functions import apply, same, unaliased
 from ..torch_internals.decorators import in_graph
-from .counts import Observed, observe
+from .counts import Label, Observed, Row, observe
 from .rotation import rotated
 from .scaled_tensor import dequantized
 
@@ -127,17 +127,21 @@ def cast_values(
     signs: Tensor | None = None,
     *,
     differentiable: bool = False,
-    label: str = "",
+    label: Label = "",
 ) -> tuple[Tensor, Tensor | None]:
     """``x``, from `as_read`, rotated and rounded under a cast, and the scale of all of it; None if
     that is 1 or each tile has its own. record: whether x enters the history (None: if gradients are
     recorded). signs: the `rotation_signs` of the product. differentiable: with a gradient. label:
-    of the operand for `fp8.stats`; "": not sampled."""
+    where the cast is reported; "": nowhere."""
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis, signs)
-    scale = None
+    scale, before = None, None
+    if label and history is not None and spec.stored_rule is None:
+        before = history.detach().float().sum()  # of one element, which may be set anew
     if spec.tile == (0, 0):
         scale = whole_scale(x, spec, history, record)
+    if before is not None and scale is not None and isinstance(label, Row):
+        label = label._replace(before=torch.where(before > 0, before, scale))
     if differentiable:
         return apply(_Round, x, scale, spec, axis, label), scale
     return _rounded(x, scale, spec, axis, label), scale
@@ -202,7 +206,7 @@ def _rounded(
     scale: Tensor | None,
     spec: Cast,
     axis: int,
-    label: str,
+    label: Label,
     of: Any = None,
 ) -> Tensor:
     """``x`` rounded and multiplied by its scales again; not differentiable. scale: of all of x, or
@@ -221,12 +225,13 @@ def _rounded(
     )
     y = round_values(x.detach().resolve_neg(), grid, scale, inverse, key)
     if label:
-        measured = spec.stored_rule is None and scale is not None
-        observe(label, Observed(x, y, scale, spec.number_format, measured))
+        observe(label, Observed(x, y, scale, spec.number_format))
     return y
 
 
-def _rounded_by_tiles(x: Tensor, spec: Cast, axis: int, label: str, of: Any) -> Tensor:
+def _rounded_by_tiles(
+    x: Tensor, spec: Cast, axis: int, label: Label, of: Any
+) -> Tensor:
     """`_rounded` with a scale for each tile."""
     assert spec.stored_rule is not None
     rule, format = LOWERED[spec.stored_rule], spec.number_format
@@ -368,7 +373,7 @@ class _Round(Function):
 
     @staticmethod
     def forward(
-        x: Tensor, scale: Tensor | None, spec: Cast, axis: int, label: str
+        x: Tensor, scale: Tensor | None, spec: Cast, axis: int, label: Label
     ) -> Tensor:
         return unaliased(_rounded(x, scale, spec, axis, label))
 
@@ -421,7 +426,7 @@ def quantized(
     record: bool = False,
     signs: Tensor | None = None,
     converts: bool = False,
-    label: str = "",
+    label: Label = "",
 ) -> QuantizedOperand:
     """``x``, or with axis -2 its transpose, in numbers of the format, as `cast_values` rounds it.
     converts: whether a conversion to the dtype of the format rounds the values."""
@@ -433,6 +438,9 @@ def quantized(
     if spec.hadamard:
         x = rotated(dequantized(x), spec.hadamard, axis, signs)
     x = dequantized(x, torch.float32)
+    row = label if isinstance(label, Row) else None
+    if row is not None and history is not None and spec.stored_rule is None:
+        row = row._replace(before=history.detach().float().sum())
     scale = whole_scale(x, spec, history, record)
     if spec.stored_rule is None or scale is not None:
         format, stored = spec.number_format, converts and spec.stored_rule is not None
@@ -444,17 +452,35 @@ def quantized(
         values = quantize_operand(
             units, format, unscaled=x, **rounding_of(spec, converts)
         )
-        if label and spec.stored_rule is None and history is None:
+        if row is not None:
+            _observe_whole(row, x, values, scale, format)
+        elif label and spec.stored_rule is None and history is None:
             observe(label, Observed(units, values, None, format))
         result = QuantizedOperand(values, one_scale(x) if scale is None else scale)
     else:
         values, scale, unit, dims = _in_tiles(x, spec, axis, converts)
+        if row is not None:
+            y = untiled(values * scale, x, spec.tile, axis)
+            tiles = untiled(scale.expand(values.shape), x, spec.tile, axis)
+            observe(row, Observed(x, y, tiles, spec.number_format))
         if spec.tile[1]:
             scale = scale.squeeze(dims)
         result = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
     if axis == -2:
         return result.mT
     return result
+
+
+def _observe_whole(
+    row: Row, x: Tensor, values: Tensor, scale: Tensor | None, format: Format
+) -> None:
+    """Reports ``x`` in numbers of the format with one scale."""
+    if scale is None:
+        observe(row, Observed(x, values, None, format))
+        return
+    if row.before is not None:
+        row = row._replace(before=torch.where(row.before > 0, row.before, scale))
+    observe(row, Observed(x, values * scale, scale, format))
 
 
 def times(x: Tensor, factor: float) -> Tensor:

@@ -1,6 +1,7 @@
-"""Statistics of casts, for `fp8.stats` and for a check of the first pass without scales.
+"""Statistics of casts, for `fp8.stats`, for the watch of converted layers, and for a check of the
+first pass without scales.
 
-The products of a recorded pass get a name, which their lowered casts report with. A `CastLossCheck`
+The products of a recorded pass get a name, which their casts report with. A `CastLossCheck`
 observes the 1st, 2nd, 4th, 8th, ... product of each weight, and products without one after it.
 """
 
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..common.compiler import eager_only
+from ..common.compiler import compiled_as, eager_only
 from ..formats.format import Format
 from ..frame import FRAMES
 from ..torch_internals.pipelining import in_shape_inference
 from ..torch_internals.running_calls import recomputes
-from ..warnings import RecipeWarning, ScaleWarning, warn_once
+from ..warnings import RecipeWarning, warn_once
 
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
@@ -58,14 +59,52 @@ _RECORDERS: weakref.WeakValueDictionary[str, CastRecorder | CastLossCheck] = (
 """Token -> recorder. The backward pass may run after the recorded pass is closed."""
 
 
+OPERANDS = (
+    "input",
+    "weight",
+    "grad",
+    "input again",
+    "weight again",
+    "grad again",
+)
+"""The casts of a product, in the rows of its statistics. "again": the second cast of an operand."""
+
+
+STATISTICS = (
+    "elements",
+    "scale",
+    "square",
+    "largest",
+    "zero",
+    "saturated",
+    "nonfinite",
+    "signal",
+    "noise",
+)
+"""The entries of `statistics`. elements: the number of nonzero ones in the sample. scale: in force
+before the pass; NaN if tiles have their own. square: the mean square. largest: the largest
+magnitude, Inf or NaN if the operand has one. zero: the share of the nonzero elements that become
+zero. saturated, nonfinite: shares of all. signal, noise: mean squares of elements and errors."""
+
+SAMPLE = 1 << 14
+"""The number of elements that eager code looks at."""
+
+
 class Observed(NamedTuple):
-    """An operand before and after its cast. scale: of each element, or of all. static: measured."""
+    """An operand before and after its cast.
+
+    Attributes:
+        x, y: before, and after; of one shape.
+        scale: of each element, or of all; None for 1.
+        format: the format of the cast.
+        before: the static scale until this pass, which may set it anew; None for ``scale``.
+    """
 
     x: Tensor
     y: Tensor
     scale: Tensor | None
     format: Format
-    static: bool = False
+    before: Tensor | None = None
 
 
 def stride(x: Tensor, sample: int) -> int:
@@ -73,9 +112,98 @@ def stride(x: Tensor, sample: int) -> int:
     return -(-x.numel() // sample) | 1
 
 
-def _sampled(x: Tensor, step: int) -> Tensor:
-    """Every ``step``-th element, float64; 0-dim if ``x`` is, as the scale of all elements."""
-    return (x.detach() if x.ndim == 0 else x.detach().flatten()[::step]).double()
+def wide(x: Tensor) -> Tensor:
+    """``x`` in float64, or float32 on devices without it."""
+    if x.device.type == "mps":
+        return x.float()
+    return x.double()
+
+
+def sampled(x: Tensor, step: int) -> Tensor:
+    """Every ``step``-th element, `wide`; 0-dim if ``x`` is, as the scale of all elements."""
+    x = x.detach()
+    if x.ndim == 0:
+        return wide(x)
+    return wide(x.flatten()[::step])
+
+
+@compiled_as(lambda x: 1)
+def _step(x: Tensor) -> int:
+    return stride(x, SAMPLE)
+
+
+def statistics(cast: Observed) -> Tensor:
+    """`STATISTICS` of a cast, float32. In eager code shares and squares are those of a sample; in
+    a graph, where they fuse with the cast and sizes may be dynamic, of all elements."""
+    step = _step(cast.x)
+    low, high = torch.ops.aten.aminmax.default(cast.x.detach())
+    largest = wide(torch.maximum(-low, high))
+    xs, ys = sampled(cast.x.flatten(), step), sampled(cast.y.flatten(), step)
+    finite = xs.isfinite() & ys.isfinite()
+    xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
+    scale = cast.scale if cast.before is None else cast.before
+    shown, unit = torch.full_like(largest, torch.nan), torch.ones_like(xs)
+    if scale is None or scale.ndim == 0:
+        shown = torch.ones_like(largest) if scale is None else wide(scale.detach())
+        unit = shown
+    elif cast.before is None:
+        unit = sampled(scale.expand_as(cast.x).flatten(), step)
+    smallest, most = cast.format.min_subnormal / 2, cast.format.max
+    magnitude, lost = xs.abs(), (ys == 0) & (xs != 0)
+    if cast.before is not None:  # what passes since the last look have lost
+        lost = (magnitude <= unit * smallest) & (xs != 0)
+    used = wide(xs != 0).sum()
+    parts = (
+        used,
+        shown,
+        xs.square().mean(),
+        largest,
+        wide(lost).sum() / used.clamp(min=1),
+        wide(magnitude > unit * most).mean(),
+        wide(~finite).mean(),
+        xs.square().mean(),
+        (xs - ys).square().mean(),
+    )
+    return torch.stack(parts).float()
+
+
+class Row(NamedTuple):
+    """A row of the statistics of a product. before: the static scale before the pass."""
+
+    table: Tensor
+    operand: str
+    before: Tensor | None = None
+
+
+def note(row: Row, cast: Observed) -> None:
+    """Writes the statistics of a cast."""
+    operand = row.operand.replace("other", "weight")
+    values = statistics(cast._replace(before=row.before))
+    if not _is_transformed(values):
+        _tell(row.table, operand, values)
+        row.table[OPERANDS.index(operand)].copy_(values)
+
+
+@eager_only(False)
+def _is_transformed(values: Tensor) -> bool:
+    """Whether a transform of torch.func computes many values of what a layer has one of."""
+    return torch.func.debug_unwrap(values) is not values
+
+
+@eager_only()
+def _tell(table: Tensor, operand: str, values: Tensor) -> None:
+    """Warns at once of what an eager pass on a CPU loses."""
+    tell, product = table.fp8_seen_by  # type: ignore[attr-defined]
+    layer = tell()
+    if values.device.type == "cpu" and layer is not None:
+        layer(product, operand, values.tolist())
+
+
+LOST = 0.1
+"""The lost share of an operand, beyond that of a standard normal one, above which it is named.
+Modules of unit_scaling lose up to 0.06, of the gradients of queries and keys in e5m2."""
+LEAST = 1024
+"""The number of nonzero elements below which shares are not judged."""
 
 
 class CastRecorder:
@@ -105,16 +233,16 @@ class CastRecorder:
     def count(self, layer: str, operand: str, cast: Observed) -> None:
         if operand in ("input", "weight") and recomputes():
             return
-        x, y, scale, format, static = cast
+        x, y, scale, format = cast.x, cast.y, cast.scale, cast.format
         step = stride(x, self.sample)
         low, high = torch.ops.aten.aminmax.default(x.detach())
         # The usual case costs one check.
         clean = bool((low.isfinite() & high.isfinite()).item())
-        xs, ys = (_sampled(t.flatten(), step) for t in (x, y))
+        xs, ys = (sampled(t.flatten(), step) for t in (x, y))
         # A NaN E8M0 scale makes its whole tile NaN.
         finite = xs.isfinite() & ys.isfinite()
         xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
-        unit: Any = 1.0 if scale is None else _sampled(scale, step)
+        unit: Any = 1.0 if scale is None else sampled(scale, step)
         counts = (
             torch.full((), x.numel(), device=x.device),
             torch.full((), xs.numel(), device=x.device),
@@ -127,8 +255,6 @@ class CastRecorder:
         )
         key = (layer, operand, str(format))
         total = torch.stack([count.double() for count in counts])
-        if static:
-            _check_scale(layer, operand, xs / unit, format, self._model)
         with self.lock:
             self.sums[key] = self.sums[key] + total if key in self.sums else total
 
@@ -144,42 +270,8 @@ def _path_of(weight: Tensor | None, model: nn.Module) -> str | None:
     return next((path for path, p in model.named_parameters() if p is weight), None)
 
 
-def _check_scale(
-    layer: str, operand: str, units: Tensor, format: Format, about: Any
-) -> None:
-    """Warns, once for ``about``, of a static scale far from the RMS of its operand, ``units``."""
-    try:
-        ratio = math.sqrt(float(units.square().mean()))
-    except RuntimeError:
-        return
-    low, high = min(format.min_normal, 1 / DRIFT), max(format.max / PEAK, DRIFT)
-    if 0 < ratio < math.inf and not low <= ratio <= high:
-        text = _DRIFTED.format(operand, layer, ratio, low, high)
-        warn_once(ScaleWarning, text, about, "static")
-
-
-PEAK = 7.0
-"""The RMS of the largest elements, above which an operand saturates. At the lower end of the range
-of RMS, the smallest normal number, subnormal numbers cost 2.5 dB of the SQNR."""
-DRIFT = 64.0
-"""How far the RMS may be from the scale in any format; the range of e4m3."""
-_DRIFTED = (
-    "the RMS of the {} of {} is {:.2g} times its static scale, which fp8.calibrate or the first "
-    "step has set, outside of [{:.2g}, {:.2g}]: call fp8.calibrate again, with the loss of "
-    "training, the factor of a GradScaler included"
-)
-
-LOST = 0.1
-"""The lost share of an operand, beyond that of a standard normal one, above which a `CastLossCheck`
-warns: of a normal operand with an RMS below 2**-7 (e4m3) or 2**-14 (e5m2). Modules of unit_scaling
-lose up to 0.06, of the gradients of queries and keys in e5m2."""
-LEAST = 1024
-"""The minimum number of nonzero elements for a share."""
-_SAMPLE = 1 << 14
-
-
 class CastLossCheck:
-    """Warns once about what casts without a scale lose, and about drift from a static scale."""
+    """Warns once about what casts without a scale lose, in products outside of converted layers."""
 
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
@@ -190,16 +282,10 @@ class CastLossCheck:
         _RECORDERS[self.token] = self
 
     def count(self, layer: str, operand: str, cast: Observed) -> None:
-        x, y, scale, format, static = cast
-        if x.is_meta:
+        x, y, format = cast.x, cast.y, cast.format
+        if x.is_meta or self.warned or cast.scale is not None:
             return
-        step = stride(x, _SAMPLE)
-        if static and scale is not None:
-            _check_scale(
-                layer, operand, _sampled(x, step) / _sampled(scale, step), format, self
-            )
-        if self.warned or scale is not None:
-            return
+        step = stride(x, SAMPLE)
         xs, ys = (t.detach().flatten()[::step].float() for t in (x, y))
         used = xs.isfinite() & (xs != 0)
         lost = (used, used & (ys == 0), used & (xs.abs() > format.max))
@@ -329,12 +415,30 @@ def _checked_name(kind: str, weight: Tensor | None, recipe: Recipe) -> str:
     return f"{check.token}|{layer}"
 
 
-def observe(label: str, cast: Observed) -> None:
-    """Reports a cast to its recorder."""
-    x, y, scale, format, static = cast
-    if label.split("|")[0] in _RECORDERS and x.numel():
+Label = str | Row
+"""Where a cast is reported: "" for nowhere, the name of a recorder and an operand, or a row."""
+
+
+def place(name: str, table: Tensor | None, operand: str) -> Label:
+    """Where the cast of an operand is reported. name: of its product, for a recorder. table: its
+    statistics, if it is looked at."""
+    if name:
+        return f"{name}|{operand}"
+    if table is None:
+        return ""
+    return Row(table, operand)
+
+
+def observe(label: Label, cast: Observed) -> None:
+    """Reports a cast."""
+    if not cast.x.numel():
+        return
+    if isinstance(label, Row):
+        note(label, cast)
+    elif label.split("|")[0] in _RECORDERS:
+        x, y, scale = cast.x.detach(), cast.y.detach(), cast.scale
         scale = None if scale is None else scale.detach()
-        _Report.apply(label, format, static, x.detach(), y.detach(), scale)
+        _Report.apply(label, cast.format, x, y, scale)
 
 
 class _Report(Function):
@@ -344,13 +448,12 @@ class _Report(Function):
     def forward(
         label: str,
         format: Format,
-        static: bool,
         x: Tensor,
         y: Tensor,
         scale: Tensor | None,
     ) -> Tensor:
         token, layer, operand = label.split("|")
-        _RECORDERS[token].count(layer, operand, Observed(x, y, scale, format, static))
+        _RECORDERS[token].count(layer, operand, Observed(x, y, scale, format))
         return x.new_empty((0,))
 
     @staticmethod
@@ -366,9 +469,9 @@ class _Report(Function):
                 return t.expand(info.batch_size, *t.shape)
             return t.movedim(dim, 0)
 
-        x, y, scale = map(of_all, inputs[3:], in_dims[3:])
+        x, y, scale = map(of_all, inputs[2:], in_dims[2:])
         if scale is not None:  # of each sample, or of each element
             scale = scale.reshape(
                 scale.shape + (1,) * (x.dim() - scale.dim())
             ).expand_as(x)
-        return _Report.apply(*inputs[:3], x, y, scale), None
+        return _Report.apply(*inputs[:2], x, y, scale), None

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..common.compiler import updates_states
 from ..recipes.cast import Cast, cast_of
 from .casting import rounded
+from .counts import Label, Observed, Row, observe
 from .scaled_tensor import dequantized
 
 
@@ -46,7 +47,7 @@ def aligned(offs: Tensor | None, spec: Cast | None) -> Tensor | None:
     "fp8::cast_groups",
     mutates_args=(),
     schema="(Tensor x, Tensor? offs, Tensor? history, Tensor? signs, int split, int axis, "
-    "bool record, str text, str label) -> (Tensor, Tensor, Tensor)",
+    "bool record, str text, str label, bool looks) -> (Tensor, Tensor, Tensor)",
 )
 def _cast_groups(
     x: Tensor,
@@ -58,12 +59,16 @@ def _cast_groups(
     record: bool,
     text: str,
     label: str,
+    looks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cast operand, its scale factors, and the history afterwards. text, label: of the cast."""
+    """The cast operand, its scale factors, and the history afterwards. text, label: of the cast.
+    looks: whether static scales are measured again."""
     spec = cast_of(text)
     y, scales, after = _results(x, offs, history, split, axis, spec.hadamard)
     # As `fp8.recipes.history.LayerState.buffer` has that of a matrix.
-    states = [state if bool(state.any()) else state[None] for state in after]
+    states = [
+        state if bool(state.any()) and not looks else state[None] for state in after
+    ]
     ends = aligned(offs, spec) if split == axis else offs
     parts = (
         pieces(x, offs, split),
@@ -80,7 +85,7 @@ def _cast_groups(
 
 
 @_cast_groups.register_fake
-def _(x, offs, history, signs, split, axis, record, text, label):  # type: ignore[no-untyped-def]
+def _(x, offs, history, signs, split, axis, record, text, label, looks):  # type: ignore[no-untyped-def]
     return _results(x, offs, history, split, axis, cast_of(text).hadamard)
 
 
@@ -116,7 +121,7 @@ def cast_groups(
     history: Tensor | None = None,
     record: bool | None = None,
     signs: Tensor | None = None,
-    label: str = "",
+    label: Label = "",
 ) -> tuple[Tensor, Tensor | None]:
     """`fp8.casts.casting.rounded` of every group of ``x``, not differentiable, and the scale factor
     of each group in a shape that broadcasts to ``x``; None if all are 1, or if each tile has its
@@ -131,8 +136,16 @@ def cast_groups(
         return x, None
     if record is None:
         record = updates_states()
-    arguments = (offs, history, signs, split, axis, record, spec.text, label)
-    y, scales, after = torch.ops.fp8.cast_groups(dequantized(x).detach(), *arguments)
+    looks = isinstance(label, Row)
+    name = "" if isinstance(label, Row) else label
+    arguments = (offs, history, signs, split, axis, record, spec.text, name, looks)
+    values = dequantized(x).detach()
+    y, scales, after = torch.ops.fp8.cast_groups(values, *arguments)
+    if looks and y.shape == x.shape:  # not padded for a rotation
+        one = spec.tile == (0, 0) and not spec.is_simulated
+        unknown = torch.full((), torch.nan, device=x.device)
+        scale = scales if one else unknown
+        observe(label, Observed(values, y, scale, spec.number_format))
     if history is not None and record:
         with torch.no_grad():
             history.copy_(after)

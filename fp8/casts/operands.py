@@ -20,6 +20,7 @@ from ..recipes.cast import Cast, casts_of_lines
 from ..recipes.rules import LOWERED
 from ..torch_internals.autograd_functions import apply_eagerly, is_recorded
 from .casting import PLAIN, in_units
+from .counts import Label, place
 
 Scales = tuple[float, float, float]
 """Factors of a product's output and of the gradients of its first and second operand."""
@@ -115,11 +116,9 @@ class Constants(NamedTuple):
     sums: str = ""
     name: str = ""
 
-    def label(self, operand: str) -> str:
-        """What the cast of an operand reports itself as; "" if it does not."""
-        if self.name:
-            return f"{self.name}|{operand}"
-        return ""
+    def label(self, operand: str, table: Tensor | None = None) -> Label:
+        """Where the cast of an operand is reported, as `place`."""
+        return place(self.name, table, operand)
 
 
 # The token of the casts of a product is the `Recipe.text`, and a line for each of these options.

@@ -147,6 +147,7 @@ class _Native(Function):
         b: Tensor,
         bias: Tensor | None,
         history: Tensor | None,
+        table: Tensor | None,
         how: Constants,
         *operands: Tensor | None,
     ) -> Tensor:
@@ -159,7 +160,7 @@ class _Native(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, _, ctx.history, ctx.how, *operands = inputs
+        _, _, _, ctx.history, ctx.table, ctx.how, *operands = inputs
         left, right, again_a, again_b = _stored(operands)
         # One copy is saved of an operand.
         ctx.reuses_a = again_a.values is None
@@ -183,14 +184,15 @@ class _Native(Function):
         how, casts = ctx.how, casts_of(ctx.how.casts)
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
-            label = how.label("grad")
+            label = how.label("grad", ctx.table)
             g = store(grad, casts.grad_for_a, -1, ctx.history, record=True, label=label)
             da = _multiply(how, _GRAD_A, g, b, grad.dtype)
             da = da[: grad.shape[0]]  # without padding rows
         if ctx.needs_input_grad[1]:
             # Where it has one scale, one cast of the gradient serves both products.
             if g is None:
-                label = how.label("grad again")
+                which = "grad" if casts.reuses_grad else "grad again"
+                label = how.label(which, ctx.table)
                 g = store(
                     grad, casts.grad_for_b, -2, ctx.history, record=True, label=label
                 )
@@ -271,7 +273,7 @@ def product(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    histories: list[Tensor | None],
+    histories: Sequence[Tensor | None],
     how: Constants,
 ) -> Tensor:
     """``s_y * a b^T + bias`` for a (m, k) and b (n, k), computed by kernels."""
@@ -287,7 +289,7 @@ def _computed(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    histories: list[Tensor | None],
+    histories: Sequence[Tensor | None],
     how: Constants,
     cached: tuple[QuantizedOperand, QuantizedOperand] | None,
     record: bool,
@@ -295,17 +297,18 @@ def _computed(
     """`product`. cached: b for the output, and for the gradient of a. record: whether gradients are
     computed."""
     casts = casts_of(how.casts)
-    of_a, of_b, of_grad = histories
+    of_a, of_b, of_grad, table = histories
     again_a = again_b = None
     with torch.no_grad():
-        left = store(a, casts.a, -1, of_a, record, how.label("input"))
+        left = store(a, casts.a, -1, of_a, record, how.label("input", table))
         if record:
             again_a = _second(a, left, casts.reuses_a, casts.a_for_grad_b)
         if cached is not None:
             right, again = cached
             again_b = again if record else None
         else:
-            right = store(b, casts.b, -1, of_b, record, how.label(casts.second))
+            label = how.label(casts.second, table)
+            right = store(b, casts.b, -1, of_b, record, label)
             if record:
                 again_b = _second(b, right, casts.reuses_b, casts.b_for_grad_a)
             both = casts.second == "weight" and casts.b_for_grad_a is not None
@@ -313,4 +316,4 @@ def _computed(
                 right, again_b = _cast_at_once(right, again_b)
     saved_a, saved_b = again_a or _NO_TENSORS, again_b or _NO_TENSORS
     operands = (*left, *right, *saved_a, *saved_b)
-    return apply(_Native, a, b, bias, of_grad, how, *operands, written=of_grad)
+    return apply(_Native, a, b, bias, of_grad, table, how, *operands, written=of_grad)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..casts.casting import QuantizedOperand, one_scale, quantized, times
+from ..casts.counts import Label
 from ..common.compiler import in_memory
 from ..recipes.cast import Cast
 from .block import BLOCK
@@ -75,7 +76,7 @@ def store(
     axis: int = -1,
     history: Tensor | None = None,
     record: bool = False,
-    label: str = "",
+    label: Label = "",
 ) -> QuantizedOperand:
     """`quantized` of the matrix ``x`` in the layout of a kernel, under a cast that `kernel_of`
     supports; ``x``, or with axis -2 its transpose, without a cast. Operands with scales by tiles

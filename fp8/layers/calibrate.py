@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..casts.measuring import Measurement, Moment
+from ..casts.watch import watches_of
 from ..common.step import Batch, Loss, call, restored, starts, untouched, unwrapped
-from ..common.validation import check_module
+from ..common.validation import check_flag, check_module
 from ..frame import framed
 from ..recipes.history import histories, note_scales, share_scales, static_scales
 from ..recipes.rules import LARGEST, SMALLEST
@@ -28,6 +29,7 @@ def calibrate(
     *,
     scales: Mapping[str, int | None] | None = None,
     group: Group = None,
+    freeze: bool = False,
 ) -> dict[str, int | None]:
     """Sets the scales of recipe "static" from one forward and backward pass.
 
@@ -43,6 +45,9 @@ def calibrate(
     sharding, or let the first step set the scales. ``torch.utils.checkpoint`` needs
     ``use_reentrant=False``.
 
+    Later passes measure again, in the 1st, 2nd, 4th, ... 128th training pass and then in each
+    128th, and set a scale anew if its operand saturates or has moved by more than 6 octaves.
+
     Args:
         model: a model converted with a recipe with scaling "static", or "auto". It may be wrapped
             by torch.compile and DistributedDataParallel.
@@ -51,6 +56,8 @@ def calibrate(
             training. None: the output's ``loss`` or its first 0-dim tensor that requires a
             gradient; without one, the gradient of the output is standard normal, with seed 0.
         scales: values to set instead of measuring, as returned by `calibration`.
+        freeze: whether later passes leave the scales as they are, until the next call. They warn of
+            what the scales lose. Not part of the state_dict.
         group: the processes over which second moments are summed (None: all), if
             torch.distributed is initialized. All of them call this.
 
@@ -74,6 +81,7 @@ def calibrate(
             "calibrate needs either a batch, to measure, or scales, to set"
         )
     check_module("calibrate", model)
+    check_flag("freeze", freeze)
     model = unwrapped(model)
     for layer in converted(model).values():
         choose_static(layer)
@@ -93,6 +101,8 @@ def calibrate(
         _set(states, scales)
     for module in model.modules():
         note_scales(module)
+    for watch in watches_of(model):
+        watch.frozen = freeze
     if scales is None:
         share_scales(model, measurement.leaders)
     return calibration(model)

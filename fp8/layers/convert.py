@@ -39,11 +39,19 @@ from .settings import (
     converted,
     policy_of,
     set_recipe,
+    watch_layers,
 )
 
 M = TypeVar("M", bound=nn.Module)
 
-_SET = ("fp8_settings", OVERRIDDEN, "fp8_why", "fp8_policy", "fp8_switched")
+_SET = (
+    "fp8_settings",
+    "fp8_watch",
+    OVERRIDDEN,
+    "fp8_why",
+    "fp8_policy",
+    "fp8_switched",
+)
 """The attributes that `convert` sets on layers and on the model, besides classes and buffers: of a
 layer that stays, why; of the model, its policy, and where the last switch was."""
 
@@ -147,6 +155,7 @@ def convert(
     if isinstance(recipe, Policy):
         vars(model)["fp8_policy"] = policy
     forget_checks(model)
+    watch_layers(model)
     _warn(model)
     return expand(model)
 
@@ -231,6 +240,7 @@ def _advance(owner: nn.Module, fraction: float) -> bool:
                 now = tuple(None if was is None else source for was in now)
             set_recipe(layer, now, shown)
     forget_checks(owner)
+    watch_layers(owner)
     return True
 
 
@@ -244,6 +254,7 @@ def choose_recipes(model: nn.Module) -> None:
         history.remove_buffers(layer)
         history.add_buffers(layer)
     forget_checks(model)
+    watch_layers(model)
 
 
 def _warn(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from ..torch_internals.running_calls import python_frames
 from ..warnings import RecipeWarning, show
 from .policies import matches
 from .select import auto_of
-from .settings import OVERRIDDEN, Converted, converted, set_recipe
+from .settings import OVERRIDDEN, Converted, converted, set_recipe, watch_layers
 
 _CHANGED = Converted._attributes
 """The attributes of a layer that a block changes. Layers without state have no fp8_measured."""
@@ -124,6 +124,7 @@ class override:
                 hooks[layer] = layer.register_forward_pre_hook(_check_checkpoint)
             self._open.append((number, hooks))
         forget_checks(self._model)
+        watch_layers(self._model)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -137,6 +138,7 @@ class override:
                 if record is not None and record.rules.pop(number, None):
                     dropped += _apply(layer, record)
         forget_checks(self._model)
+        watch_layers(self._model)
         for message in dropped:
             show(RecipeWarning, message)
 

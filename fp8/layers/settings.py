@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casts.watch import LayerWatch, Watch
 from ..common.compiler import eager_only
 from ..common.mixin import Args, Forward, Mixin, add_mixin, bare_class
 from ..frame import FRAMES
@@ -64,9 +65,10 @@ class LayerSettings:
 class Converted(Mixin):
     """A layer whose products run under its recipe."""
 
-    _attributes = ("fp8_settings", "fp8_measured", "_buffers")
+    _attributes = ("fp8_settings", "fp8_watch", "fp8_measured", "_buffers")
 
     fp8_settings: LayerSettings
+    fp8_watch: LayerWatch
     fp8_measured: history.MeasuredScales
 
     @property
@@ -83,7 +85,7 @@ class Converted(Mixin):
             leave_parametrizations(self)
         settings = self.fp8_settings
         recipe, backend = settings.recipe, settings.backend
-        state = history.LayerState(self) if recipe.keeps_history else None
+        state = history.LayerState(self)
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
         alone = settings.is_linear and not frame.early_modes
@@ -136,6 +138,9 @@ class Converted(Mixin):
                 moved.zero_()
             elif moved.dtype != state.dtype:
                 self._buffers[name] = state.to(moved.device)
+        self.fp8_watch.drop()
+        if not self.fp8_settings.by_call:
+            self.fp8_watch.add("", self.weight.device)
         return result
 
     def extra_repr(self) -> str:
@@ -207,6 +212,21 @@ def set_recipe(layer: Any, sources: tuple[Source, ...], since: str = "") -> None
         backend = "simulate"
     change_settings(layer, recipe=recipe, backend=backend, since=since)
     history.add_buffers(layer)
+
+
+def watch_layers(model: nn.Module) -> None:
+    """Gives the converted layers of a model a watch, which looks at the next passes as at the first
+    ones, under the recipes that are in force now."""
+    layers = converted(model)
+    found = [vars(layer).get("fp8_watch") for layer in layers.values()]
+    watch = next((layer.watch for layer in found if layer is not None), None) or Watch()
+    watch.restart()
+    for name, layer in layers.items():
+        watched = vars(layer).setdefault("fp8_watch", LayerWatch(name, watch))
+        watched.watch = watch
+        watched.under(layer.fp8_recipe)
+        if not layer.fp8_settings.by_call and not watched.tables():
+            watched.add("", layer.weight.device)
 
 
 def choose_static(layer: Any) -> None:

@@ -133,11 +133,12 @@ def histories(
     groups: int = 0,
     state: LayerState | None = None,
 ) -> list[Any]:
-    """The states of the operands of a product and of its gradient; None where the scaling or a run
-    without values has none. layer: whether the second operand is a weight. groups: the number of
-    groups, which have states of their own. state: of the layer; None: of the enclosing one."""
-    states: list[Any] = [None] * (len(operands) + 1)
-    if recipe is None or not recipe.keeps_history or in_shape_inference():
+    """The states of the operands of a product and of its gradient, None where the scaling or a run
+    without values has none, and the statistics of the product, None if it is not looked at. layer:
+    whether the second operand is a weight. groups: the number of groups, which have states of their
+    own. state: of the layer; None: of the enclosing one."""
+    states: list[Any] = [None] * (len(operands) + 2)
+    if recipe is None or in_shape_inference():
         return states
     frame, device = FRAMES.items[-1], operands[0].device
     pass_ = frame.measurement
@@ -145,9 +146,15 @@ def histories(
         return states
     if state is None and frame.block is not None:
         state = frame.block.state
+    if state is None and not recipe.keeps_history:
+        return states
     if state is None:
         raise ValueError(NO_STATE.format(recipe.name))
+    if not (recipe.keeps_history or state.looks):
+        return states
     name = state.name_of(product, *operands)
+    if pass_ is None:
+        states[-1] = state.table(name, operands[0])
     casts = [recipe.input] * len(operands) + [recipe.grad]
     if layer:
         casts[1] = recipe.weight

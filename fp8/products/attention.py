@@ -120,7 +120,7 @@ def _cast_around(
         return kernel(query, key, value)
     warn_unsummed(recipe, "attention")
     name, cast = product_name("attention", None, recipe), recipe.input
-    *of, of_grad = histories(recipe, "attention", query, key, value)
+    *of, of_grad, _ = histories(recipe, "attention", query, key, value)
     roles = (("query", -1), ("key", -1), ("value", -2))
     y, *statistics = kernel(
         *(

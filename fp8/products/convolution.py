@@ -20,7 +20,7 @@ from ..casts.counts import product_name
 from ..casts.operands import ONES, Constants, Geometry, Scales, token_of
 from ..frame import FRAMES
 from .active import histories, product_recipe, warn_unsummed
-from .matmul import measured, simulated
+from .matmul import NO_STATES, measured, simulated
 
 Ints = int | Sequence[int]
 
@@ -41,15 +41,14 @@ def _convolve(
     how = Constants(scales=scales, geometry=geometry)
     recipe = product_recipe(unit)
     if recipe is None:
-        return simulated(x, weight, bias, how, [None, None, None])
-    states, pass_ = (
-        histories(recipe, "conv", x, weight, layer=True),
-        FRAMES.items[-1].measurement,
-    )
-    if pass_ is not None:
-        y = simulated(x, weight, bias, how, [None, None, None])
-        return measured(pass_, recipe, states, x, weight, y)
-    name = product_name("conv", weight, recipe)
+        return simulated(x, weight, bias, how, NO_STATES)
+    states = histories(recipe, "conv", x, weight, layer=True)
+    frame, name = FRAMES.items[-1], ""
+    if frame.measurement is not None:
+        y = simulated(x, weight, bias, how, NO_STATES)
+        return measured(frame.measurement, recipe, states, x, weight, y)
+    if frame.recording or frame.block.state is None:
+        name = product_name("conv", weight, recipe)
     casts = token_of(recipe.text, rotated=False)
     warn_unsummed(recipe, "a convolution")
     return simulated(x, weight, bias, how._replace(casts=casts, name=name), states)

@@ -10,6 +10,7 @@ Each group has the casts and GEMMs of `fp8.products.matmul`: ``a b^T``, where a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from ..recipes.recipe import Recipe
 from ..torch_internals.autograd_functions import apply
 from ..torch_internals.decorators import in_graph
 from .active import histories, product_recipe, warn_unsummed
-from .matmul import Operands, gemm, measured
+from .matmul import NO_STATES, Operands, gemm, measured
 
 
 @torch.library.custom_op(
@@ -102,7 +103,7 @@ class _Grouped(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, offs, ctx.split, operands, ctx.how = inputs
-        ctx.history = operands.history
+        ctx.history, ctx.table = operands.history, operands.table
         ctx.turned = b.mT.is_contiguous()
         casts = casts_of(ctx.how.casts)
         saved = [SavedOperand(a), SavedOperand(b)]
@@ -129,19 +130,19 @@ class _Grouped(Function):
         da = db = for_a = None
         if needs_a:
             signs = rotation_signs(casts.grad_for_a, grad)
-            cast, label = casts.grad_for_a, how.label("grad")
+            cast, label = casts.grad_for_a, how.label("grad", ctx.table)
             for_a, _ = cast_groups(grad, *groups, -1, cast, history, True, signs, label)
-            cast, label = casts.again_b, how.label(f"{casts.second} again")
+            cast, label = casts.again_b, how.label(f"{casts.second} again", ctx.table)
             again, _ = cast_groups(b, *groups, -2, cast, signs=signs, label=label)
             da = MULTIPLY_GROUPS(for_a, again, offs, s_a)
         if needs_b:
             for_b, signs = for_a, rotation_signs(casts.grad_for_b, grad)
             if for_b is None or not casts.reuses_grad:
-                cast, label = casts.grad_for_b, how.label("grad again")
+                cast, label = casts.grad_for_b, how.label("grad again", ctx.table)
                 for_b, _ = cast_groups(
                     grad, *groups, -2, cast, history, True, signs, label
                 )
-            cast, label = casts.again_a, how.label("input again")
+            cast, label = casts.again_a, how.label("input again", ctx.table)
             again, _ = cast_groups(a, *groups, -2, cast, signs=signs, label=label)
             ends = aligned(offs, casts.grad_for_b) if split == -2 else offs
             if ctx.turned:
@@ -161,7 +162,7 @@ def _product(
     if recipe is None:
         return _simulated(a, b, offs, split, Constants(scales=scales), states)
     if (pass_ := FRAMES.items[-1].measurement) is not None:
-        y = _simulated(a, b, offs, split, Constants(scales=scales), [None] * 3)
+        y = _simulated(a, b, offs, split, Constants(scales=scales), NO_STATES)
         return measured(
             pass_, recipe, states, a, b, y, lambda x: pieces(x, offs, split)
         )
@@ -178,22 +179,25 @@ def _simulated(
     offs: Tensor | None,
     split: int,
     how: Constants,
-    states: list[Any],
+    states: Sequence[Any],
 ) -> Tensor:
     # late: by a first product
     from ..torch_internals.flop_counter import GROUPED, count_flops
 
     count_flops(GROUPED)
-    casts, (of_a, of_b, of_grad) = casts_of(how.casts), states
+    casts, (of_a, of_b, of_grad, table) = casts_of(how.casts), states
     signs = rotation_signs(casts.a, a)
-    first, second = how.label("input"), how.label(casts.second)
+    first = how.label("input", table)
+    second = how.label(casts.second, table)
     cast_a, scale_a = cast_groups(
         a, offs, split, -1, casts.a, of_a, signs=signs, label=first
     )
     cast_b, scale_b = cast_groups(
         b, offs, split, -1, casts.b, of_b, signs=signs, label=second
     )
-    operands = Operands(cast_a.detach(), cast_b.detach(), scale_a, scale_b, of_grad)
+    operands = Operands(
+        cast_a.detach(), cast_b.detach(), scale_a, scale_b, of_grad, table
+    )
     return apply(_Grouped, a, b, offs, split, operands, how)
 
 

@@ -45,6 +45,7 @@ is never cast twice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,6 +82,10 @@ from .active import histories, product_recipe
 aten = torch.ops.aten
 
 
+NO_STATES = (None, None, None, None)
+"""The states of a product without any, and without statistics."""
+
+
 def gemm(
     a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None
 ) -> Tensor:
@@ -108,13 +113,15 @@ def _fuses(a: Tensor) -> bool:
 
 
 class Operands(NamedTuple):
-    """The cast operands, and the scale factors of those with one. history: of the gradient."""
+    """The cast operands, and the scale factors of those with one. history: of the gradient. table:
+    the statistics of the product, if it is looked at."""
 
     a: Tensor
     b: Tensor
     scale_a: Tensor | None
     scale_b: Tensor | None
     history: Tensor | None
+    table: Tensor | None = None
 
 
 class _Product(Function):
@@ -136,7 +143,7 @@ class _Product(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved with save_for_backward: it is updated before it is used.
         a, b, _, operands, ctx.how = inputs
-        ctx.history = operands.history
+        ctx.history, ctx.table = operands.history, operands.table
         ctx.turned = operands.b.mT.is_contiguous()  # the right operand of a matmul
         casts = casts_of(ctx.how.casts)
         of_a, of_b = SavedOperand(a), SavedOperand(b)
@@ -150,8 +157,9 @@ class _Product(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = saved_operands(ctx, grad.dtype)
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-        how, history = ctx.how, ctx.history
-        casts, name, dbias = casts_of(how.casts), how.name, None
+        how, history, table = ctx.how, ctx.history, ctx.table
+        casts, dbias = casts_of(how.casts), None
+        reports = bool(how.name) or table is not None
         g, signs_a, signs_b = _read_gradient(grad, casts)
         for_a = for_b = g
         cast = cast_values
@@ -159,22 +167,23 @@ class _Product(Function):
             cast = partial(cast_values, differentiable=True)
         # Stochastic casts draw their bits in this order.
         if needs_a and casts.grad_for_a is not None:
-            label = name and how.label("grad")
+            label = how.label("grad", table) if reports else ""
             for_a, _ = cast(
                 g, casts.grad_for_a, -1, history, True, signs_a, label=label
             )
         if needs_b and needs_a and casts.reuses_grad:
             for_b = for_a
         elif needs_b and casts.grad_for_b is not None:
-            label = name and how.label("grad again")
+            which = "grad" if casts.reuses_grad else "grad again"
+            label = how.label(which, table) if reports else ""
             for_b, _ = cast(
                 g, casts.grad_for_b, -2, history, True, signs_b, label=label
             )
         if needs_b and casts.a_for_grad_b is not None and not casts.reuses_a:
-            label = name and how.label("input again")
+            label = how.label("input again", table) if reports else ""
             a, _ = cast(a, casts.a_for_grad_b, -2, signs=signs_b, label=label)
         if needs_a and casts.b_for_grad_a is not None and not casts.reuses_b:
-            label = name and how.label(f"{casts.second} again")
+            label = how.label(f"{casts.second} again", table) if reports else ""
             b, _ = cast(b, casts.b_for_grad_a, -2, signs=signs_a, label=label)
         left = a.to(grad.dtype) if needs_b else None
         right = b.to(grad.dtype) if needs_a else None
@@ -236,10 +245,10 @@ class _Convolution(_Product):
         again_a, again_b = a, b
         if needs_a:
             if casts.grad_for_a is not None:
-                label = how.label("grad")
+                label = how.label("grad", ctx.table)
                 for_a, _ = cast(g, casts.grad_for_a, -1, ctx.history, True, label=label)
             if casts.again_b is not None:
-                label = how.label("weight again")
+                label = how.label("weight again", ctx.table)
                 again_b, _ = cast(b, casts.again_b, -2, label=label, weight=True)
             weight = times(again_b.to(grad.dtype), s_a)  # smaller than the maps
             like, none = a.to(for_a.dtype), None
@@ -250,10 +259,13 @@ class _Convolution(_Product):
             if needs_a and casts.reuses_grad:
                 for_b = for_a
             elif casts.grad_for_b is not None:
-                label = how.label("grad again")
+                which = "grad" if casts.reuses_grad else "grad again"
+                label = how.label(which, ctx.table)
                 for_b, _ = cast(g, casts.grad_for_b, -2, ctx.history, True, label=label)
             if casts.again_a is not None:
-                again_a, _ = cast(a, casts.again_a, -2, label=how.label("input again"))
+                again_a, _ = cast(
+                    a, casts.again_a, -2, label=how.label("input again", ctx.table)
+                )
             maps, like = again_a.to(grad.dtype), b.to(for_b.dtype)
             _, db, _ = gradient(
                 for_b, maps, like, None, *geometry, [False, True, False]
@@ -393,14 +405,16 @@ def multiply(
     if recipe is None:
         return _as_it_is(a, b, bias, scales, bias_scale)
     layer, name = kind != "matmul", ""
-    states: list[Any] = [None, None, None]
-    if recipe.keeps_history:
-        states = histories(recipe, kind, a, b, layer=layer, state=state)
     frame = FRAMES.items[-1]
+    if state is None and frame.block is not None:
+        state = frame.block.state
+    states: Sequence[Any] = NO_STATES
+    if recipe.keeps_history or (state is not None and state.looks):
+        states = histories(recipe, kind, a, b, layer=layer, state=state)
     if frame.measurement is not None:
         y = _as_it_is(a, b, bias, scales, bias_scale)
         return measured(frame.measurement, recipe, states, a, b, y)
-    if frame.recording or recipe.fixed:
+    if frame.recording or (recipe.fixed and state is None):
         name = product_name(kind, b if kind == "linear" else None, recipe)
     how = Constants(token_of(recipe.text, layer), scales, bias_scale, name=name)
     on_device = backend == "native" or (backend == "auto" and a.device.type == "cuda")
@@ -414,13 +428,12 @@ def _on_tensor_cores(
     b: Tensor,
     bias: Tensor | None,
     how: Constants,
-    states: list[Any],
+    states: Sequence[Any],
     recipe: Recipe,
     backend: str,
 ) -> Tensor:
     """The product with the sums of an accelerator, or by kernels where they support it."""
-    name = how.name
-    if name and is_sampled(name):
+    if is_sampled(how.name):
         return simulated(a, b, bias, how, states)
     (like,) = to_autocast_dtype(a[:0])
     if recipe.accumulate is not None:
@@ -442,7 +455,7 @@ def _on_tensor_cores(
 
 @in_graph
 def simulated(
-    a: Tensor, b: Tensor, bias: Tensor | None, how: Constants, states: list[Any]
+    a: Tensor, b: Tensor, bias: Tensor | None, how: Constants, states: Sequence[Any]
 ) -> Tensor:
     """Casts the operands and multiplies their values, or convolves them."""
     if type(a) not in PLAIN or type(b) not in PLAIN:
@@ -453,9 +466,9 @@ def simulated(
 
 
 def _simulated(
-    a: Tensor, b: Tensor, bias: Tensor | None, how: Constants, states: list[Any]
+    a: Tensor, b: Tensor, bias: Tensor | None, how: Constants, states: Sequence[Any]
 ) -> Tensor:
-    casts, (of_a, of_b, of_grad) = casts_of(how.casts), states
+    casts, (of_a, of_b, of_grad, table) = casts_of(how.casts), states
     signs = scale_x = scale_w = None
     if casts.random_signs:
         signs = rotation_signs(casts.a, a)
@@ -471,22 +484,24 @@ def _simulated(
     if casts.b is not None or casts.b_for_grad_a is not None:
         b = as_read(b)
     x, w = a, b
+    reports = bool(how.name) or table is not None
     if casts.a is not None:
-        label = how.name and how.label("input")
+        label = how.label("input", table) if reports else ""
         x, scale_x = cast_a(a.detach(), casts.a, -1, of_a, None, signs, label=label)
     if casts.b is not None:
-        label = how.name and how.label(casts.second)
+        label = how.label(casts.second, table) if reports else ""
         w, scale_w = cast_b(b.detach(), casts.b, -1, of_b, None, signs, label=label)
     x, w = to_autocast_dtype(x, w)
     if x.ndim == 3 and _fuses(x):
         how = how._replace(fuses=True)
-    return apply(function, a, b, bias, Operands(x, w, scale_x, scale_w, of_grad), how)
+    operands = Operands(x, w, scale_x, scale_w, of_grad, table)
+    return apply(function, a, b, bias, operands, how)
 
 
 def measured(
     pass_: Any,
     recipe: Recipe,
-    states: list[Any],
+    states: Sequence[Any],
     a: Tensor,
     b: Tensor,
     y: Tensor,

@@ -105,9 +105,10 @@ def range_loss(x: Tensor, cast: Cast, state: Tensor | None = None) -> RangeLoss:
     x = x.detach()
     x = x if x.dim() > 1 else x.reshape(1, -1)
     if cast.scaling == "static":
-        state = (
-            x.new_zeros(1, dtype=torch.float32) if state is None else state.reshape(1)
-        )
+        # With a dimension it is measured.
+        unset = x.new_zeros(1, dtype=torch.float32)
+        is_set = state is not None and bool(state > 0)
+        state = state.reshape(()) if state is not None and is_set else unset
     y, scale = cast_values(x, spec, -1, state, False)
     return measured_loss(
         x, y, 1.0 if scale is None else float(scale), get_format(cast.format)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.compiler import updates_states
 from ..common.dtensor import part_of
 from ..common.validation import check_module
 from ..torch_internals.decorators import taken_as_constant
+from ..torch_internals.running_calls import recomputes
 from ..warnings import PitfallWarning, show
 
 _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
@@ -41,6 +43,14 @@ class LayerState:
     def __init__(self, layer: Any) -> None:
         self._layer, self._products = layer, 0
         self._traced = torch.compiler.is_dynamo_compiling()
+        watched = layer.fp8_watch
+        # Scales and statistics are those of training.
+        if not updates_states() or torch.compiler.is_exporting():
+            self.looks = False
+            return
+        if not self._traced and not recomputes():
+            watched.watch.enters(watched)
+        self.looks = watched.watch.looks
 
     def name_of(self, product: str, *operands: Tensor) -> str:
         """The next product in names of buffers; "" if it is the only one."""
@@ -60,6 +70,12 @@ class LayerState:
                     return f"{name}_{offset // stack.stride(0)}_{product}_"
         self._products += 1
         return f"{str(self._products).zfill(3)}_{product}_"
+
+    def table(self, name: str, x: Tensor) -> Tensor | None:
+        """The statistics of the product of this name and its operand ``x``, if it is looked at."""
+        if self.looks:
+            return self._layer.fp8_watch.table(name, x)
+        return None
 
     def scales(self, product: str, *operands: Tensor) -> dict[str, Tensor]:
         """Role -> the static scale that the next product of these operands reads, 0 until it is
@@ -90,6 +106,14 @@ class LayerState:
             _check_creates(buffer)
             with torch.inference_mode(False):
                 layer.register_buffer(buffer, torch.zeros(shape, device=device))
+        state = layer._buffers[buffer]
+        settled = groups or length or layer.fp8_watch.watch.frozen
+        if self.looks and not settled:
+            # Measured again, and so independent of what is noted: one graph.
+            if self._traced:
+                return part_of(getattr(layer, buffer))[None]
+            layer.fp8_note(buffer)
+            return part_of(state)[None]
         # A graph reads the attribute once it is noted, so that it guards the value that stays.
         if self._traced or getattr(layer.fp8_measured, buffer, False) is False:
             layer.fp8_note(buffer)

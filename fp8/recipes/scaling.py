@@ -347,18 +347,43 @@ def static_rms(format: Format) -> float:
     return 1.0
 
 
+MOVED = 6.0
+"""The octaves by which an operand moves before its static scale is set anew. e4m3 has 18, e5m2 32:
+that many cost no accuracy, and scales that stay make the passes of a model equal."""
+
+
+def _measured_scale(x: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """``scale``; that of ``x``, finite, where it is not set, ``x`` saturates, or `MOVED`."""
+    now = nearest_power(second_moment(x) / (x.numel() * static_rms(format) ** 2))
+    largest = _largest_of(x)
+    # The least power of two at which nothing saturates, for operands with few large elements.
+    least = (largest / format.max).log2().ceil().clamp(SMALLEST, LARGEST).exp2()
+    now = torch.where(now > 0, torch.maximum(now, least), now)
+    octaves = (now.log2() - scale.log2()).abs()
+    stale = (scale <= 0) | (largest > scale * format.max) | (octaves > MOVED)
+    return torch.where(stale & (now > 0), now, scale)
+
+
+def _largest_of(x: Tensor) -> Tensor:
+    """The largest magnitude of ``x``, finite and not empty, 0-dim, float32."""
+    if is_dtensor(x):
+        return reduced(x, _largest_of(part_of(x)), range(x.dim()), "max")
+    if not x.numel():  # of a process that has no part of it
+        return x.new_zeros((), dtype=torch.float32)
+    low, high = aten.aminmax.default(x.detach())
+    return torch.maximum(-low, high).float()
+
+
 def _static_scale(x: Tensor, state: Tensor, format: Format, record: bool) -> Tensor:
-    """The scale in ``state``; if that is not set, (1,), of ``x``, stored (record) if finite."""
+    """The scale in ``state``. If that has a dimension, (1,), it is measured of ``x`` as in
+    `_measured_scale`, and stored (record) if finite."""
     scale = state.float()
     if not state.dim():
         return _read(scale)
     if x.numel():
         x = x.detach()
         clean = _zero_where_not(x.abs() < torch.inf, x)
-        now = nearest_power(
-            second_moment(clean) / (x.numel() * static_rms(format) ** 2)
-        )
-        now = torch.where(scale > 0, scale, now)
+        now = _measured_scale(clean, scale, format)
         if record:
             stored = torch.where(second_moment(x) < torch.inf, now, scale)
             if not _is_set_outside(state, stored):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
+from fp8.casts.watch import LayerWatch, Watch
 from fp8.common.mixin import add_mixin
 from fp8.layers.settings import Converted, LayerSettings
 from fp8.modes.autocast import LayerBlock
@@ -19,6 +20,7 @@ def keeper(recipe):
     vars(layer)["fp8_settings"] = LayerSettings(
         sources=(recipe,), recipe=recipe, by_call=True
     )
+    vars(layer)["fp8_watch"] = LayerWatch("", Watch())
     add_buffers(layer)
     return layer
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...casts.casting import QuantizedOperand, quantized
+from ...casts.counts import Label
 from ...casts.operands import Constants, casts_of, saved_tensors
 from ...casts.rotation import rotation_signs
 from ...casts.scaled_tensor import dequantized
@@ -35,7 +36,7 @@ def product(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    histories: list[Tensor | None],
+    histories: Sequence[Tensor | None],
     how: Constants,
 ) -> Tensor:
     """``s_y * a b^T + bias`` for a (m, k) and b (n, k), or batches of them.
@@ -43,7 +44,7 @@ def product(
     histories: as in `fp8.products.matmul`. A product of which an operand is not cast sums as torch
     does. bias has the dtype of the output, and is added after the result is rounded to it.
     """
-    of_a, of_b, of_grad = histories
+    of_a, of_b, of_grad, _ = histories
     casts, record = casts_of(how.casts), updates_states()
     with torch.no_grad():
         signs = rotation_signs(casts.a, a)
@@ -129,7 +130,7 @@ def operand(
     history: Tensor | None = None,
     record: bool = False,
     signs: Tensor | None = None,
-    label: str = "",
+    label: Label = "",
 ) -> QuantizedOperand:
     """`quantized`; the values and scale 1 if it is not cast."""
     if spec is not None:

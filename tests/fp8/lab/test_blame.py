@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
+from fp8.casts.watch import watch_of
 from fp8.lab.blame import _smallest
 from fp8.lab.trace import quiet
 from tests.shared import parametrize, refuses, seeded
@@ -84,7 +85,12 @@ def _large(field, i, value):
 
 def _stuck(i):
     """A static scale that was measured when inputs were 2**11 times smaller, and saturates them."""
-    return lambda network, x: network.layers[i].fp8_scale_input.mul_(2.0**-11) and None
+
+    def stuck(network, x):
+        watch_of(network).frozen = True
+        network.layers[i].fp8_scale_input.mul_(2.0**-11)
+
+    return stuck
 
 
 def _nothing(network, x):

@@ -11,7 +11,7 @@ from torch import nn
 import fp8
 from fp8.kernels import product
 from fp8.layers import cached_weights as module
-from tests.shared import in_one_graph, normal, parametrize, pickled, refuses
+from tests.shared import in_one_graph, normal, parametrize, pickled, refuses, settle
 
 pytestmark = pytest.mark.native
 
@@ -82,6 +82,7 @@ def test_micro_batches_cast_once_and_equal_to_the_bit(recipe, casts):
 def test_compiled(recipe, backend, monkeypatch):
     """A graph reads the casts; after the first step they are cast by compiled code, too."""
     plain, model, casts = make(recipe), make(recipe), []
+    settle(plain)
     want = train(plain, in_one_graph(plain, backend))
     compile, cast = module._compiled, module.WeightCast.cast
     monkeypatch.setattr(
@@ -91,6 +92,7 @@ def test_compiled(recipe, backend, monkeypatch):
         module.WeightCast, "cast", lambda *args: casts.append("all") or cast(*args)
     )
     compiled = in_one_graph(model, backend)
+    settle(model)
     with fp8.cached_weights(model):
         compiled(normal(16, 32))
         with torch._dynamo.config.patch(error_on_recompile=True):

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +77,11 @@ def folder(tmp_path_factory):
     for i, case in enumerate(CASES):
         model = converted(case.recipe, case.dtype)
         fp8.eject(model, folder / f"case_{i}.py")
-        wanted = eject_models.step(model, case.dtype, case.autocast)
+        with (
+            warnings.catch_warnings()
+        ):  # a few large features, beside which others are zero
+            warnings.simplefilter("ignore", fp8.warnings.PitfallWarning)
+            wanted = eject_models.step(model, case.dtype, case.autocast)
         assert all(tensor.isfinite().all() for tensor in wanted)
         weights = {
             key: value.detach() for key, value in plain(model).state_dict().items()

@@ -70,10 +70,7 @@ NATIVE = pytest.param("native", marks=pytest.mark.native)
 def test_one_warning_names_layer_operand_share_and_recipe(way):
     model, around = WAYS[way]()
     (message,) = seen_in(lambda: step(model, around=around))
-    names = {
-        "autocast": "linear 2 (weight (32, 128))",
-        "copy": "linear 2 (weight (32, 128))",
-    }
+    names = {"autocast": "linear 2 (weight (32, 128))"}
     assert (
         f"of the grad of {names.get(way, repr('down'))} become zero in e5m2" in message
     )
@@ -147,9 +144,9 @@ def test_static_scales_are_looked_at_again(way):
         model[2].value.fill_(1.0)
     with pytest.warns(
         fp8.warnings.ScaleWarning,
-        match=r"grad of '1' is \d\.?\d*e\+07 times its static",
+        match=r"\d% of the grad of '[01]' saturate in e5m2",
     ):
-        summed(model, steps=3)
+        summed(model, steps=8)
     fp8.calibrate(model, batch(), torch.sum)
     summed(model, steps=8)
 
@@ -183,8 +180,5 @@ def test_a_loss_that_is_not_the_calibrated_one_is_named(factor):
         warnings.simplefilter("always")
         (factor * model(x).square().mean()).backward()
     found = [str(w.message) for w in caught]
-    assert len(found) == (factor != 1)
-    assert all(
-        "the RMS of the grad of '2' is" in text and "GradScaler" in text
-        for text in found
-    )
+    assert bool(found) == (factor != 1)
+    assert all("% of the grad of " in text and "GradScaler" in text for text in found)

@@ -40,9 +40,9 @@ def calls(run: Callable[[], object], where: tuple[str, ...] = OWN) -> int:
 
 LAYER = nn.Linear(16, 16)
 CASES = {
-    "tensor": (fp8.convert(nn.Linear(16, 16), "tensor"), nullcontext(), 50, 25),
+    "tensor": (fp8.convert(nn.Linear(16, 16), "tensor"), nullcontext(), 55, 25),
     "static": (fp8.convert(nn.Linear(16, 16), "static"), nullcontext(), 65, 25),
-    "delayed": (fp8.convert(nn.Linear(16, 16), "delayed"), nullcontext(), 70, 25),
+    "delayed": (fp8.convert(nn.Linear(16, 16), "delayed"), nullcontext(), 75, 25),
     "row": (fp8.convert(nn.Linear(16, 16), "row"), nullcontext(), 45, 45),
     "autocast": (LAYER, fp8.autocast("tensor"), 55, 25),
     "U.linear": (lambda x: U.linear(x, LAYER.weight, None), nullcontext(), 18, 5),
@@ -57,14 +57,14 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_product_calls_few_functions(name):
-    """In the steady state, forward and backward. The 4th and the 8th product of a weight are
-    observed (`fp8.casts.counts`)."""
+    """In the steady state, forward and backward. The 4th and the 8th pass are looked at
+    (`fp8.casts.watch`)."""
     layer, block, most, most_back = CASES[name]
     x = torch.randn(
         8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True
     )
     with block:
-        for _ in range(4):
+        for _ in range(5):
             y = layer(x)
             y.backward(torch.ones_like(y))
         assert 0 < calls(lambda: layer(x)) <= most
@@ -86,7 +86,7 @@ def test_a_step_of_a_model_calls_few_functions(monkeypatch):
         _, loss = model(ids, ids)
         loss.backward()
 
-    for _ in range(4):
+    for _ in range(5):  # the 1st, 2nd and 4th are looked at
         step()
     assert 0 < calls(step, ("",)) <= 2600
 

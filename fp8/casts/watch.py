@@ -1,0 +1,366 @@
+"""The watch of a converted model: looks at its casts in some passes, names what they lose, and lets
+static scales be set anew.
+
+A look is a pass in which every cast of a converted layer writes its `STATISTICS` into a tensor of
+the layer, in eager code and in graphs, where `Watch.looks` selects one of two. The host reads them
+when the next pass begins, on CPUs at once.
+
+Passes are counted by the steps of an optimizer, which run in eager code also where the model is
+compiled, and by eager passes without one.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from ..common.compiler import eager_only
+from ..formats.format import Format, get_format
+from ..recipes.recipe import Recipe
+from ..warnings import PitfallWarning, RecipeWarning, ScaleWarning, warn_once
+from .counts import LEAST, LOST, OPERANDS, STATISTICS
+
+LONGEST = 128
+"""The passes from one look to the next after this one. A look costs some tenths of a step, so that
+all together cost less than 1 %; a wrong scale lasts no longer than this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a cast did to its operand in one pass.
+
+    Attributes:
+        layer: the path of the layer in the model that was converted; with several products, that
+            of the product.
+        operand: one of `OPERANDS`.
+        format: the name of the format.
+        step: the pass, from 1.
+        scale: in force before the pass; NaN if tiles have their own.
+        rms: the root mean square of the operand.
+        largest: its largest magnitude; Inf or NaN if it has one.
+        zero: the share of its nonzero elements that become zero.
+        saturated: the share of elements beyond the largest number of the format.
+        nonfinite: the share of elements that are Inf or NaN.
+        sqnr: the signal-to-quantization-noise ratio of the cast, in dB; Inf without an error.
+    """
+
+    layer: str
+    operand: str
+    format: str
+    step: int
+    scale: float
+    rms: float
+    largest: float
+    zero: float
+    saturated: float
+    nonfinite: float
+    sqnr: float
+
+
+Listener = Callable[[list[Seen]], None]
+
+
+class Watch:
+    """What the converted layers of a model share: when they look. Copies begin anew.
+
+    Attributes:
+        step: the number of the pass, from 1.
+        looks: whether this pass is looked at.
+        every: besides, each ``every``-th pass is; 0: none.
+        frozen: whether static scales that are set stay as they are.
+        listeners: functions that get the rows of each look.
+    """
+
+    def __init__(self) -> None:
+        self.step, self.looks, self.every, self.frozen = 1, True, 0, False
+        self.listeners: list[Listener] = []
+        # In the order of the layers.
+        self.layers: weakref.WeakKeyDictionary[LayerWatch, None] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._leader: Callable[[], object | None] | None = None
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        _WATCHES.add(self)
+        _count_steps()
+
+    def __reduce__(self) -> Any:
+        return _watch, (self.frozen,)
+
+    def __deepcopy__(self, memo: Any) -> Watch:
+        return _watch(self.frozen)
+
+    def restart(self) -> None:
+        """Looks at the next passes as at the first ones, as after a change of recipes."""
+        self.step, self.looks, self._leader = 1, True, None
+
+    def enters(self, layer: LayerWatch) -> None:
+        """An eager training pass enters a layer. If no optimizer steps, a pass begins when the
+        first layer of the last one runs again."""
+        if self._leader is not None and self._leader() is layer:
+            self._next()
+        if self._leader is None:
+            self._leader = weakref.ref(layer)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has made a step. Of several ones, a pass is a step of each."""
+        if not self._stepped or optimizer in self._stepped:
+            self._stepped.clear()
+            self._next()
+        self._stepped.add(optimizer)
+
+    def _next(self) -> None:
+        if self.looks:
+            self.read()
+        self._leader = None
+        self.step += 1
+        step, every = self.step, self.every
+        on_schedule = step & (step - 1) == 0 if step < LONGEST else step % LONGEST == 0
+        self.looks = on_schedule or (every > 0 and step % every == 0)
+
+    def read(self) -> None:
+        """Reads what the last look has written: warns, and calls the listeners."""
+        written = [
+            (layer, product, table)
+            for layer in list(self.layers)
+            for product, table in layer.tables()
+            if not table.is_meta
+        ]
+        if not written:
+            return
+        devices: dict[torch.device, list[Tensor]] = {}
+        for _, _, table in written:
+            devices.setdefault(table.device, []).append(table)
+        # One transfer from each device.
+        values = {
+            device: iter(torch.stack(tables).tolist())
+            for device, tables in devices.items()
+        }
+        rows: list[Seen] = []
+        for layer, product, table in written:
+            numbers = next(values[table.device])
+            rows += layer.rows(product, numbers)
+            table.fill_(torch.nan)
+        if rows:
+            for listener in list(self.listeners):
+                listener(rows)
+
+
+def _watch(frozen: bool) -> Watch:
+    watch = Watch()
+    watch.frozen = frozen
+    return watch
+
+
+_WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for watch in list(_WATCHES):
+        watch.stepped(optimizer)
+
+
+_COUNTS: list[object] = []
+
+
+def _count_steps() -> None:
+    if not _COUNTS:
+        _COUNTS.append(register_optimizer_step_post_hook(_after_step))
+
+
+_TABLE = "table_"
+
+
+class LayerWatch:
+    """The watch of one converted layer: its attribute ``fp8_watch``. The statistics of a product
+    are in an attribute, because graphs read attributes anew.
+
+    Attributes:
+        name: the path of the layer.
+        watch: that of its model.
+        recipe: the name of its recipe.
+        formats: operand -> format, of its recipe.
+        has_scales, is_static: whether all of its casts have scales, and whether one is static.
+    """
+
+    def __init__(self, name: str, watch: Watch) -> None:
+        self.name, self.watch = name, watch
+        self.formats: dict[str, Format] = {}
+        self.has_scales, self.is_static, self.recipe = True, False, ""
+        watch.layers[self] = None
+
+    def __reduce__(self) -> Any:
+        settings = (self.formats, self.has_scales, self.is_static, self.recipe)
+        return _layer_watch, (self.name, self.watch, settings)
+
+    def under(self, recipe: Recipe) -> None:
+        """Takes the formats of a recipe, which the layer runs under from now on."""
+        again = (recipe.grad_weight[1], recipe.grad_input[1], recipe.grad_weight[0])
+        casts = (recipe.input, recipe.weight, recipe.grad, *again)
+        present = {n: cast for n, cast in zip(OPERANDS, casts, strict=True) if cast}
+        self.recipe = recipe.name
+        self.formats = {n: get_format(cast.format) for n, cast in present.items()}
+        self.has_scales = all(c.scaling != "unit" for c in present.values())
+        self.is_static = any(c.scaling == "static" for c in present.values())
+
+    def add(self, product: str, device: torch.device) -> Tensor:
+        """Adds, or replaces, the statistics of a product."""
+        with torch.inference_mode(False):
+            table = torch.full(
+                (len(OPERANDS), len(STATISTICS)), torch.nan, device=device
+            )
+        table.fp8_seen_by = weakref.WeakMethod(self.saw), product  # type: ignore[attr-defined]
+        setattr(self, _TABLE + product, table)
+        return table
+
+    def drop(self) -> None:
+        """Forgets all statistics."""
+        for product, _ in list(self.tables()):
+            delattr(self, _TABLE + product)
+
+    def table(self, product: str, x: Tensor) -> Tensor | None:
+        """The statistics of a product of ``x``; None in a graph that would have to add them."""
+        table: Tensor | None = getattr(self, _TABLE + product, None)
+        if table is not None and table.device == x.device:
+            return table
+        return self._added(product, x)
+
+    @eager_only()
+    def _added(self, product: str, x: Tensor) -> Tensor | None:
+        """A new table for a product of ``x``, in eager code."""
+        if x.is_meta:
+            return None
+        return self.add(product, x.device)
+
+    def tables(self) -> list[tuple[str, Tensor]]:
+        """The products, and their statistics."""
+        return [
+            (name.removeprefix(_TABLE), table)
+            for name, table in vars(self).items()
+            if name.startswith(_TABLE)
+        ]
+
+    def rows(self, product: str, numbers: list[list[float]]) -> list[Seen]:
+        """The rows of what was written into a table, of which ``numbers`` are the values."""
+        rows = []
+        for operand, values in zip(OPERANDS, numbers, strict=True):
+            if not all(map(math.isnan, values)):
+                rows.append(self.saw(product, operand, values))
+        return rows
+
+    def saw(self, product: str, operand: str, values: list[float]) -> Seen:
+        """The row of what a cast has written. Warns of what is lost."""
+        named = dict(zip(STATISTICS, values, strict=True))
+        elements = named.pop("elements")
+        square, noise = named.pop("square"), named.pop("noise")
+        signal = named.pop("signal")
+        sqnr = math.inf
+        if noise:
+            sqnr = 10 * math.log10(signal / noise) if signal else math.nan
+        format = self.formats.get(operand)
+        row = Seen(
+            layer=".".join(filter(None, (self.name, product.strip("_")))),
+            operand=operand,
+            format="" if format is None else str(format),
+            step=self.watch.step,
+            rms=math.sqrt(square),
+            sqnr=sqnr,
+            **named,
+        )
+        if elements >= LEAST:
+            self._warn(row)
+        return row
+
+    def _warn(self, row: Seen) -> None:
+        """Warns, once, of an operand that loses more than `LOST`, or is far from its scale."""
+        format = self.formats.get(row.operand)
+        if format is None or not (what := loss(row, format, self.is_static)):
+            return
+        kind: type[PitfallWarning] = RecipeWarning
+        todo = _SPREAD
+        if not self.has_scales:
+            todo = _UNSCALED.format(self.recipe)
+        elif self.is_static:
+            kind = ScaleWarning
+            todo = _FROZEN if self.watch.frozen else _STALE
+        where = f"recipe {self.recipe!r}, pass {row.step}"
+        text = f"{what} in {format} ({where}, scale {row.scale:.3g}, RMS {row.rms:.2g}). {todo}"
+        warn_once(kind, text, self, "lost")
+
+
+def _layer_watch(name: str, watch: Watch, settings: Any) -> LayerWatch:
+    layer = LayerWatch(name, watch)
+    layer.formats, layer.has_scales, layer.is_static, layer.recipe = settings
+    return layer
+
+
+PEAK = 7.0
+"""The RMS of the largest elements, above which an operand saturates."""
+LEAST_RANGE = 16
+"""The octaves of a format below which zeros and saturation are not judged: in e2m1, of 4 octaves, a
+normal operand loses more than `LOST` at any scale. e4m3 has 18."""
+DRIFT = 64.0
+"""How far the RMS may be from a scale in any format; the range of e4m3."""
+
+
+def loss(row: Seen, format: Format, is_static: bool) -> str:
+    """What is lost of an operand, in words; "" if that is little. is_static: whether its scale is
+    not that of its values now, and is compared with these."""
+    of_normal = math.erf(format.min_subnormal / 2 / math.sqrt(2))
+    of = f"of the {row.operand} of {row.layer!r}"
+    shares = [(row.nonfinite, f"{row.nonfinite:.0%} {of} are Inf or NaN")]
+    if math.log2(format.max / format.min_subnormal) > LEAST_RANGE:
+        zero = f"{row.zero:.0%} {of} become zero"
+        saturated = f"{row.saturated:.0%} {of} saturate"
+        shares += [(row.zero - of_normal, zero), (row.saturated, saturated)]
+    share, what = max(shares)
+    if share > LOST:
+        return what
+    if not is_static:
+        return ""
+    ratio = row.rms / row.scale
+    low, high = min(format.min_normal, 1 / DRIFT), max(format.max / PEAK, DRIFT)
+    if 0 < ratio < math.inf and not low <= ratio <= high:
+        return f"the RMS {of} is {ratio:.2g} times its static scale"
+    return ""
+
+
+_UNSCALED = (
+    "Recipe {!r} casts without a scale: it is for modules and losses of unit_scaling; recipe "
+    '"tensor" has a scale for each tensor'
+)
+_FROZEN = (
+    "Its scales are frozen: call fp8.calibrate again, with the loss of training, the factor of a "
+    "GradScaler included"
+)
+_STALE = (
+    "The scale was that of an earlier pass, and is set anew where its values have moved. If they "
+    'keep moving, recipe "tensor" has a new scale in each pass; if the loss of fp8.calibrate was '
+    "another one, call it with that of training, the factor of a GradScaler included"
+)
+_SPREAD = (
+    "Its values spread beyond the range of the format: take scales of smaller tiles (recipe "
+    '"row", "block" or "mxfp8"), or leave the layer in high precision by a policy'
+)
+
+
+def watches_of(model: nn.Module) -> list[Watch]:
+    """The watches of a model, parts of which may have been converted on their own. Raises
+    ValueError if nothing in it is converted."""
+    layers = [vars(module).get("fp8_watch") for module in model.modules()]
+    watches = {id(layer.watch): layer.watch for layer in layers if layer is not None}
+    if not watches:
+        name = type(model).__name__
+        raise ValueError(f"no layer of {name} is converted: call fp8.convert first")
+    return list(watches.values())
+
+
+def watch_of(model: nn.Module) -> Watch:
+    """The first of `watches_of`."""
+    return watches_of(model)[0]
