@@ -36,6 +36,7 @@ BENCHMARKS = (
     "zoo",
     "strangers",
     "norms",
+    "faults",
     "forecast",
 )
 """Scripts of this package; `python -m benchmarks.NAME` runs one and writes results/NAME.json."""

@@ -279,6 +279,11 @@ def _sums(rows: list[Row]) -> str:
     )
 
 
+def _faults(rows: list[Row]) -> str:
+    before = sum(row["before"] for row in rows)
+    return f"In {before} of {len(rows)} faults, before the loss shows it"
+
+
 def _forecast(rows: list[Row]) -> str:
     block = [row for row in rows if row["case"] == "block" and row["recipe"] != "bf16"]
     times = ", ".join(f"{row['recipe']} {row['ratio']:.2f}" for row in block)
@@ -354,6 +359,10 @@ QUESTIONS: dict[str, Question] = {
     ),
     "fine_tuning": Question(
         text="How much held-out loss does FP8 cost in fine-tuning?", answer=_fine_tuning
+    ),
+    "faults": Question(
+        text="Does a warning name the layer where training in FP8 goes wrong?",
+        answer=_faults,
     ),
     "preflight": Question(
         text="Does `fp8.preflight` recommend the best policy?", answer=_preflight
