@@ -202,10 +202,7 @@ def other_scales(run: Run, since: int) -> None:
 
 def frozen(model: nn.Module, batch: Any) -> None:
     """Calibrated on data of another size."""
-    fp8.calibrate(model, larger(1e-5)(batch), cross_entropy)
-    freeze: Any = getattr(fp8, "freeze", None)
-    if freeze is not None:
-        freeze(model)
+    fp8.calibrate(model, larger(1e-5)(batch), cross_entropy, freeze=True)
 
 
 def same(run: Run, since: int) -> None:
