@@ -135,16 +135,21 @@ def cast_values(
     where the cast is reported; "": nowhere."""
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis, signs)
-    scale, before = None, None
-    if label and history is not None and spec.stored_rule is None:
-        before = history.detach().float().sum()  # of one element, which may be set anew
+    scale = None
+    if label:
+        label = _with_before(label, spec, history)
     if spec.tile == (0, 0):
         scale = whole_scale(x, spec, history, record)
-    if before is not None and scale is not None and isinstance(label, Row):
-        label = label._replace(before=torch.where(before > 0, before, scale))
     if differentiable:
         return apply(_Round, x, scale, spec, axis, label), scale
     return _rounded(x, scale, spec, axis, label), scale
+
+
+def _with_before(label: Label, spec: Cast, history: Tensor | None) -> Label:
+    """``label`` with the static scale before the pass, which may set it anew."""
+    if not isinstance(label, Row) or history is None or spec.stored_rule is not None:
+        return label
+    return label._replace(before=history.detach().float().sum())  # of one element
 
 
 @eager_only(False)
@@ -438,9 +443,9 @@ def quantized(
     if spec.hadamard:
         x = rotated(dequantized(x), spec.hadamard, axis, signs)
     x = dequantized(x, torch.float32)
+    if label:
+        label = _with_before(label, spec, history)
     row = label if isinstance(label, Row) else None
-    if row is not None and history is not None and spec.stored_rule is None:
-        row = row._replace(before=history.detach().float().sum())
     scale = whole_scale(x, spec, history, record)
     if spec.stored_rule is None or scale is not None:
         format, stored = spec.number_format, converts and spec.stored_rule is not None
@@ -453,7 +458,8 @@ def quantized(
             units, format, unscaled=x, **rounding_of(spec, converts)
         )
         if row is not None:
-            _observe_whole(row, x, values, scale, format)
+            y = values if scale is None else values * scale
+            observe(row, Observed(x, y, scale, format))
         elif label and spec.stored_rule is None and history is None:
             observe(label, Observed(units, values, None, format))
         result = QuantizedOperand(values, one_scale(x) if scale is None else scale)
@@ -469,18 +475,6 @@ def quantized(
     if axis == -2:
         return result.mT
     return result
-
-
-def _observe_whole(
-    row: Row, x: Tensor, values: Tensor, scale: Tensor | None, format: Format
-) -> None:
-    """Reports ``x`` in numbers of the format with one scale."""
-    if scale is None:
-        observe(row, Observed(x, values, None, format))
-        return
-    if row.before is not None:
-        row = row._replace(before=torch.where(row.before > 0, row.before, scale))
-    observe(row, Observed(x, values * scale, scale, format))
 
 
 def times(x: Tensor, factor: float) -> Tensor:

@@ -23,6 +23,7 @@ from torch.autograd import Function
 from ..common.compiler import compiled_as, eager_only
 from ..formats.format import Format
 from ..frame import FRAMES
+from ..recipes.scaling import largest_magnitude
 from ..torch_internals.pipelining import in_shape_inference
 from ..torch_internals.running_calls import recomputes
 from ..warnings import RecipeWarning, warn_once
@@ -78,13 +79,12 @@ STATISTICS = (
     "zero",
     "saturated",
     "nonfinite",
-    "signal",
     "noise",
 )
 """The entries of `statistics`. elements: the number of nonzero ones in the sample. scale: in force
 before the pass; NaN if tiles have their own. square: the mean square. largest: the largest
 magnitude, Inf or NaN if the operand has one. zero: the share of the nonzero elements that become
-zero. saturated, nonfinite: shares of all. signal, noise: mean squares of elements and errors."""
+zero. saturated, nonfinite: shares of all. noise: the mean square of the errors."""
 
 SAMPLE = 1 << 14
 """The number of elements that eager code looks at."""
@@ -127,6 +127,15 @@ def sampled(x: Tensor, step: int) -> Tensor:
     return wide(x.flatten()[::step])
 
 
+def _samples(cast: Observed, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Every ``step``-th element before and after the cast, 0 where one of both is not finite, and
+    where both are."""
+    xs, ys = sampled(cast.x.flatten(), step), sampled(cast.y.flatten(), step)
+    # A NaN E8M0 scale makes its whole tile NaN.
+    finite = xs.isfinite() & ys.isfinite()
+    return torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0), finite
+
+
 @compiled_as(lambda x: 1)
 def _step(x: Tensor) -> int:
     return stride(x, SAMPLE)
@@ -136,11 +145,8 @@ def statistics(cast: Observed) -> Tensor:
     """`STATISTICS` of a cast, float32. In eager code shares and squares are those of a sample; in
     a graph, where they fuse with the cast and sizes may be dynamic, of all elements."""
     step = _step(cast.x)
-    low, high = torch.ops.aten.aminmax.default(cast.x.detach())
-    largest = wide(torch.maximum(-low, high))
-    xs, ys = sampled(cast.x.flatten(), step), sampled(cast.y.flatten(), step)
-    finite = xs.isfinite() & ys.isfinite()
-    xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
+    largest = wide(largest_magnitude(cast.x.detach()))
+    xs, ys, finite = _samples(cast, step)
     scale = cast.scale if cast.before is None else cast.before
     shown, unit = torch.full_like(largest, torch.nan), torch.ones_like(xs)
     if scale is None or scale.ndim == 0:
@@ -149,10 +155,11 @@ def statistics(cast: Observed) -> Tensor:
     elif cast.before is None:
         unit = sampled(scale.expand_as(cast.x).flatten(), step)
     smallest, most = cast.format.min_subnormal / 2, cast.format.max
-    magnitude, lost = xs.abs(), (ys == 0) & (xs != 0)
+    magnitude, nonzero = xs.abs(), xs != 0
+    lost = (ys == 0) & nonzero
     if cast.before is not None:  # what passes since the last look have lost
-        lost = (magnitude <= unit * smallest) & (xs != 0)
-    used = wide(xs != 0).sum()
+        lost = (magnitude <= unit * smallest) & nonzero
+    used = wide(nonzero).sum()
     parts = (
         used,
         shown,
@@ -161,14 +168,14 @@ def statistics(cast: Observed) -> Tensor:
         wide(lost).sum() / used.clamp(min=1),
         wide(magnitude > unit * most).mean(),
         wide(~finite).mean(),
-        xs.square().mean(),
         (xs - ys).square().mean(),
     )
     return torch.stack(parts).float()
 
 
 class Row(NamedTuple):
-    """A row of the statistics of a product. before: the static scale before the pass."""
+    """A row of the statistics of a product. before: the static scale before the pass, 0 if it was
+    not set."""
 
     table: Tensor
     operand: str
@@ -178,7 +185,10 @@ class Row(NamedTuple):
 def note(row: Row, cast: Observed) -> None:
     """Writes the statistics of a cast."""
     operand = row.operand.replace("other", "weight")
-    values = statistics(cast._replace(before=row.before))
+    before = row.before
+    if before is not None and cast.scale is not None:
+        before = torch.where(before > 0, before, cast.scale)
+    values = statistics(cast._replace(before=before))
     if not _is_transformed(values):
         _tell(row.table, operand, values)
         row.table[OPERANDS.index(operand)].copy_(values)
@@ -204,6 +214,15 @@ LOST = 0.1
 Modules of unit_scaling lose up to 0.06, of the gradients of queries and keys in e5m2."""
 LEAST = 1024
 """The number of nonzero elements below which shares are not judged."""
+
+
+def decibels(signal: float, noise: float) -> float:
+    """The ratio of two second moments in dB; Inf without noise, -Inf without signal."""
+    if noise == 0:
+        return math.inf
+    if signal / noise > 0:
+        return 10 * math.log10(signal / noise)
+    return -math.inf
 
 
 class CastRecorder:
@@ -233,15 +252,11 @@ class CastRecorder:
     def count(self, layer: str, operand: str, cast: Observed) -> None:
         if operand in ("input", "weight") and recomputes():
             return
-        x, y, scale, format = cast.x, cast.y, cast.scale, cast.format
+        x, scale, format = cast.x, cast.scale, cast.format
         step = stride(x, self.sample)
-        low, high = torch.ops.aten.aminmax.default(x.detach())
         # The usual case costs one check.
-        clean = bool((low.isfinite() & high.isfinite()).item())
-        xs, ys = (sampled(t.flatten(), step) for t in (x, y))
-        # A NaN E8M0 scale makes its whole tile NaN.
-        finite = xs.isfinite() & ys.isfinite()
-        xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
+        clean = bool(largest_magnitude(x.detach()).isfinite())
+        xs, ys, _ = _samples(cast, step)
         unit: Any = 1.0 if scale is None else sampled(scale, step)
         counts = (
             torch.full((), x.numel(), device=x.device),

@@ -44,7 +44,8 @@ class Casts:
     """The casts of the six operands of a layer's three products; None: not cast.
 
     reuses_a, reuses_b, reuses_grad: whether the first copy of an operand serves its second product.
-    random_signs: whether a rotation has those. second: what b is.
+    random_signs: whether a rotation has those. second: what b is. grad_again: what the cast of the
+    gradient for b is reported as, if that for a does not run.
     """
 
     a: Cast | None = None
@@ -58,6 +59,7 @@ class Casts:
     reuses_grad: bool = True
     random_signs: bool = False
     second: str = "weight"
+    grad_again: str = "grad"
 
     @property
     def pairs(self) -> tuple[tuple[Cast | None, Cast | None], ...]:
@@ -158,6 +160,7 @@ def casts_of(token: str) -> Casts:
         else:
             b_for_grad_a = a.rotated(grad_for_a.hadamard, grad_for_a.signs)
     operands = (a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b)
+    reuses_grad = one_copy(grad_for_a, grad_for_b)
     return Casts(
         a=a,
         b=b,
@@ -167,7 +170,8 @@ def casts_of(token: str) -> Casts:
         a_for_grad_b=a_for_grad_b,
         reuses_a=one_copy(a, a_for_grad_b),
         reuses_b=one_copy(b, b_for_grad_a),
-        reuses_grad=one_copy(grad_for_a, grad_for_b),
+        reuses_grad=reuses_grad,
+        grad_again="grad" if reuses_grad else "grad again",
         random_signs=any(cast and cast.signs == "random" for cast in operands),
         second=second,
     )

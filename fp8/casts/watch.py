@@ -24,12 +24,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from ..common.compiler import eager_only
 from ..formats.format import Format, get_format
 from ..recipes.recipe import Recipe
+from ..torch_internals.running_calls import recomputes
 from ..warnings import PitfallWarning, RecipeWarning, ScaleWarning, warn_once
-from .counts import LEAST, LOST, OPERANDS, STATISTICS
+from .counts import LEAST, LOST, OPERANDS, STATISTICS, decibels
 
 LONGEST = 128
-"""The passes from one look to the next after this one. A look costs some tenths of a step, so that
-all together cost less than 1 %; a wrong scale lasts no longer than this."""
+"""The passes from one look to the next after this one. A look adds 0.4 to 1.6 of a step (blocks of
+width 128 on a CPU), all together 0.3 to 1.3 %; a wrong scale lasts no longer than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +94,6 @@ class Watch:
     def __reduce__(self) -> Any:
         return _watch, (self.frozen,)
 
-    def __deepcopy__(self, memo: Any) -> Watch:
-        return _watch(self.frozen)
-
     def restart(self) -> None:
         """Looks at the next passes as at the first ones, as after a change of recipes."""
         self.step, self.looks, self._leader = 1, True, None
@@ -103,10 +101,14 @@ class Watch:
     def enters(self, layer: LayerWatch) -> None:
         """An eager training pass enters a layer. If no optimizer steps, a pass begins when the
         first layer of the last one runs again."""
-        if self._leader is not None and self._leader() is layer:
+        # Before the look at the stack: other layers are the usual case.
+        if self._leader is not None and self._leader() is not layer:
+            return
+        if recomputes():
+            return
+        if self._leader is not None:
             self._next()
-        if self._leader is None:
-            self._leader = weakref.ref(layer)
+        self._leader = weakref.ref(layer)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has made a step. Of several ones, a pass is a step of each."""
@@ -221,7 +223,7 @@ class LayerWatch:
 
     def drop(self) -> None:
         """Forgets all statistics."""
-        for product, _ in list(self.tables()):
+        for product, _ in self.tables():
             delattr(self, _TABLE + product)
 
     def table(self, product: str, x: Tensor) -> Tensor | None:
@@ -259,10 +261,9 @@ class LayerWatch:
         named = dict(zip(STATISTICS, values, strict=True))
         elements = named.pop("elements")
         square, noise = named.pop("square"), named.pop("noise")
-        signal = named.pop("signal")
-        sqnr = math.inf
-        if noise:
-            sqnr = 10 * math.log10(signal / noise) if signal else math.nan
+        sqnr = decibels(square, noise)
+        if noise and not 0 < square < math.inf:  # beyond the range of float32
+            sqnr = math.nan
         format = self.formats.get(operand)
         row = Seen(
             layer=".".join(filter(None, (self.name, product.strip("_")))),

@@ -191,8 +191,7 @@ class _Native(Function):
         if ctx.needs_input_grad[1]:
             # Where it has one scale, one cast of the gradient serves both products.
             if g is None:
-                which = "grad" if casts.reuses_grad else "grad again"
-                label = how.label(which, ctx.table)
+                label = how.label(casts.grad_again, ctx.table)
                 g = store(
                     grad, casts.grad_for_b, -2, ctx.history, record=True, label=label
                 )

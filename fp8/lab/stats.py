@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ..casts.counts import COUNTS, CastRecorder, Recording
+from ..casts.counts import COUNTS, CastRecorder, Recording, decibels
 from ..common.report import as_table
 from ..common.validation import check_module, check_whole
 from ..frame import Stack, close_frame, open_frame
-from ..products.range_loss import decibels
 from ..torch_internals.stance import STANCE
 
 __all__ = ["Stats", "StatsRow", "stats"]

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..casts.counts import forget_checks
 from ..common.libraries import explains_arguments
 from ..common.mixin import (
     Args,
@@ -154,7 +153,6 @@ def convert(
             convert_layer(module, decision, backend)
     if isinstance(recipe, Policy):
         vars(model)["fp8_policy"] = policy
-    forget_checks(model)
     watch_layers(model)
     _warn(model)
     return expand(model)
@@ -239,7 +237,6 @@ def _advance(owner: nn.Module, fraction: float) -> bool:
             for _, source in reached:
                 now = tuple(None if was is None else source for was in now)
             set_recipe(layer, now, shown)
-    forget_checks(owner)
     watch_layers(owner)
     return True
 
@@ -253,7 +250,6 @@ def choose_recipes(model: nn.Module) -> None:
             change_settings(layer, recipe=composed(sources, auto_of(layer)))
         history.remove_buffers(layer)
         history.add_buffers(layer)
-    forget_checks(model)
     watch_layers(model)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..casts.counts import forget_checks
 from ..common.compiler import eager_only
 from ..common.validation import check_module
 from ..frame import FRAMES
@@ -123,7 +122,6 @@ class override:
                 _apply(layer, record)
                 hooks[layer] = layer.register_forward_pre_hook(_check_checkpoint)
             self._open.append((number, hooks))
-        forget_checks(self._model)
         watch_layers(self._model)
         return self
 
@@ -137,7 +135,6 @@ class override:
                 # None: a conversion inside of the block has replaced what it changed.
                 if record is not None and record.rules.pop(number, None):
                     dropped += _apply(layer, record)
-        forget_checks(self._model)
         watch_layers(self._model)
         for message in dropped:
             show(RecipeWarning, message)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casts.counts import forget_checks
 from ..casts.watch import LayerWatch, Watch
 from ..common.compiler import eager_only
 from ..common.mixin import Args, Forward, Mixin, add_mixin, bare_class
@@ -216,7 +217,8 @@ def set_recipe(layer: Any, sources: tuple[Source, ...], since: str = "") -> None
 
 def watch_layers(model: nn.Module) -> None:
     """Gives the converted layers of a model a watch, which looks at the next passes as at the first
-    ones, under the recipes that are in force now."""
+    ones, under the recipes that are in force now. Products outside of layers are checked again."""
+    forget_checks(model)
     layers = converted(model)
     found = [vars(layer).get("fp8_watch") for layer in layers.values()]
     watch = next((layer.watch for layer in found if layer is not None), None) or Watch()

@@ -174,8 +174,7 @@ class _Product(Function):
         if needs_b and needs_a and casts.reuses_grad:
             for_b = for_a
         elif needs_b and casts.grad_for_b is not None:
-            which = "grad" if casts.reuses_grad else "grad again"
-            label = how.label(which, table) if reports else ""
+            label = how.label(casts.grad_again, table) if reports else ""
             for_b, _ = cast(
                 g, casts.grad_for_b, -2, history, True, signs_b, label=label
             )
@@ -259,8 +258,7 @@ class _Convolution(_Product):
             if needs_a and casts.reuses_grad:
                 for_b = for_a
             elif casts.grad_for_b is not None:
-                which = "grad" if casts.reuses_grad else "grad again"
-                label = how.label(which, ctx.table)
+                label = how.label(casts.grad_again, ctx.table)
                 for_b, _ = cast(g, casts.grad_for_b, -2, ctx.history, True, label=label)
             if casts.again_a is not None:
                 again_a, _ = cast(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..casts.casting import cast_values
+from ..casts.counts import decibels
 from ..formats.format import Format, get_format
 from ..frame import FRAMES
 from ..recipes.cast import Cast
@@ -141,12 +142,3 @@ def without_limits(x: Tensor, format: Format) -> Tensor:
 def sqnr(x: Tensor, y: Tensor) -> float:
     """The SQNR of ``y``, ``x`` rounded, in dB; Inf if they are equal."""
     return decibels(float(x.square().sum()), float((x - y).square().sum()))
-
-
-def decibels(signal: float, noise: float) -> float:
-    """The ratio of two second moments in dB; Inf without noise, -Inf without signal."""
-    if noise == 0:
-        return math.inf
-    if signal / noise > 0:
-        return 10 * math.log10(signal / noise)
-    return -math.inf

@@ -14,7 +14,6 @@ from ..common.compiler import updates_states
 from ..common.dtensor import part_of
 from ..common.validation import check_module
 from ..torch_internals.decorators import taken_as_constant
-from ..torch_internals.running_calls import recomputes
 from ..warnings import PitfallWarning, show
 
 _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
@@ -48,7 +47,7 @@ class LayerState:
         if not updates_states() or torch.compiler.is_exporting():
             self.looks = False
             return
-        if not self._traced and not recomputes():
+        if not self._traced:
             watched.watch.enters(watched)
         self.looks = watched.watch.looks
 
@@ -106,14 +105,13 @@ class LayerState:
             _check_creates(buffer)
             with torch.inference_mode(False):
                 layer.register_buffer(buffer, torch.zeros(shape, device=device))
-        state = layer._buffers[buffer]
         settled = groups or length or layer.fp8_watch.watch.frozen
         if self.looks and not settled:
             # Measured again, and so independent of what is noted: one graph.
             if self._traced:
                 return part_of(getattr(layer, buffer))[None]
             layer.fp8_note(buffer)
-            return part_of(state)[None]
+            return part_of(layer._buffers[buffer])[None]
         # A graph reads the attribute once it is noted, so that it guards the value that stays.
         if self._traced or getattr(layer.fp8_measured, buffer, False) is False:
             layer.fp8_note(buffer)

@@ -110,7 +110,7 @@ SCALINGS: dict[str, Scaling] = {
 """Name -> which elements share a scale, and the rules that may compute it."""
 
 
-def _largest(x: Tensor) -> Tensor:
+def largest_magnitude(x: Tensor) -> Tensor:
     """The largest magnitude, 0-dim; NaN if there is a NaN."""
     low, high = aten.aminmax.default(x)  # one pass, no copy
     return torch.maximum(-low, high)
@@ -127,7 +127,9 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none."""
     eager = type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
     if eager and x.device.type == "cpu":
-        amax = _largest(x) if dims is None else x.abs().amax(dims, keepdim=True)
+        amax = (
+            largest_magnitude(x) if dims is None else x.abs().amax(dims, keepdim=True)
+        )
         try:
             if bool(amax.amax() < torch.inf):  # the usual case, without a mask
                 return amax
@@ -162,7 +164,9 @@ def scales_and_unit(
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     x, finite = x.detach(), None
     if rule.form.is_narrow:
-        amax = _largest(x) if dims is None else x.abs().amax(dims, keepdim=True)
+        amax = (
+            largest_magnitude(x) if dims is None else x.abs().amax(dims, keepdim=True)
+        )
         amax = amax.to(dtype)
         finite = amax < torch.inf
         amax = torch.where(finite, amax, 0.0)
@@ -370,8 +374,7 @@ def _largest_of(x: Tensor) -> Tensor:
         return reduced(x, _largest_of(part_of(x)), range(x.dim()), "max")
     if not x.numel():  # of a process that has no part of it
         return x.new_zeros((), dtype=torch.float32)
-    low, high = aten.aminmax.default(x.detach())
-    return torch.maximum(-low, high).float()
+    return largest_magnitude(x.detach()).float()
 
 
 def _static_scale(x: Tensor, state: Tensor, format: Format, record: bool) -> Tensor:
