@@ -192,14 +192,19 @@ class LayerWatch:
     """
 
     def __init__(self, name: str, watch: Watch) -> None:
-        self.name, self.watch = name, watch
+        self.name = name
         self.formats: dict[str, Format] = {}
         self.has_scales, self.is_static, self.recipe = True, False, ""
-        watch.layers[self] = None
+        self.join(watch)
 
     def __reduce__(self) -> Any:
         settings = (self.formats, self.has_scales, self.is_static, self.recipe)
         return _layer_watch, (self.name, self.watch, settings)
+
+    def join(self, watch: Watch) -> None:
+        """Looks when ``watch`` does, which reads the statistics from now on."""
+        self.watch = watch
+        watch.layers[self] = None
 
     def under(self, recipe: Recipe) -> None:
         """Takes the formats of a recipe, which the layer runs under from now on."""

@@ -201,7 +201,9 @@ def convert_layer(layer: nn.Module, decision: Decision, backend: str) -> None:
 
 def change_settings(layer: Any, **fields: Any) -> None:
     """Sets a record of a converted layer with other ``fields``."""
-    vars(layer)["fp8_settings"] = replace(layer.fp8_settings, **fields)
+    vars(layer)["fp8_settings"] = settings = replace(layer.fp8_settings, **fields)
+    if "fp8_watch" in vars(layer):
+        layer.fp8_watch.under(settings.recipe)
 
 
 def set_recipe(layer: Any, sources: tuple[Source, ...], since: str = "") -> None:
@@ -224,8 +226,10 @@ def watch_layers(model: nn.Module) -> None:
     watch = next((layer.watch for layer in found if layer is not None), None) or Watch()
     watch.restart()
     for name, layer in layers.items():
-        watched = vars(layer).setdefault("fp8_watch", LayerWatch(name, watch))
-        watched.watch = watch
+        if "fp8_watch" not in vars(layer):
+            vars(layer)["fp8_watch"] = LayerWatch(name, watch)
+        watched = layer.fp8_watch
+        watched.join(watch)  # of a part that was converted on its own
         watched.under(layer.fp8_recipe)
         if not layer.fp8_settings.by_call and not watched.tables():
             watched.add("", layer.weight.device)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8
+from fp8.casts.watch import watches_of
 from tests.fp8.compare import assert_same
 from tests.launch import needs_gloo, run_ranks
 from tests.shared import (
@@ -343,6 +344,22 @@ def test_layers_that_read_one_tensor_share_its_scale():
     assert torch.equal(model(x), want)
     model.k.fp8_scale_input.mul_(2.0**20)  # eager code reads the buffer
     assert not torch.equal(model(x), want)
+
+
+def test_the_watch_follows_recipes_and_parts():
+    """fp8.calibrate makes "auto" static; parts that were converted apart are read together."""
+    one, two = fp8.convert(nn.Linear(64, 64)), fp8.convert(nn.Linear(64, 64), "static")
+    model, x = nn.Sequential(one, two), normal(64, 64)
+    fp8.calibrate(model, x)
+    assert one.fp8_watch.is_static
+    assert one.fp8_watch.recipe == "static"
+    with fp8.override(model, ("*", None, "tensor")):
+        (watch,) = watches_of(model)
+        rows = []
+        watch.listeners.append(rows.extend)
+        model(x).sum().backward()
+        watch.read()
+    assert [row.operand for row in rows] == ["input", "weight", "grad"] * 2
 
 
 def one_of_two_processes(rank, store):
