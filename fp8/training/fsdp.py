@@ -6,7 +6,7 @@ It uses FSDP2's extension point, a tensor subclass.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -217,18 +217,18 @@ def _wrapped(weight: nn.Parameter, cast: Cast) -> nn.Parameter:
 
 
 def _as_plain(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object
 ) -> None:
     """A state_dict hook that replaces the weight by a plain tensor, or a DTensor of one."""
-    weight: Any = state.get(f"{prefix}weight")
+    weight = state.get(f"{prefix}weight")
     if isinstance(weight, nn.Parameter):  # with keep_vars
         return
     shard = part_of(weight)
     if isinstance(shard, _Weight):
-        divided = isinstance(weight, DTensor)
-        state[f"{prefix}weight"] = (
-            as_shard(weight, shard.plain) if divided else shard.plain
-        )
+        plain = shard.plain
+        if isinstance(weight, DTensor):
+            plain = as_shard(weight, plain)
+        state[f"{prefix}weight"] = plain
 
 
 # Operations of FSDP2 and torch on a weight that return a weight: views and copies.
@@ -250,17 +250,24 @@ _COPIES = {
 }
 
 
+class _Scale(NamedTuple):
+    """A scale, and the version of the weight that it was computed for."""
+
+    scale: Tensor
+    version: int
+
+
 class _Weight(Tensor):
     """A weight, or a shard of one, like ``plain``, that is rounded when it is sent. cached: its
-    scale and the version of ``plain`` that it was computed for, shared by all views."""
+    last scale, shared by all views."""
 
     plain: Tensor
     cast: Cast
-    cached: list[Any]
+    cached: list[_Scale]
 
     @staticmethod
     def __new__(
-        cls: Any, plain: Tensor, cast: Cast, cached: list[Any] | None = None
+        cls: Any, plain: Tensor, cast: Cast, cached: list[_Scale] | None = None
     ) -> _Weight:
         options = {name: getattr(plain, name) for name in ("dtype", "layout", "device")}
         options |= {"strides": plain.stride(), "storage_offset": plain.storage_offset()}
@@ -271,13 +278,13 @@ class _Weight(Tensor):
         self.cached = [] if cached is None else cached
         return self
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: object) -> None:
         pass
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override, unused-ignore]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         first = args[0] if args else None
         leaves = tree_leaves((args, kwargs)) if function._schema.is_mutable else []
         args, kwargs = tree_map_only(_Weight, lambda w: w.plain, (args, kwargs or {}))
@@ -290,10 +297,10 @@ class _Weight(Tensor):
         cached = first.cached if function in _VIEWS else None
         return tree_map_only(Tensor, lambda t: _Weight(t, first.cast, cached), out)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return self.plain.__reduce_ex__(protocol)
 
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **options: object) -> str:  # type: ignore[override]
         return f"_Weight({self.plain!r}, {self.cast})"
 
     def largest(self) -> Tensor:
@@ -307,13 +314,13 @@ class _Weight(Tensor):
         assert self.cast.rule is not None
         scale = scale_of(amax, None, get_format(self.cast.format), self.cast.rule)
         scale = FORM_OF[self.cast.rule].with_margin(scale, self.cast.margin)
-        self.cached[:] = [scale, self.plain._version]
-        return self.cached[0]
+        self.cached[:] = [_Scale(scale, self.plain._version)]
+        return scale
 
     def scale(self, mesh: DeviceMesh) -> Tensor:
         """The scale factor of the weight over all shards; an all-reduce if it is not cached."""
-        if self.cached and self.cached[1] == self.plain._version:
-            return self.cached[0]
+        if self.cached and self.cached[0].version == self.plain._version:
+            return self.cached[0].scale
         amax = self.largest()
         dist.all_reduce(amax, dist.ReduceOp.MAX, mesh.get_group())
         return self.remember(amax)
@@ -333,10 +340,10 @@ class _Weight(Tensor):
     def fsdp_pre_all_gather(
         self,
         mesh: DeviceMesh,
-        outer_size: Any,
-        outer_stride: Any,
-        module: Any,
-        mp_policy: Any,
+        outer_size: torch.Size,
+        outer_stride: object,
+        module: nn.Module,
+        mp_policy: object,
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """The bytes that this process sends, and the scale factor; see torch's FSDP2."""
         x, scale = self.plain, None

@@ -9,7 +9,8 @@ result to the memory format of the input.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,11 @@ from torch.types import Device
 from ..common.compiler import in_memory
 from ..torch_internals.autograd_functions import apply, same
 
+# torch declares no attributes of the context of an autograd function.
+Context: TypeAlias = Any
+
+# Channels that compiled code sums at once, each contiguous in memory.
 BLOCK = 16
-"""The number of channels that compiled code sums at once, each contiguous in memory."""
 
 
 def layer_norm2d(
@@ -44,9 +48,8 @@ def layer_norm2d(
     tensors = (input, weight, bias)
     if has_torch_function(tensors):  # lets modes intercept it, like torch.nn.functional
         return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
-    in_graph = torch.compiler.is_compiling()
     _check(input, weight, bias)
-    if not in_graph:
+    if not torch.compiler.is_compiling():
         differentiable = torch.is_grad_enabled() and not _is_channels_last(input)
         x = apply(_FormatOfGradient, input) if differentiable else input
         return permuted(x, weight, bias, eps)
@@ -80,9 +83,13 @@ def permuted(
         bias is not None and bias.dtype != x.dtype
     )
     if other:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        weight = None if weight is None else weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        dtype = torch.float32
+        if x.dtype == torch.float64:
+            dtype = torch.float64
+        if weight is not None:
+            weight = weight.to(dtype)
+        if bias is not None:
+            bias = bias.to(dtype)
     last = x.movedim(1, -1)
     y = torch.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
     return _with_strides(y, _strides(x))
@@ -94,10 +101,11 @@ def _strides(x: Tensor) -> list[int]:
 
 
 def _with_strides(value: Tensor, strides: list[int]) -> Tensor:
-    """``value``, copied if its strides are others. `torch.func.vmap` allows no write of a batch to
-    a tensor without one, so that ``value`` makes the tensor to copy to."""
+    """``value``, copied if its strides are others."""
     if list(value.stride()) == strides:
         return value
+    # torch.func.vmap allows no write of a batch to a tensor without one, so that the batched
+    # tensor makes the one to copy to.
     return value.new_empty_strided(value.size(), strides).copy_(value)
 
 
@@ -121,21 +129,23 @@ class _FormatOfGradient(Function):
         return same(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.strides = _strides(inputs[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         return _with_strides(grad, ctx.strides)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+    def jvp(ctx: Context, tangent: Tensor) -> Tensor:
         return same(tangent)
 
 
 class _LayerNorm2d(Function):
     """(output, mean, 1/sqrt(var + eps)), in a graph. Only the first is to be used and is
     differentiable; the others are in the dtype of computation, with one channel."""
+
+    # Statistics are outputs, as a function with ``setup_context`` saves inputs and outputs alone.
 
     generate_vmap_rule = True
 
@@ -147,30 +157,40 @@ class _LayerNorm2d(Function):
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+        ctx: Context,
+        inputs: tuple[Tensor, Tensor | None, Tensor | None, float],
+        output: tuple[Tensor, ...],
     ) -> None:
         x, weight, bias, _ = inputs
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
         # Tensors only: in compiled code saved_tensors omits None.
-        ctx.save_for_backward(
-            x, mean, rstd, *(t for t in (weight, bias) if t is not None)
-        )
-        ctx.present = [t is not None for t in (weight, bias)]
+        parameters = [t for t in (weight, bias) if t is not None]
+        ctx.save_for_backward(x, mean, rstd, *parameters)
+        ctx.has_weight, ctx.has_bias = weight is not None, bias is not None
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         x, mean, rstd, *parameters = ctx.saved_tensors
-        weight = parameters[0] if ctx.present[0] else None
-        bias = parameters[-1] if ctx.present[1] else None
-        result = _gradients(grad, x, mean, rstd, weight)
-        like = zip(result, (x, weight, bias), strict=True)
-        return *(None if t is None else g.to(t.dtype) for g, t in like), None
+        weight = bias = None
+        if ctx.has_weight:
+            weight = parameters[0]
+        if ctx.has_bias:
+            bias = parameters[-1]
+        dx, dweight, dbias = _gradients(grad, x, mean, rstd, weight)
+        return _like(x, dx), _like(weight, dweight), _like(bias, dbias), None
+
+
+def _like(tensor: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """The gradient of ``tensor`` in its dtype."""
+    if tensor is None:
+        return None
+    return gradient.to(tensor.dtype)
 
 
 def _wide(x: Tensor, value: Tensor) -> Tensor:
     """``value`` in the dtype in which a norm of ``x`` is computed."""
-    return value.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return value.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _across(x: Tensor, value: Tensor) -> Tensor:
@@ -179,31 +199,34 @@ def _across(x: Tensor, value: Tensor) -> Tensor:
 
 
 def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, d, 1/sqrt(var + eps)), where m + d is the mean of ``x`` over the channels: d, the mean of
-    x - m, corrects the rounded mean m and the variance (corrected two-pass algorithm, Chan, Golub
-    and LeVeque 1983)."""
+    """(m, d, 1/sqrt(var + eps)), where m + d is the mean of ``x`` over the channels."""
+    # d, the mean of x - m, corrects the rounded mean m and the variance: the corrected two-pass
+    # algorithm of Chan, Golub and LeVeque (1983). At a mean of 1000 standard deviations its error
+    # is 1e-7 of the output, that of torch's norms 3e-5 and more.
     # Multiplies by 1/n, because compiled code repeats a division for each element.
     share = 1.0 / x.shape[1]
     mean = x.sum(1, keepdim=True) * share
     centred = x - mean
     correction = centred.sum(1, keepdim=True) * share
-    var = (
-        centred.square().sum(1, keepdim=True) * share - correction.square()
-    ).clamp_min(0.0)
+    square = centred.square().sum(1, keepdim=True) * share
+    var = (square - correction.square()).clamp_min(0.0)
     return mean, correction, torch.rsqrt(var + eps)
 
 
 def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`_statistics`, in code that would otherwise add the channels one by one, with a larger error:
-    the mean m of each block of BLOCK channels, the mean r of the remainder and its mean square,
-    then combined over blocks (Chan, Golub and LeVeque 1983)."""
+    """`_statistics` from those of blocks of BLOCK channels: the mean m of a block, the mean r of
+    the remainder and its mean square (Chan, Golub and LeVeque 1983)."""
+    # Inductor adds contiguous channels one by one, with a larger error.
     blocks = torch.unflatten(x, 1, (BLOCK, -1)).unbind(1)
-    share, of_all = 1.0 / BLOCK, BLOCK / x.shape[1]
-    m = in_memory(sum(blocks[1:], blocks[0]) * share)
+
+    def mean_of(parts: Sequence[Tensor]) -> Tensor:
+        return in_memory(sum(parts[1:], parts[0]) * (1.0 / BLOCK))
+
+    of_all = BLOCK / x.shape[1]
+    m = mean_of(blocks)
     centred = [block - m for block in blocks]
-    squares = [c.square() for c in centred]
-    r = in_memory(sum(centred[1:], centred[0]) * share)
-    square = in_memory(sum(squares[1:], squares[0]) * share)
+    r = mean_of(centred)
+    square = mean_of([c.square() for c in centred])
     mean = m.sum(1, keepdim=True) * of_all
     off = m - mean
     correction = (off + r).sum(1, keepdim=True) * of_all
@@ -215,14 +238,12 @@ def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor
 def _normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    in_graph = (
-        torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu
-    )
-    by_blocks = in_graph and x.is_contiguous() and x.shape[1] % BLOCK == 0
-    mean, correction, rstd = (_statistics_by_blocks if by_blocks else _statistics)(
-        _wide(x, x), eps
-    )
-    y = (_wide(x, x) - mean - correction) * rstd
+    wide, statistics = _wide(x, x), _statistics
+    in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if in_graph and x.is_cpu and x.is_contiguous() and x.shape[1] % BLOCK == 0:
+        statistics = _statistics_by_blocks
+    mean, correction, rstd = statistics(wide, eps)
+    y = (wide - mean - correction) * rstd
     if weight is not None:
         y = y * _across(x, weight)
     if bias is not None:
@@ -241,15 +262,17 @@ def _gradients(
     grad, normal = _wide(x, grad), (_wide(x, x) - mean) * rstd
     # Summed per image first, so that inductor on CPUs works on one image in the cache.
     pixels = [*range(2, x.ndim)]
-    dweight, dbias = (
-        (t.sum(pixels) if pixels else t).sum(0) for t in (grad * normal, grad)
-    )
-    g = grad if weight is None else grad * _across(x, weight)
+    dweight, dbias = grad * normal, grad
+    if pixels:  # without dimensions, torch sums over all
+        dweight, dbias = dweight.sum(pixels), dbias.sum(pixels)
+    g = grad
+    if weight is not None:
+        g = grad * _across(x, weight)
     share = 1.0 / x.shape[1]
     along = normal * ((g * normal).sum(1, keepdim=True) * share)
     # The first operand, which has the strides of x, decides about those of the result.
     dx = (along - g + g.sum(1, keepdim=True) * share) * -rstd
-    return dx, dweight, dbias
+    return dx, dweight.sum(0), dbias.sum(0)
 
 
 class LayerNorm2d(nn.LayerNorm):

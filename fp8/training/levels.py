@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from ..layers.select import LAYERS, check_values_set, why_quantized
 from ..optim import Adam, AdamW
 from ..optim.adam import LowPrecision, check_group
 from ..optim.encodings import WIDE
+from ..optim.state import Group
 from ..optim.state import convert as convert_state
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
@@ -165,14 +166,12 @@ _LEVEL = "fp8_level"
 
 def _rows_of_wide(model: nn.Module) -> list[Row]:
     """A row for each trained parameter of a dtype that no level stores."""
-    named = model.named_parameters() if _LEVEL in vars(model) else ()
-    wide = [
-        (name, dtype_name(p.dtype))
-        for name, p in named
-        if p.requires_grad and p.dtype in WIDE
-    ]
+    if _LEVEL not in vars(model):
+        return []
     return [
-        Row(name, "Parameter", LEFT_ALONE, _WIDE.format(dtype)) for name, dtype in wide
+        Row(name, "Parameter", LEFT_ALONE, _WIDE.format(dtype_name(p.dtype)))
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.dtype in WIDE
     ]
 
 
@@ -241,13 +240,14 @@ def _check_model(model: nn.Module) -> None:
 
 def _in_use(parameter: Tensor) -> bool:
     """Whether a wrapper or the graph of a forward pass holds the node that accumulates the
-    gradient: a mark in the node lasts as long as it."""
-    cast(dict[str, bool], get_gradient_edge(parameter).node.metadata)["fp8.levels"] = (
-        True
-    )
-    return "fp8.levels" in cast(
-        dict[str, bool], get_gradient_edge(parameter).node.metadata
-    )
+    gradient."""
+
+    def marks() -> Any:  # torch declares this property as a method
+        return get_gradient_edge(parameter).node.metadata
+
+    # A node that nothing holds is made anew, without the mark.
+    marks()["fp8.levels"] = True
+    return "fp8.levels" in marks()
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
@@ -267,12 +267,7 @@ TORCH = (torch.optim.Adam, torch.optim.AdamW)
 """The supported classes of torch."""
 
 REMOVED = (
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-    "amsgrad",
-    "decoupled_weight_decay",
+    "foreach fused capturable differentiable amsgrad decoupled_weight_decay".split()
 )
 """Options of torch's classes that are removed from the groups."""
 
@@ -308,7 +303,7 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     return Adam
 
 
-def _step_of(cls: type[Optimizer]) -> Any:
+def _step_of(cls: type[Optimizer]) -> Callable[..., object]:
     """The step that updates parameters, behind those of mixins that call the next class's."""
     steps = [inspect.unwrap(vars(c)["step"]) for c in cls.__mro__ if "step" in vars(c)]
     return next(step for step in steps if not hasattr(step, "calls_the_next"))
@@ -329,36 +324,35 @@ def _class_for(cls: type[Optimizer], kind: type[LowPrecision]) -> type[Optimizer
 
 @functools.cache
 def _mixed(name: str, bases: tuple[type, ...]) -> Any:
-    def reduce(self: Any) -> Any:
+    def reduce(self: Optimizer) -> tuple[object, ...]:
         return _blank, (name, bases), self.__getstate__()
 
     return type(name, bases, {"__doc__": bases[-1].__doc__, "__reduce__": reduce})
 
 
-def _blank(name: str, bases: tuple[type, ...]) -> Any:
+def _blank(name: str, bases: tuple[type, ...]) -> object:
     return object.__new__(_mixed(name, bases))
 
 
 def _settings_of(
     optimizer: Optimizer, formats: Mapping[str, str | None]
-) -> tuple[type[LowPrecision], dict[str, Any]]:
+) -> tuple[type[LowPrecision], Group]:
     """The class of `fp8.optim` and its defaults. Raises as `initialize`."""
-    kind: Any = _kind_of(optimizer)
+    kind = _kind_of(optimizer)
     defaults = kind([torch.zeros(1, 1)], lr=0.0).defaults
-    present = {
-        name: value for name, value in optimizer.defaults.items() if name in defaults
-    }
+    for name in defaults.keys() & optimizer.defaults.keys():
+        defaults[name] = optimizer.defaults[name]
     for group in optimizer.param_groups:
-        check_group({**defaults, **present, **group, **formats})
-    return kind, {**defaults, **present}
+        check_group({**defaults, **group, **formats})
+    return kind, defaults
 
 
 def _take_over(
     optimizer: Optimizer,
     kind: type[LowPrecision],
-    defaults: dict[str, Any],
+    defaults: Group,
     formats: Mapping[str, str | None],
-    replaced: Mapping[Any, Any],
+    replaced: Mapping[nn.Parameter, nn.Parameter],
 ) -> None:
     """Converts ``optimizer``, which keeps its groups, hooks and states. replaced: parameter -> the
     one that takes its place."""
@@ -383,10 +377,10 @@ def _take_over(
                 )
 
 
-def _scheduled(optimizer: Any, old: Any) -> Any:
+def _scheduled(optimizer: Any, old: object) -> Callable[..., object]:
     """A ``step`` as a scheduler has wrapped it, which warns of calls in the wrong order."""
 
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: object, **kwargs: object) -> object:
         optimizer._opt_called = True
         return type(optimizer).step(optimizer, *args, **kwargs)
 

@@ -21,6 +21,7 @@ from ..common.report import CHANGES, LEFT_ALONE, Change, Row
 from ..common.validation import check_module, check_name
 from ..formats.format import dtype_name
 from ..frame import FRAMES, close_frame, open_frame
+from ..layers.select import Where, checked_where
 from ..torch_internals.hidden_functions import called
 from ..warnings import ConvertWarning, show, warn_once
 from .layer_norm2d import LayerNorm2d, layer_norm2d
@@ -55,8 +56,8 @@ class _LowPrecision(Mixin):
 
     norm_dtype: torch.dtype | None
 
-    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
-        x = args[0] if args else kwargs["input"]
+    def around(self, forward: Forward, args: Args, kwargs: dict[str, Tensor]) -> Tensor:
+        x: Tensor = args[0] if args else kwargs["input"]
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         if x.dtype == torch.float64 or not (autocast or self.norm_dtype):
             return forward(*args, **kwargs)
@@ -79,11 +80,8 @@ class _Beneath(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype, output: torch.dtype) -> None:
         super().__init__()
-        self._dtype, self._output, self._above = (
-            dtype,
-            output,
-            FRAMES.items[-1].early_modes,
-        )
+        self._dtype, self._output = dtype, output
+        self._above = FRAMES.items[-1].early_modes
 
     def __enter__(self) -> _Beneath:
         open_frame(self, early_modes=(self, *self._above))
@@ -91,14 +89,18 @@ class _Beneath(TorchFunctionMode):
             TorchFunctionMode.__enter__(mode)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         for mode in (*reversed(self._above), self):
             TorchFunctionMode.__exit__(mode, *error)
         close_frame(self)
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        function: Callable[..., Tensor],
+        types: object,
+        args: Args = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if function not in _ARGUMENTS:
             return called(function, args, kwargs or {})
         named = dict(zip(_ARGUMENTS[function], args, strict=False)) | (kwargs or {})
@@ -108,25 +110,23 @@ class _Beneath(TorchFunctionMode):
 def _computed(
     function: Callable[..., Tensor], dtype: torch.dtype, input: Tensor, **others: Any
 ) -> Tensor:
-    """A norm of operands that are rounded to ``dtype``, with statistics in float32.
-
-    torch's kernels on a CPU save the statistics for the backward pass in the dtype of the
-    parameters; CUDA kernels save float32, and need parameters in the dtype of the input.
-    """
+    """A norm of operands that are rounded to ``dtype``, with statistics in float32."""
     x = input.to(dtype)
     for name in ("weight", "bias"):
         if others.get(name) is not None:
             others[name] = others[name].to(dtype)
     if "bias" not in _ARGUMENTS[function]:
-        if (
-            others.get("eps") is None
-        ):  # torch: the machine epsilon of the dtype of the input
+        # torch takes the machine epsilon of the dtype of the input.
+        if others.get("eps") is None:
             others["eps"] = torch.finfo(torch.float32).eps
+    # torch's kernels on a CPU save the statistics for the backward pass in the dtype of the
+    # parameters; CUDA kernels save float32, and need parameters in the dtype of the input.
     elif x.device.type == "cpu":
         shape = others.get("normalized_shape", x.shape[1:2])
         for name, make in (("weight", x.new_ones), ("bias", x.new_zeros)):
-            parameter = others.get(name)
-            others[name] = (make(shape) if parameter is None else parameter).float()
+            if others.get(name) is None:
+                others[name] = make(shape)
+            others[name] = others[name].float()
     with without_autocast(x):
         return function(x, **others)
 
@@ -136,7 +136,7 @@ def apply_low_precision_layernorm(
     precision: str | None = None,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
-    where: Callable[[str, nn.Module], bool] | None = None,
+    where: Where | None = None,
 ) -> M:
     """Makes the norms of ``model`` compute in 16 bits, in place: Composer's function of this name.
 
@@ -174,10 +174,7 @@ def apply_low_precision_layernorm(
     """
     del optimizers
     check_module("apply_low_precision_layernorm", model)
-    if not (where is None or callable(where)):
-        raise TypeError(
-            f"where is a {type(where).__name__}; give (name, norm) -> bool or None"
-        )
+    chosen = checked_where(where) or (lambda _, m: isinstance(m, nn.LayerNorm))
     name: Any = getattr(precision, "value", precision)
     if isinstance(name, str):
         name = name.lower()
@@ -188,7 +185,6 @@ def apply_low_precision_layernorm(
         why = f"precision {precision!r}: only amp_fp16 and amp_bf16 have an effect on norms"
         warn_once(ConvertWarning, why, model, "norms")
         return model
-    chosen = where or (lambda _, module: isinstance(module, nn.LayerNorm))
     norms = [m for name, m in _norms(model) if _is_supported(m) and chosen(name, m)]
     for module in norms:
         add_mixin(module, _LowPrecision, inside=True)

@@ -35,14 +35,14 @@ SHARDED = (
 class _ScaledWeights(Mixin):
     """A module with ScaledTensors, whose entries in its state_dict share their memory."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Raises ValueError if a weight is replaced by a shard, which would lose its level."""
         if hasattr(value, "device_mesh") and name in _scaled_parameters(self):
             raise ValueError(f"{name} has a level, which no shard of it has: {SHARDED}")
         super().__setattr__(name, value)
 
     def _save_to_state_dict(
-        self, destination: Any, prefix: str, keep_vars: bool
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if not keep_vars:
@@ -50,18 +50,19 @@ class _ScaledWeights(Mixin):
                 entry = ScaledTensor(parameter.memory, torch.float32, parameter.stored)
                 destination[prefix + name] = entry
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: object) -> None:
         before = _scaled_parameters(self)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        super()._load_from_state_dict(*args)  # type: ignore[misc]
         for name, old in before.items():
-            new: Any = getattr(self, name)
+            new: Tensor = getattr(self, name)
             if new is not old:  # assign=True: keep the parameter and its ties
                 old.data = new.detach()
                 setattr(self, name, old)
             _store(old)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """torch replaces each parameter by a new tensor; copies attributes and hooks to it."""
+    def _apply(self, *args: object, **kwargs: object) -> object:
+        # torch replaces each parameter by a new tensor, which has neither its attributes nor its
+        # hooks.
         attributes = {
             name: _attributes(p) for name, p in _scaled_parameters(self).items()
         }
@@ -84,13 +85,9 @@ _HELD = (
 )
 
 
-def _scaled_parameters(module: Any) -> dict[str, Any]:
+def _scaled_parameters(module: Any) -> dict[str, ScaledTensor]:
     named = module.named_parameters(recurse=False, remove_duplicate=False)
-    return {
-        name: parameter
-        for name, parameter in named
-        if isinstance(parameter, ScaledTensor)
-    }
+    return {name: p for name, p in named if isinstance(p, ScaledTensor)}
 
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
@@ -99,13 +96,13 @@ def _attributes(parameter: Tensor) -> dict[str, Any]:
     return {k: v for k, v in vars(parameter).items() if k not in internal}
 
 
-def _store(parameter: Any) -> None:
+def _store(parameter: ScaledTensor) -> None:
     """Stores a weight in its format; a trained one of 8 bits waits until its master has it."""
     if parameter.format == "fp16" or parameter.grad_format is None:
         parameter.store()
 
 
-def _set_attributes(new: Any, attributes: dict[str, Any], old: Any) -> None:
+def _set_attributes(new: Tensor, attributes: dict[str, Any], old: Tensor) -> None:
     vars(new).update(attributes)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(new, hooks, getattr(old, hooks))
@@ -122,7 +119,7 @@ def scaled_parameter(old: Any, memory: Memory, grad_format: str | None = None) -
     return new
 
 
-def copied_parameter(old: Any, values: Tensor) -> Any:
+def copied_parameter(old: Tensor, values: Tensor) -> Any:
     """``values`` with the other properties of ``old``, a parameter or a buffer."""
     if not isinstance(old, nn.Parameter):
         return values
@@ -160,16 +157,11 @@ def replace(model: nn.Module, new: Mapping[Any, Any]) -> None:
 
 def plain_weights(model: nn.Module) -> None:
     """Undoes `scale_weights` with ``grad_format=None``, except for the rounding."""
-    scaled = {
-        p for module in model.modules() for p in _scaled_parameters(module).values()
-    }
-    new = {
-        old: copied_parameter(old, old.dequantize())
-        for old in scaled
-        if not old.grad_format
-    }
-    for parameter in new.values():
-        vars(parameter).pop("grad_format")
+    new = {}
+    for old in model.parameters():
+        if isinstance(old, ScaledTensor) and not old.grad_format:
+            new[old] = copied_parameter(old, old.dequantize())
+            del new[old].grad_format
     replace(model, new)
     for module in model.modules():
         if not _scaled_parameters(module):
@@ -217,20 +209,14 @@ def store_frozen(
         plain_weights(model)
         return model
     check_name("format", format, scaled_tensor.STORED)
-    layers = {
-        name: m
+    chosen = [
+        m
         for name, m in model.named_modules()
         if (isinstance(m, LAYERS) or is_transposed(m)) and not why_quantized(m)
-    }
-    chosen = [
-        layer for name, layer in layers.items() if where is None or where(name, layer)
+        if where is None or where(name, m)
     ]
-    frozen = [
-        p
-        for layer in chosen
-        for p in storable(layer)
-        if not (p.requires_grad or p.is_meta)
-    ]
+    stored = (p for layer in chosen for p in storable(layer))
+    frozen = [p for p in stored if not (p.requires_grad or p.is_meta)]
     if not frozen:
         show(ConvertWarning, _NOTHING.format(type(model).__name__, len(chosen)))
     weights = [p for p in frozen if not isinstance(p, ScaledTensor)]
