@@ -37,7 +37,7 @@ from ..formats.format import dtype_name
 from ..warnings import OptimizerWarning, warn_once
 from . import state as states
 from .encodings import ENCODINGS, MASTERS, MOMENTS, WIDE
-from .state import MASTER, Group, parameters_of
+from .state import MASTER, Group, State, parameters_of
 from .step import LARGEST, Unit, how_of, step_as_torch, update
 
 KEPT = (*MOMENTS, "master_weights", "stochastic_weights", "min_size", "compile")
@@ -67,20 +67,24 @@ class LowPrecision(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        # FP8-LM's (arXiv:2310.18313, section 2.2).
         first_moment: str = "e4m3",
         second_moment: str = "float16",
         master_weights: str | None = None,
         stochastic_weights: bool = False,
-        min_size: int = 4096,
+        min_size: int = 4096,  # as min_8bit_size of bitsandbytes
         seed: int = 0,
         compile: bool = False,
     ) -> None:
         _refuse(amsgrad=amsgrad, foreach=foreach, fused=fused)
         _refuse(capturable=capturable, differentiable=differentiable)
-        defaults = {"lr": lr, "betas": betas, "eps": eps} | {
-            "weight_decay": self.default_decay
-            if weight_decay is None
-            else weight_decay,
+        if weight_decay is None:
+            weight_decay = self.default_decay
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
             "maximize": maximize,
             "first_moment": first_moment,
             "second_moment": second_moment,
@@ -93,7 +97,7 @@ class LowPrecision(Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Adds a parameter group, as in torch.optim.
 
         Raises ValueError or TypeError for invalid settings.
@@ -105,14 +109,13 @@ class LowPrecision(Optimizer):
             del self.param_groups[-1]
             raise
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for copies and pickle, which cannot read torch's tensors of 8-bit formats."""
+    def __getstate__(self) -> State:
+        """The state for copies and pickle."""
         state = super().__getstate__()
-        readable = {
-            p: {k: _readable(v) for k, v in e.items()}
-            for p, e in state["state"].items()
-        }
-        return {**state, "state": defaultdict(dict, readable)}
+        readable: dict[Tensor, State] = defaultdict(dict)
+        for parameter, entry in state["state"].items():
+            readable[parameter] = {k: _readable(v) for k, v in entry.items()}
+        return {**state, "state": readable}
 
     @property
     def skipped_steps(self) -> int:
@@ -128,7 +131,10 @@ class LowPrecision(Optimizer):
         parameter with a master was written since the last step, its master is set from it. Raises
         RuntimeError for a sparse gradient.
         """
-        loss = None if closure is None else torch.enable_grad()(closure)()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for parameter in parameters_of(self):
             grad = parameter.grad
             if grad is not None and grad.layout != torch.strided:
@@ -146,51 +152,36 @@ class LowPrecision(Optimizer):
         return loss
 
     def _refresh_masters(self) -> None:
-        """With one synchronization with a device."""
+        """Sets the masters of weights that were written from them."""
         weights = [
             p for p in parameters_of(self) if states.has(self.state.get(p, {}), MASTER)
         ]
-        flags = [states.was_written(self.state[p], p) for p in weights]
-        written = (
-            torch.stack([x.to(flags[0].device) for x in flags]).tolist()
-            if flags
-            else []
-        )
+        written = _values([states.was_written(self.state[p], p) for p in weights])
         for p in itertools.compress(weights, written):
-            encoding = ENCODINGS[
-                dtype_name(states.read(self.state[p], MASTER).values.dtype)
-            ]
-            states.keep(
-                self.state[p], MASTER, p, encoding, states.numbers_of(p).flatten()
-            )
+            state = self.state[p]
+            encoding = ENCODINGS[dtype_name(states.read(state, MASTER).values.dtype)]
+            states.keep(state, MASTER, p, encoding, states.numbers_of(p).flatten())
 
     def _step_all(self) -> bool:
         """Updates all parameters that have a gradient, or none: False, if one is not finite."""
         units = self._units()
-        asked = units and any(
-            group["stochastic_weights"] for group in self.param_groups
-        )
-        if asked and not any(
-            unit.how.stochastic[0] or unit.rounds_copies() for unit in units
-        ):
+        asked = any(group["stochastic_weights"] for group in self.param_groups)
+        rounds = any(u.how.stochastic[0] or u.rounds_copies() for u in units)
+        if units and asked and not rounds:
             warn_once(OptimizerWarning, _NOTHING_ROUNDED, about=self)
-        # A shard may be empty.
-        grads = (g if len(g) else g.new_zeros(1) for g in map(Unit.gradient, units))
-        looks = [x for g in grads for x in torch.aminmax(g)]
+        looks: list[Tensor] = []
+        for grad in map(Unit.gradient, units):
+            if not len(grad):  # a shard may be empty
+                grad = grad.new_zeros(1)
+            looks += torch.aminmax(grad)
         wide = [part_of(p.grad) for p in parameters_of(self) if _is_wide(p)]
         # Not their largest magnitudes, which may be more than float32 represents.
         looks += [torch.where(g.isfinite().all(), 0.0, math.nan) for g in wide]
         looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
-        alike = len({x.device for x in looks}) == 1  # one synchronization with a GPU
-        values = (
-            torch.stack([x.float() for x in looks]).tolist()
-            if alike
-            else map(float, looks)
-        )
-        numbers = iter(values)
+        numbers = iter(_values(looks))
         largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
-        largest_of_all = largest + list(itertools.islice(numbers, len(wide)))
-        are_finite = all(x < math.inf for x in largest_of_all)
+        of_wide = itertools.islice(numbers, len(wide))
+        are_finite = all(x < math.inf for x in (*largest, *of_wide))
         if not states.everywhere(are_finite, parameters_of(self)):
             return False
         for unit, x in zip(units, largest, strict=True):
@@ -199,49 +190,47 @@ class LowPrecision(Optimizer):
             update(unit, x, unit.scales(min(x, LARGEST), numbers))
         for group in self.param_groups:
             parameters = [p for p in group["params"] if _is_wide(p)]
-            for parameter in parameters:
-                states.prepare(self.state[parameter], parameter, group)
-            step_as_torch(
-                group, self.decoupled, parameters, [self.state[p] for p in parameters]
-            )
+            of_each = [self.state[p] for p in parameters]
+            for parameter, state in zip(parameters, of_each, strict=True):
+                states.prepare(state, parameter, group)
+            step_as_torch(group, self.decoupled, parameters, of_each)
         return True
 
     def _units(self) -> list[Unit]:
-        units: dict[Any, Unit] = {}
+        units: dict[object, Unit] = {}
         every = [(group, p) for group in self.param_groups for p in group["params"]]
         for index, (group, parameter) in enumerate(every):
             if parameter.grad is None or _is_wide(parameter):
                 continue
             state = self.state[parameter]
             stored_as = states.prepare(state, parameter, group)
-            key: Any = index
+            key: object = index
             if parameter.numel() < group["min_size"]:
+                # What shares one call of the arithmetic has one dtype, device and step.
                 kind = type(part_of(parameter)), parameter.dtype, parameter.device
                 key = (id(group), *kind, float(state["step"]), MASTER in stored_as)
             if key not in units:
-                units[key] = Unit(
-                    group, self.decoupled, index, how_of(parameter, stored_as, group)
-                )
+                how = how_of(parameter, stored_as, group)
+                units[key] = Unit(group, self.decoupled, index, how)
             units[key].parameters.append(parameter)
             units[key].states.append(state)
         return list(units.values())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Returns the state, as in torch.optim.
 
         The moments of a DTensor are saved as DTensors in float32 without scales, because scales
         belong to one process. `load_state_dict` rounds them again.
         """
-        saved, parameters = super().state_dict(), parameters_of(self)
-        divided = {
-            i: entry for i, entry in saved["state"].items() if is_dtensor(parameters[i])
-        }
-        portables = {
-            i: states.portable(parameters[i], entry) for i, entry in divided.items()
-        }
-        return {**saved, "state": {**saved["state"], **portables}}
+        saved, entries = super().state_dict(), {}
+        parameters = parameters_of(self)
+        for i, entry in saved["state"].items():
+            entries[i] = entry
+            if is_dtensor(parameters[i]):
+                entries[i] = states.portable(parameters[i], entry)
+        return {**saved, "state": entries}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Loads a state_dict of Adam from torch or from this package.
 
         The state is converted to the encodings of this optimizer: exactly if they are the same,
@@ -252,12 +241,14 @@ class LowPrecision(Optimizer):
         """
         groups, state = self.param_groups, self.state
         hold = self.register_load_state_dict_pre_hook(_hold)
+        # Ahead of the user's hooks, which see the converted state.
         release = self.register_load_state_dict_post_hook(
             partial(_place, groups), prepend=True
         )
         try:
             super().load_state_dict(state_dict)
         except BaseException:
+            # torch has replaced groups and states before it calls `_place`.
             self.__setstate__({"state": state, "param_groups": groups})
             raise
         finally:
@@ -360,30 +351,41 @@ def _refuse(**options: bool | None) -> None:
 
 @dataclass(frozen=True)
 class _Bits:
+    """A tensor of an 8-bit format, as bytes: pickle fails on their storage (torch 2.13:
+    "UntypedStorage has no attribute dtype")."""
+
     tensor: Tensor
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return Tensor.view, (self.tensor.view(torch.uint8), self.tensor.dtype)
 
 
-def _readable(value: Any) -> Any:
-    small = type(value) is Tensor and value.is_floating_point() and value.itemsize == 1
-    if small:
+def _readable(value: Tensor) -> Tensor | _Bits:
+    if type(value) is Tensor and value.is_floating_point() and value.itemsize == 1:
         return _Bits(value)
     return value
 
 
-def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Wraps each state so that torch does not cast its tensors to the dtype of the parameter."""
+def _values(scalars: list[Tensor]) -> list[float]:
+    """The values of 0-dim tensors, with one synchronization with a GPU."""
+    if not scalars:
+        return []
+    here = scalars[0].device
+    return torch.stack([x.float().to(here) for x in scalars]).tolist()
+
+
+def _hold(optimizer: Optimizer, state_dict: State) -> State:
+    """Wraps each state: torch casts tensors that it sees to the dtype of the parameter."""
     held = {k: SimpleNamespace(state=v) for k, v in state_dict["state"].items()}
     return {**state_dict, "state": held}
 
 
-def _place(before: list[dict[str, Any]], optimizer: Any) -> None:
+def _place(before: list[Group], optimizer: Optimizer) -> None:
     for group, old in zip(optimizer.param_groups, before, strict=True):
         if group.get("amsgrad"):
             raise ValueError("the state is of amsgrad=True, which is not supported")
         missing = sorted(optimizer.defaults.keys() - group.keys() - OPTIONAL)
+        # A state of torch.optim lacks the settings of low precision.
         group.update({**old, **group, **{name: old[name] for name in KEPT}})
         for parameter in group["params"]:
             if parameter in optimizer.state:

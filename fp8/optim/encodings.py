@@ -22,11 +22,11 @@ from ..formats.format import FORMATS, Format
 from ..formats.rounding import LAYOUTS, Grid, round_to_grid
 from ..recipes.scaling import scale_of, scaled_tiles
 
+# Consecutive elements that share the scale of a block, as in DeepSeek-V3 (arXiv:2412.19437).
 BLOCK = 128
-"""Consecutive elements that share the scale of a block, as in DeepSeek-V3 (arXiv:2412.19437)."""
 
+# The factor by which a master weight may grow in one step, whose scale is set before it.
 HEADROOM = 2.0**7
-"""The factor by which a master weight may grow in one step, whose scale is set before it."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ _FLOAT32 = Format(
 )
 _E5M3 = Format(name="e5m3", exponent_bits=5, mantissa_bits=3, bias=16, max=61440.0)
 _SHIFT = 23 - _E5M3.mantissa_bits
+# The difference between the upper bits of a float32 and the code of the equal e5m3 number.
 _CODE = (127 - _E5M3.bias) << _E5M3.mantissa_bits
-"""The difference between the upper bits of a float32 and the code of the equal e5m3 number."""
 
 _bits = LAYOUTS[torch.float32].encode
 
@@ -108,7 +108,11 @@ class Encoded(NamedTuple):
             return "block"
         return "tensor"
 
-    def part(self, start: int, stop: int) -> Encoded:
+    def part(
+        self,
+        start: int,
+        stop: int,
+    ) -> Encoded:
         """Views of the elements from ``start``, a multiple of `BLOCK`, to ``stop``."""
         scale = self.scale
         if scale is not None and scale.dim():
@@ -121,7 +125,11 @@ class Encoded(NamedTuple):
         return Encoded(*parts)  # type: ignore[arg-type]
 
 
-def zeros(count: int, encoding: Encoding, device: torch.device) -> Encoded:
+def zeros(
+    count: int,
+    encoding: Encoding,
+    device: torch.device,
+) -> Encoded:
     """An encoded tensor of ``count`` zeros."""
     values = torch.zeros(count, dtype=encoding.dtype, device=device)
     if encoding.scale == "none":
@@ -171,17 +179,19 @@ def write(
     elif encoding.scale == "tensor":
         assert unit is not None
         y = x * unit
-    unsigned = encoding.dtype == torch.uint8
-    to.values.copy_(
-        _to_e5m3(y, bits) if unsigned else _rounded(y, encoding, away, bits)
-    )
+    if encoding.dtype == torch.uint8:
+        to.values.copy_(_to_e5m3(y, bits))
+    else:
+        to.values.copy_(_rounded(y, encoding, away, bits))
 
 
 def _to_e5m3(y: Tensor, bits: Tensor | None) -> Tensor:
     """e5m3 codes, int32, of finite nonnegative ``y``; the smallest normal number for smaller."""
     word = y.view(torch.int32)
-    half = (1 << (_SHIFT - 1)) - 1 + ((word >> _SHIFT) & 1)
-    add = half if bits is None else (bits & 0x7FFFFFFF) >> (31 - _SHIFT)
+    # Half a unit in the last place, less one where the last bit is 0: ties go to even.
+    add = (1 << (_SHIFT - 1)) - 1 + ((word >> _SHIFT) & 1)
+    if bits is not None:
+        add = (bits & 0x7FFFFFFF) >> (31 - _SHIFT)
     code = ((word + add) >> _SHIFT) - _CODE
     return torch.where(word > 0, code.clamp(1 << _E5M3.mantissa_bits, 0xFF), 0)
 
@@ -192,25 +202,30 @@ def _blocks(x: Tensor) -> Tensor:
     return tiles.flatten(0, 1)
 
 
-def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> Tensor:
+def _rounded(
+    y: Tensor,
+    encoding: Encoding,
+    away: bool,
+    bits: Tensor | None,
+) -> Tensor:
     """``y``, divided by its scale, rounded where torch's cast, to nearest even, does not do."""
     format = encoding.format
     if encoding.dtype == torch.float32:
         return y
     rounded = y
     if bits is not None:
-        grid = Grid(
-            format.mantissa_bits, format.min_exponent, format.max, format.max, True
-        )
+        top = format.max
+        grid = Grid(format.mantissa_bits, format.min_exponent, top, top, True)
         rounded = round_to_grid(y, grid, bits)
     if encoding.scale == "none":  # as many exponents as float32, or a weight
         return rounded
     step = format.min_subnormal
     steps = y * (1 / step)
-    if away:  # nonnegative: comparing the bits is faster
-        rounded = (
-            rounded.view(torch.int32).clamp(max=_bits(format.max)).view(torch.float32)
-        )
+    if away:
+        # Nonnegative floats are in the order of their bits, and comparing these is faster.
+        bits = rounded.view(torch.int32).clamp(max=_bits(format.max))
+        rounded = bits.view(torch.float32)
         return torch.where(y < format.min_normal, steps.ceil() * step, rounded)
+    # By torch's version, a cast to float8 beyond the largest value gives that, NaN or Inf.
     rounded = rounded.clamp(-format.max, format.max)
     return torch.where(y.abs() < format.min_normal, steps.trunc() * step, rounded)

@@ -67,15 +67,18 @@ def is_plain(tensor: Tensor) -> bool:
     return in_dtype(tensor) and tensor.is_contiguous()
 
 
-def format_of(weight: Any) -> Format:
+def format_of(weight: Tensor) -> Format:
     """The format in which a weight is stored."""
-    scaled = isinstance(weight, ScaledTensor)
-    if scaled:
+    if isinstance(weight, ScaledTensor):
         return FORMATS[weight.format]
     return WEIGHTS[weight.dtype].format
 
 
-def rounded_stochastically(x: Tensor, weight: Tensor, seed: Seed) -> Tensor:
+def rounded_stochastically(
+    x: Tensor,
+    weight: Tensor,
+    seed: Seed,
+) -> Tensor:
     """``x``, float32, in values that copying it to ``weight`` does not change: a power of two is
     its scale, if it has one, as the largest magnitude of ``x`` requires."""
     format, scale = format_of(weight), None
@@ -89,17 +92,21 @@ def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
     unless they are of a tensor subclass (ScaledTensor), which may be coarser."""
     if parameter.dtype in WIDE:
         return dict.fromkeys((FIRST, SECOND), WIDE[parameter.dtype])
-    small = parameter.numel() < group["min_size"]
     encodings = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
     coarse = parameter.dtype != torch.float32 or not in_dtype(part_of(parameter))
     if group["master_weights"] is not None and coarse:
         encodings[MASTER] = group["master_weights"]
-    return {
-        name: ENCODINGS["float32" if small else how] for name, how in encodings.items()
-    }
+    # Small ones are updated as one concatenated tensor, which cannot have a scale of each.
+    if parameter.numel() < group["min_size"]:
+        encodings = dict.fromkeys(encodings, "float32")
+    return {name: ENCODINGS[how] for name, how in encodings.items()}
 
 
-def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding]:
+def prepare(
+    state: State,
+    parameter: Tensor,
+    group: Group,
+) -> dict[str, Encoding]:
     """Initializes an empty state, and adds or removes the master as the current dtype of the weight
     requires. Returns `names`."""
     encodings = names(parameter, group)
@@ -111,13 +118,8 @@ def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding
         for name in [name for name in state if name.startswith(MASTER)]:
             del state[name]
         if MASTER in encodings:
-            keep(
-                state,
-                MASTER,
-                parameter,
-                encodings[MASTER],
-                numbers_of(parameter).flatten(),
-            )
+            numbers = numbers_of(parameter).flatten()
+            keep(state, MASTER, parameter, encodings[MASTER], numbers)
     return encodings
 
 
@@ -129,7 +131,8 @@ def numbers_of(parameter: Tensor) -> Tensor:
 def was_written(state: State, parameter: Tensor) -> Tensor:
     """Whether a weight is not its master, rounded: 0-dim, bool."""
     here = part_of(parameter.detach())
-    store(rounded := here.clone(), decode(read(state, MASTER)).view(here.shape))
+    rounded = here.clone()
+    store(rounded, decode(read(state, MASTER)).view(here.shape))
     return (rounded != here).any()
 
 
@@ -146,23 +149,29 @@ def keep(
     if numbers is not None and len(numbers):
         unit = None
         if stored.amax is not None and stored.scale is not None:
-            stored.amax.copy_(numbers.abs().amax())
-            scale = scale_of_number(float(stored.amax), encoding.format)
+            amax = numbers.abs().amax()
+            scale = scale_of_number(float(amax), encoding.format)
+            stored.amax.copy_(amax)
             stored.scale.fill_(scale)
             unit = 1 / scale
         write(numbers, stored, encoding, unit, away=name == SECOND)
     _put(state, name, stored, here.shape)
 
 
-def _put(state: State, name: str, stored: Encoded, shape: torch.Size) -> None:
+def _put(
+    state: State,
+    name: str,
+    stored: Encoded,
+    shape: torch.Size,
+) -> None:
     values = stored.values.view(shape)
     if stored.scale is None:
         state[name] = values
         return
     parts = (values, stored.scale, stored.amax)
-    state.update(
-        {name + part: x for part, x in zip(PARTS, parts, strict=True) if x is not None}
-    )
+    for suffix, part in zip(PARTS, parts, strict=True):
+        if part is not None:
+            state[name + suffix] = part
 
 
 def read(state: State, name: str) -> Encoded:
@@ -170,22 +179,30 @@ def read(state: State, name: str) -> Encoded:
     if name in state:
         return Encoded(part_of(state[name]).reshape(-1))
     values, scale = (part_of(state[name + part]) for part in PARTS[:2])
-    return Encoded(
-        values.reshape(-1), scale, None if scale.dim() else state[name + PARTS[2]]
-    )
+    amax = None
+    if not scale.dim():
+        amax = state[name + PARTS[2]]
+    return Encoded(values.reshape(-1), scale, amax)
 
 
 def portable(parameter: Tensor, state: State) -> State:
     """The state of a DTensor as DTensors: what has a scale, that of one shard, becomes float32."""
     decoded = {key: value for key, value in state.items() if key not in PURPOSES}
     for name in filter(partial(has, state), (FIRST, SECOND, MASTER)):
-        shape = part_of(parameter).shape
-        value = state[name] if name in state else decode(read(state, name)).view(shape)
-        decoded[name] = value if is_dtensor(value) else as_shard(parameter, value)
+        value = state.get(name)
+        if value is None:
+            value = decode(read(state, name)).view(part_of(parameter).shape)
+        if not is_dtensor(value):
+            value = as_shard(parameter, value)
+        decoded[name] = value
     return decoded
 
 
-def convert(parameter: Tensor, saved: State, group: Group) -> State:
+def convert(
+    parameter: Tensor,
+    saved: State,
+    group: Group,
+) -> State:
     """Converts ``saved``, a state of Adam of torch or `fp8.optim`, to the encodings of ``group``.
 
     A master without a counterpart in ``group`` is written to the parameter. Raises ValueError for
@@ -194,9 +211,8 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     saved = {name: value for name, value in saved.items() if value is not None}
     encodings = names(parameter, group)
     if unknown := sorted(saved.keys() - PURPOSES.keys() - {"step"}):
-        advice = "; amsgrad is not supported" if "max_exp_avg_sq" in unknown else ""
         raise ValueError(
-            f"{', '.join(unknown)} is not part of the state of Adam{advice}"
+            f"{', '.join(unknown)} is not part of the state of Adam without amsgrad"
         )
     state: State = {}
     try:
@@ -219,7 +235,11 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     return state
 
 
-def _check_numbers(name: str, numbers: Tensor, low: float = -math.inf) -> None:
+def _check_numbers(
+    name: str,
+    numbers: Tensor,
+    low: float = -math.inf,
+) -> None:
     bad = numbers[~((numbers >= low) & (numbers.abs() < math.inf))]
     if bad.numel():
         allowed = "finite" if low < 0 else "finite and not negative"
@@ -235,12 +255,16 @@ def has(saved: State, name: str) -> bool:
 
 
 def _convert(
-    state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State
+    state: State,
+    name: str,
+    parameter: Tensor,
+    encoding: Encoding,
+    saved: State,
 ) -> None:
     """Converts one tensor of ``saved``: a copy if the encoding is the same, else encoded again."""
     source = read(saved, name)
     here = part_of(parameter)
-    shape = part_of(saved[name] if name in saved else saved[name + PARTS[0]]).shape
+    shape = part_of(saved.get(name, saved.get(name + PARTS[0]))).shape
     if shape != here.shape:
         raise ValueError(
             f"{name} has shape {tuple(shape)}, its parameter {tuple(here.shape)}: this is the "
@@ -255,10 +279,16 @@ def _convert(
     if source.scale is not None:
         _check_numbers(name + PARTS[1], source.scale)
     wide = encoding.dtype in WIDE
-    numbers = source.values if wide and source.scale is None else decode(source)
-    if name != MASTER:
-        parts = torch.view_as_real(numbers) if numbers.is_complex() else numbers
-        _check_numbers(name, parts, 0.0 if name == SECOND else -math.inf)
+    numbers = source.values
+    if not wide or source.scale is not None:
+        numbers = decode(source)
+    parts, low = numbers, -math.inf
+    if numbers.is_complex():
+        parts = torch.view_as_real(numbers)
+    if name == SECOND:
+        low = 0.0
+    if name != MASTER:  # a weight may be Inf or NaN
+        _check_numbers(name, parts, low)
     if (source.values.dtype, source.kind) == (encoding.dtype, encoding.scale):
         _put(state, name, source, here.shape)
     elif wide:
@@ -280,9 +310,8 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
     nbytes = dict.fromkeys(("weight", "gradient", *PURPOSES.values(), "step"), 0)
     for parameter in parameters_of(optimizer):
         nbytes["weight"] += part_of(parameter).nbytes
-        nbytes["gradient"] += (
-            0 if parameter.grad is None else part_of(parameter.grad).nbytes
-        )
+        if parameter.grad is not None:
+            nbytes["gradient"] += part_of(parameter.grad).nbytes
         for name, value in optimizer.state.get(parameter, {}).items():
             nbytes[PURPOSES.get(name, "step")] += part_of(value).nbytes
     return nbytes

@@ -34,8 +34,8 @@ from .state import (
     read,
 )
 
+# Random bits for each of the two moments, from one 32-bit word.
 HALF = 15
-"""Random bits for each of the two moments, from one 32-bit word."""
 
 
 class _How(NamedTuple):
@@ -58,13 +58,21 @@ class _Tensors(NamedTuple):
     first: Encoded
     second: Encoded
 
-    def part(self, start: int, stop: int) -> _Tensors:
+    def part(
+        self,
+        start: int,
+        stop: int,
+    ) -> _Tensors:
         """Views of the elements from ``start`` to ``stop``. See `Encoded.part`."""
         return _Tensors(*(x.part(start, stop) for x in self))
 
 
 def _adam(
-    tensors: _Tensors, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[Key]
+    tensors: _Tensors,
+    grad: Tensor,
+    numbers: Tensor,
+    how: _How,
+    keys: Sequence[Key],
 ) -> Tensor:
     """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay; updates ``tensors``
     in place.
@@ -84,8 +92,10 @@ def _adam(
     of_weight, of_first, of_second = how.stochastic
     if of_first or of_second:
         word = bits_from_key(g.shape, keys[0], device=g.device)
-        high = fewer_bits(word, HALF) if of_first else None
-        low = fewer_bits(word << 16, HALF) if of_second else None
+        if of_first:
+            high = fewer_bits(word, HALF)
+        if of_second:
+            low = fewer_bits(word << 16, HALF)
     if of_weight:
         bits = bits_from_key(g.shape, keys[1], device=g.device)
     encodings.write(w, tensors.weight, how.weight, units[0], bits=bits)
@@ -104,13 +114,13 @@ def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
     return torch.compile(_adam, dynamic=dynamic, options={"guard_filter_fn": skip})
 
 
+# Larger magnitudes in a gradient count as this one: a second moment is then at most 2**126, which
+# float32 holds, and the bound of a step, which is that of any gradients, stays.
 LARGEST = 2.0**63
-"""Larger magnitudes in a gradient count as this one: a second moment is then at most 2**126, which
-float32 holds, and the bound of a step, which is that of any gradients, stays."""
 
+# Elements that a compiled step with blocks processes at once per CPU thread: constant, because for
+# dynamic sizes torch compiles loops without vectors, which are ten times slower.
 BLOCKS = 1 << 16
-"""Elements that a compiled step with blocks processes at once per CPU thread: constant, because for
-dynamic sizes torch compiles loops without vectors, which are ten times slower."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,27 +155,34 @@ class Unit:
         here = self.here()
         if len(here) == 1 and is_plain(here[0]):
             return Encoded(here[0].view(-1))
-        return Encoded(
-            torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here])
-        )
+        dtype = self.how.weight.dtype
+        return Encoded(torch.cat([x.to(dtype).reshape(-1) for x in here]))
 
     def gradient(self) -> Tensor:
         """The gradient that Adam uses, flat: negated for maximize, with the L2 decay added."""
-        here = [part_of(parameter.grad.detach()) for parameter in self.parameters]  # type: ignore[union-attr]
-        flats = [(x if is_plain(x) else x.to(torch.float32)).reshape(-1) for x in here]
-        grad = flats[0] if len(flats) == 1 else torch.cat(flats)
+        flats = []
+        for parameter in self.parameters:
+            flat = part_of(parameter.grad.detach())  # type: ignore[union-attr]
+            if not is_plain(flat):
+                flat = flat.to(torch.float32)
+            flats.append(flat.reshape(-1))
+        grad, decay = flats[0], self.group["weight_decay"]
+        if len(flats) > 1:
+            grad = torch.cat(flats)
         if self.group["maximize"]:
             grad = -grad
-        if self.group["weight_decay"] and not self.decoupled:
-            grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(
-                self.weight()
-            )
+        if decay and not self.decoupled:
+            grad = grad.to(torch.float32) + decay * decode(self.weight())
         return grad
 
     def amaxes(self) -> list[Tensor | None]:
         return [self.states[0].get(name + PARTS[2]) for name in STORED]
 
-    def scales(self, largest: float, numbers: Iterator[float]) -> list[float | None]:
+    def scales(
+        self,
+        largest: float,
+        numbers: Iterator[float],
+    ) -> list[float | None]:
         """New scale factors for gradients up to ``largest``, whose moment bounds a moment. numbers:
         the values of `amaxes`."""
         scales: list[float | None] = [None, None, None]
@@ -184,17 +201,15 @@ class Unit:
 
     def numbers(self, scales: list[float | None]) -> Tensor:
         """The 8 scalars of a step, computed in float64 and rounded once, then 1 / scales."""
-        group = self.group
-        step, (b1, b2), lr = (
-            float(self.states[0]["step"]),
-            group["betas"],
-            float(group["lr"]),
-        )
-        decay = 1 - lr * group["weight_decay"] if self.decoupled else 1.0
-        size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
+        group, (b1, b2) = self.group, self.group["betas"]
+        step, lr = float(self.states[0]["step"]), float(group["lr"])
+        decay = 1.0
+        if self.decoupled:
+            decay = 1 - lr * group["weight_decay"]
+        size = lr / (1 - b1**step)
+        root = (1 - b2**step) ** -0.5
         formulas = [decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"]]
-        units = [1.0 if x is None else 1 / x for x in scales]
-        return torch.tensor(formulas + units)
+        return torch.tensor(formulas + [1 / (x or 1.0) for x in scales])
 
     def seed(self, stream: int) -> tuple[int, ...]:
         """stream: 0 for the moments, 1 for the weight, from 2 on for copies of weights."""
@@ -207,23 +222,28 @@ class Unit:
         here = part_of(self.parameters[0])
         return not in_dtype(here) and states.format_of(here).mantissa_bits < 23
 
-    def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
+    def finish(
+        self,
+        weight: Encoded,
+        first: Encoded,
+        second: Encoded,
+    ) -> None:
         """Writes what does not share memory with a parameter or a state."""
         here = self.here()
         joined = len(here) > 1
         if joined or self.master or not is_plain(here[0]):
-            values, random = (
-                decode(weight) if self.master else weight.values,
-                self.rounds_copies(),
-            )
-            for i, (x, part) in enumerate(_parts(values, here)):
-                seed = self.seed(2 + i)
-                store(
-                    x, states.rounded_stochastically(part, x, seed) if random else part
-                )
-        if joined:
-            masters = {MASTER: weight} if self.master else {}
-            for name, stored in (masters | {FIRST: first, SECOND: second}).items():
+            values, random = weight.values, self.rounds_copies()
+            if self.master:
+                values = decode(weight)
+            for stream, (x, part) in enumerate(_parts(values, here), 2):
+                if random:
+                    seed = self.seed(stream)
+                    part = states.rounded_stochastically(part, x, seed)
+                store(x, part)
+        if not joined:
+            return
+        for name, stored in zip(STORED, (weight, first, second), strict=True):
+            if name != MASTER or self.master:
                 each = [read(state, name).values for state in self.states]
                 for x, part in _parts(stored.values, each):
                     x.copy_(part)
@@ -235,24 +255,22 @@ def _parts(flat: Tensor, of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def step_as_torch(
-    group: Group, decoupled: bool, parameters: list[Tensor], states: list[State]
+    group: Group,
+    decoupled: bool,
+    parameters: list[Tensor],
+    states: list[State],
 ) -> None:
     """Steps parameters of the dtypes in `WIDE`, and their states, as `torch.optim.Adam` does."""
     if not parameters:
         return
     b1, b2 = group["betas"]
-    values = [part_of(parameter.detach()) for parameter in parameters]
-    gradients = [part_of(parameter.grad.detach()) for parameter in parameters]  # type: ignore[union-attr]
-    first = [state[FIRST] for state in states]
-    second = [state[SECOND] for state in states]
-    steps = [state["step"] for state in states]
     adam(
-        values,
-        gradients,
-        first,
-        second,
-        [],
-        steps,
+        [part_of(parameter.detach()) for parameter in parameters],
+        [part_of(parameter.grad.detach()) for parameter in parameters],  # type: ignore[union-attr]
+        [state[FIRST] for state in states],
+        [state[SECOND] for state in states],
+        [],  # max_exp_avg_sqs, of amsgrad
+        [state["step"] for state in states],
         has_complex=any(map(torch.is_complex, parameters)),
         decoupled_weight_decay=decoupled,
         amsgrad=False,
@@ -265,13 +283,17 @@ def step_as_torch(
     )
 
 
-def how_of(parameter: Tensor, stored_as: dict[str, Encoding], group: Group) -> _How:
+def how_of(
+    parameter: Tensor,
+    stored_as: dict[str, Encoding],
+    group: Group,
+) -> _How:
     """How a step stores the results for a parameter. stored_as: of `fp8.optim.state.prepare`."""
     here, (b1, b2) = part_of(parameter), group["betas"]
-    weight = (
-        stored_as.get(MASTER)
-        or WEIGHTS[here.dtype if in_dtype(here) else torch.float32]
-    )
+    weight = WEIGHTS[torch.float32]  # of a tensor subclass, which rounds by itself
+    if in_dtype(here):
+        weight = WEIGHTS[here.dtype]
+    weight = stored_as.get(MASTER, weight)
     first, second = stored_as[FIRST], stored_as[SECOND]
     stochastic = (
         group["stochastic_weights"] and weight.dtype != torch.float32,
@@ -281,23 +303,28 @@ def how_of(parameter: Tensor, stored_as: dict[str, Encoding], group: Group) -> _
     return _How(weight, first, second, stochastic)
 
 
-def update(unit: Unit, largest_grad: float, scales: list[float | None]) -> None:
+def update(
+    unit: Unit,
+    largest_grad: float,
+    scales: list[float | None],
+) -> None:
     """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
     tensors = _Tensors(unit.weight(), unit.stored(FIRST), unit.stored(SECOND))
     grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
     if largest_grad > LARGEST:
         grad = grad.to(torch.float32).clamp(-LARGEST, LARGEST)
-    count = len(grad)
-    keys = [random_key(unit.seed(i)) for i in range(2)] if any(how.stochastic) else []
+    count, keys, dynamic = len(grad), [], None
+    if any(how.stochastic):
+        keys = [random_key(unit.seed(stream)) for stream in range(2)]
     compiled = unit.group["compile"] and len(unit.states) == 1
-    fixed = compiled and grad.is_cpu and "block" in (how.first.scale, how.second.scale)
     threads = (torch.get_num_threads() - 1).bit_length()
     size, least = max(count, 1), 1  # of chunks, and what divides them
     if compiled:
         least = BLOCK
-    if fixed:
-        size = least = BLOCKS << threads
-    elif grad.is_cpu and not compiled:
+        if grad.is_cpu and "block" in (how.first.scale, how.second.scale):
+            size = least = BLOCKS << threads
+            dynamic = False
+    elif grad.is_cpu:
         size = CHUNK << threads  # which stay in a processor's cache
     whole = count - count % least
     largest = []
@@ -312,7 +339,7 @@ def update(unit: Unit, largest_grad: float, scales: list[float | None]) -> None:
         if compiled and begin < whole:
             # Python numbers would be constants of the graph, which would be compiled again.
             words = [torch.as_tensor(key, device=grad.device) for key in at]
-            largest.append(_compiled(False if fixed else None)(*arguments, words))
+            largest.append(_compiled(dynamic)(*arguments, words))
         else:
             largest.append(_adam(*arguments, at))
     if tensors.weight.amax is not None and largest:
