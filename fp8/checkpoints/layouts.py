@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ from ..recipes.rules import RULES
 from ..recipes.scaling import SCALINGS, Tile, grid_of, scale_of, scaled_tiles, widened
 
 __all__ = ["INPUTS", "LAYOUTS", "NAMES", "Entry", "Layout"]
+
+
+# What JSON holds.
+Config: TypeAlias = dict[str, Any]
 
 
 class Entry(NamedTuple):
@@ -52,12 +56,14 @@ class Layout(NamedTuple):
     """The name of the scales."""
     dtype: torch.dtype
     """The dtype of the scales: uint8 holds the bytes of E8M0."""
-    arguments: dict[str, Any]
+    arguments: Config
     """The arguments of the weights in a group of compressed-tensors' configuration."""
 
     def entries(self, shape: torch.Size) -> dict[str, Entry]:
         """The tensors of a weight (outputs, inputs), by the last part of their names."""
-        grid = tuple(grid_of(shape, self.tile)) if self.tile[0] else (1,)
+        grid: tuple[int, ...] = (1,)
+        if self.tile[0]:
+            grid = tuple(grid_of(shape, self.tile))
         return {
             "weight": Entry(tuple(shape), torch.float8_e4m3fn),
             self.scale: Entry(grid, self.dtype),
@@ -83,7 +89,7 @@ LAYOUTS: dict[str, Layout] = {
         method="fp8",
         format="",
         tile=(128, 128),
-        scale="weight_scale_inv",
+        scale="weight_scale_inv",  # which multiplies, as all scales here
         dtype=torch.float32,
         arguments={},
     ),
@@ -106,7 +112,7 @@ LAYOUTS: dict[str, Layout] = {
 
 _STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
 
-INPUTS: dict[str, dict[str, Any]] = {
+INPUTS: dict[str, Config] = {
     **dict.fromkeys(("unit", "delayed", "static"), _STATIC),
     "tensor": _STATIC | {"dynamic": True},
     "row": {"num_bits": 8, "strategy": "token", "dynamic": True},
@@ -122,13 +128,13 @@ def unfit(recipe: Recipe) -> str:
     weight, input = recipe.weight, recipe.input
     none = f"no layout for recipe {recipe.name!r}"
     then = "convert the model to 'tensor', 'row', 'block' or 'mxfp8' first"
-    scalings = {cast.scaling if cast else "" for cast in (weight, input)}
-    if not scalings <= LAYOUTS.keys() or (
-        len(scalings) > 1 and scalings & {"block", "mx"}
-    ):
+    if weight is None or input is None:
         return f"{none}: {then}"
-    assert weight is not None
-    assert input is not None
+    scalings = {weight.scaling, input.scaling}
+    # Engines read one method for a layer, which says how both operands are scaled.
+    mixed = len(scalings) > 1 and scalings & {"block", "mx"}
+    if mixed or not scalings <= LAYOUTS.keys():
+        return f"{none}: {then}"
     for cast, tile in (
         (weight, LAYOUTS[weight.scaling].tile),
         (input, input.tile),
@@ -141,21 +147,20 @@ def unfit(recipe: Recipe) -> str:
         )
         if cast is weight and SCALINGS[cast.scaling].free:
             usual = replace(usual, tile=cast.tile)
-        unlike = cast != usual
-        if (
-            cast.rule is not None
-        ):  # readers compute the scales of inputs from largest magnitudes
-            unlike = unlike or RULES[cast.rule].is_simulated
-        if unlike or any(by and n % by for n, by in zip(cast.tile, tile, strict=True)):
+        # Readers compute the scales of inputs from largest magnitudes.
+        unread = cast.rule is not None and RULES[cast.rule].is_simulated
+        parts = zip(cast.tile, tile, strict=True)
+        if cast != usual or unread or any(by and n % by for n, by in parts):
             return f"{none}: {cast}; {then}"
     return ""
 
 
 def misfit(layout: Layout, shape: torch.Size) -> str:
-    """Why a weight of a shape does not fit its layout; "" if it does. Readers infer the tiles of
-    method "fp8" from the number of scales: a weight consists of full ones, or is a part of one."""
-    pairs = list(zip(shape, layout.tile, strict=True))
+    """Why a weight of a shape does not fit its layout; "" if it does."""
+    # Readers infer the tiles of method "fp8" from the number of scales: a weight consists of full
+    # ones, or is a part of one.
     partial = layout.method == "fp8"
+    pairs = zip(shape, layout.tile, strict=True)
     if all(not by or n % by == 0 or (partial and n <= by) for n, by in pairs):
         return ""
     size = "x".join(map(str, layout.tile))
@@ -163,7 +168,10 @@ def misfit(layout: Layout, shape: torch.Size) -> str:
 
 
 def stored(
-    layout: Layout, weight: Tensor, cast: Cast, scale: Tensor | None
+    layout: Layout,
+    weight: Tensor,
+    cast: Cast,
+    scale: Tensor | None,
 ) -> dict[str, Tensor]:
     """The tensors of a float32 weight, rounded as its cast does, by the last part of their names.
     scale: of a cast that does not compute it."""
@@ -177,19 +185,16 @@ def stored(
     if scale.dim():
         scale = scale.reshape(grid_of(weight.shape, (down, along)))
     wide = widened(scale, weight.shape, (down, along))
-    values = (quantize_operand(weight, format, scale=wide) / wide).to(
-        torch.float8_e4m3fn
-    )
+    values = quantize_operand(weight, format, scale=wide) / wide
     if scale.dim():
-        sizes = [
-            n // by if by else 1
-            for n, by in zip((down, along), layout.tile, strict=True)
-        ]
-        scale = widened(scale, shape, (sizes[0], sizes[1]))
+        # A tile of the cast may consist of several of the layout, each with its scale.
+        pairs = zip((down, along), layout.tile, strict=True)
+        rows, columns = (n // by if by else 1 for n, by in pairs)
+        scale = widened(scale, shape, (rows, columns))
     if layout.dtype == torch.uint8:
         scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
     return {
-        "weight": values.contiguous(),
+        "weight": values.to(torch.float8_e4m3fn).contiguous(),
         layout.scale: scale.to(layout.dtype).reshape(shape),
     }
 
@@ -202,15 +207,18 @@ NAMES: dict[str, tuple[str, ...]] = {
 """Part of a weight -> the last part of its name in a file, for a weight whose own is in the braces:
 those of `LAYOUTS`, and those that torchao's ``flatten_tensor_state_dict`` writes."""
 
+# The magnitudes of e2m1, by the code without its sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
+# The dtype of scales -> the values of a row that share one, where no configuration says it: by the
+# definitions of MX (OCP Microscaling Formats 1.0, section 5.3) and of NVFP4.
 _GROUPS = {torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}
-"""The dtype of scales -> the values of a row that share one, where no configuration says it: by the
-definitions of MX (OCP Microscaling Formats 1.0, section 5.3) and of NVFP4."""
 
 
 def names_in(
-    state: Mapping[str, Tensor], weight: str, targets: Collection[str]
+    state: Mapping[str, Tensor],
+    weight: str,
+    targets: Collection[str],
 ) -> dict[str, str]:
     """The names in a checkpoint of the parts of a weight, by the keys of `NAMES`; {} without
     values. targets: the names of all weights, which are no part of another one."""
@@ -227,31 +235,27 @@ def names_in(
     return {}
 
 
-def targets_in(config: Mapping[str, Any]) -> dict[str, Tile | None]:
-    """By a quantization_config: a target of compressed-tensors, which is the name of a layer, "re:"
-    and a pattern, or a class -> the values of a weight that share a scale, if it says so."""
+def tile_in(
+    config: Config,
+    path: str,
+    kind: type[nn.Module],
+) -> Tile | None:
+    """The values of the weight of a layer that share a scale, by a quantization_config; None if it
+    does not say so. path, kind: the name and the class of the layer."""
     tiles: dict[str, Tile | None] = {}
     for group in (config.get("config_groups") or {}).values():
         if group.get("weights"):
             tiles |= dict.fromkeys(group["targets"], _tile_by(group["weights"]))
-    return tiles or {"re:": _tile_by(config)}
+    if not tiles:
+        return _tile_by(config)
+    # In the order of compressed-tensors: names, patterns ("re:"), classes.
+    patterns = [t for t in tiles if t.startswith("re:") and re.match(t[3:], path)]
+    classes = [base.__name__ for base in kind.__mro__]
+    found = (tiles[t] for t in (path, *patterns, *classes) if t in tiles)
+    return next(found, None)
 
 
-def tile_in(
-    targets: Mapping[str, Tile | None], path: str, kind: type[nn.Module]
-) -> Tile | None:
-    """The tile of a layer by `targets_in`, with names before patterns before classes."""
-    patterns = (
-        t
-        for t in targets
-        if t.startswith("re:") and re.match(t.removeprefix("re:"), path)
-    )
-    classes = (base.__name__ for base in kind.__mro__ if base.__name__ in targets)
-    target = path if path in targets else next(patterns, None) or next(classes, None)
-    return targets.get(target or "")
-
-
-def _tile_by(settings: Mapping[str, Any]) -> Tile | None:
+def _tile_by(settings: Config) -> Tile | None:
     """Returns the tile that a quantization_config states, or the weight arguments of one of its
     groups; None if it states none."""
     block = settings.get("weight_block_size") or settings.get("block_structure")
@@ -263,7 +267,10 @@ def _tile_by(settings: Mapping[str, Any]) -> Tile | None:
 
 
 def memory_of(
-    weight: str, tensors: Mapping[str, Tensor], tile: Tile | None, device: torch.device
+    weight: str,
+    tensors: Mapping[str, Tensor],
+    tile: Tile | None,
+    device: torch.device,
 ) -> Memory:
     """A weight as FP8 values and float32 scales, without rounding. e2m1 values become e4m3.
 
@@ -274,6 +281,7 @@ def memory_of(
     """
     values, scale = tensors["values"], tensors["scale"]
     if values.dtype == torch.uint8:
+        # The first of two values is in the low four bits.
         codes = torch.stack([values & 15, values >> 4], -1).flatten(-2)
         magnitudes = values.new_tensor(_E2M1, dtype=torch.float32)[(codes & 7).long()]
         values = torch.where(codes > 7, -magnitudes, magnitudes).to(torch.float8_e4m3fn)
@@ -285,11 +293,11 @@ def memory_of(
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
     group, scale = _GROUPS.get(scale.dtype), scale.float()
-    if "divisor" in tensors:
+    if "divisor" in tensors:  # what the writer has multiplied the scales by
         scale = scale / tensors["divisor"].float()
     if scale.numel() == 1:
         scale = scale.reshape([1] * values.dim())
-    elif scale.shape == values.shape[:1]:
+    elif scale.shape == values.shape[:1]:  # of each row, without further dimensions
         scale = scale.reshape(-1, *[1] * (values.dim() - 1))
     if scale.numel() > 1 or (values.dim() > 1 and any(tile or ())):
         tile = _tile_of(weight, values.shape, scale.shape, tile, group)
@@ -310,10 +318,8 @@ def _tile_of(
     if len(grid) == len(shape) > 1 and grid[:-2] == shape[:-2]:
         if tile is None and group and (grid[-2], grid[-1] * group) == shape[-2:]:
             rows, columns = 1, group
-        down, along = (
-            _size(shape[-2], grid[-2], rows),
-            _size(shape[-1], grid[-1], columns),
-        )
+        down = _size(shape[-2], grid[-2], rows)
+        along = _size(shape[-1], grid[-1], columns)
         if down and along:
             return down, along
     why = "which fit no block size, or several"
@@ -325,7 +331,11 @@ def _tile_of(
     )
 
 
-def _size(n: int, count: int, by: int | None) -> int | None:
+def _size(
+    n: int,
+    count: int,
+    by: int | None,
+) -> int | None:
     """The size of blocks, the last one full or not, of which ``count`` are ``n`` values: ``by`` (0:
     all), or without it the only one; None if there is none."""
     if by is not None:
@@ -333,16 +343,18 @@ def _size(n: int, count: int, by: int | None) -> int | None:
         if n and -(-n // size) == count:
             return size
         return None
+    if count == 1:
+        return n
+    # From n / count, rounded up, to less than n / (count - 1): the scales of one size alone.
     least = -(-n // max(count, 1))
-    most = n if count == 1 else -(-n // (count - 1)) - 1
-    if least == most:
+    if least == -(-n // (count - 1)) - 1:
         return least
     return None
 
 
-def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, Any]:
+def configuration(layers: dict[str, Any], ignore: list[str]) -> Config:
     """The quantization_config. layers: of one layout. ignore: other linear layers."""
-    first: Any = next(iter(layers.values()))
+    first = next(iter(layers.values()))
     layout = LAYOUTS[first.fp8_recipe.weight.scaling]
     if layout.method == "fp8":
         return {
@@ -355,6 +367,12 @@ def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, 
     groups: dict[str, list[str]] = {}
     for name, layer in layers.items():
         groups.setdefault(json.dumps(_arguments(name, layer)), []).append(name)
+    if len(groups) == 1:
+        groups = {arguments: ["Linear"] for arguments in groups}
+    config_groups = {}
+    for i, (arguments, targets) in enumerate(groups.items()):
+        others = {"targets": targets, "output_activations": None}
+        config_groups[f"group_{i}"] = json.loads(arguments) | others
     return {
         "quant_method": layout.method,
         "format": layout.format,
@@ -362,25 +380,17 @@ def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, 
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
         "ignore": ignore,
-        "config_groups": {
-            f"group_{i}": json.loads(arguments)
-            | {
-                "targets": ["Linear"] if len(groups) == 1 else names,
-                "output_activations": None,
-            }
-            for i, (arguments, names) in enumerate(groups.items())
-        },
+        "config_groups": config_groups,
     }
 
 
-def _arguments(name: str, layer: Any) -> dict[str, Any]:
-    recipe, always = layer.fp8_recipe, {"type": "float", "symmetric": True}
+def _arguments(name: str, layer: Any) -> Config:
+    recipe = layer.fp8_recipe
+    always: Config = {"type": "float", "symmetric": True}
     weights = always | {"dynamic": False} | LAYOUTS[recipe.weight.scaling].arguments
     inputs = INPUTS[recipe.input.scaling]
-    if (
-        inputs.get("strategy") == "token"
-        and sum(part.isdigit() for part in name.split(".")) < 2
-    ):
+    in_list = sum(part.isdigit() for part in name.split(".")) >= 2
+    if inputs.get("strategy") == "token" and not in_list:
         # compressed-tensors takes the first two dimensions for tokens, so that an input (tokens,
         # features) would have a single scale. A group of all features is a scale for each token in
         # every library. Engines that fuse a list of experts insist on "token" for these.

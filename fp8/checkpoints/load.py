@@ -24,13 +24,15 @@ from ..layers.select import check_values_set
 from ..recipes.history import is_history
 from ..recipes.scaling import Tile
 from ..training.stored_weights import copied_parameter, replace, scaled_parameter
-from .layouts import NAMES, memory_of, names_in, targets_in, tile_in
+from .layouts import NAMES, Config, memory_of, names_in, tile_in
 from .weights import state_of
 
 M = TypeVar("M", bound=nn.Module)
 
 Source = str | os.PathLike[str] | Mapping[str, Tensor]
 
+# Last parts of the names of scales of activations and caches, which are left in the file: casts
+# compute their own.
 OF_ACTIVATIONS = (
     "input_scale",
     "input_scale_ub",
@@ -41,19 +43,16 @@ OF_ACTIVATIONS = (
     "k_scale",
     "v_scale",
 )
-"""Last parts of the names of scales of activations and caches, which are left in the file: casts
-compute their own."""
 
 
 class Checkpoint(NamedTuple):
-    """What a source has. targets: of its quantization_config. tied: other name -> name. tiles: name
-    of values -> their tile, of tensors that know it. unscaled: as in `load`."""
+    """What a source has. config: its quantization_config. tied: other name -> name. tiles: name of
+    values -> their tile, of tensors that know it. unscaled: as in `load`."""
 
     tensors: dict[str, Tensor]
-    config: Mapping[str, Any]
+    config: Config
     tied: Mapping[str, str] = {}
     tiles: Mapping[str, Tile] = {}
-    targets: Mapping[str, Tile | None] = {}
     unscaled: bool = False
 
 
@@ -62,7 +61,7 @@ def load(
     source: Source,
     *,
     frozen: bool = True,
-    config: Mapping[str, Any] | None = None,
+    config: Config | None = None,
     unscaled: bool = False,
 ) -> M:
     """Loads a checkpoint in low precision into ``model``, in place.
@@ -109,19 +108,13 @@ def load(
     check_ready(model)
     if frozen:
         check_values_set("load(frozen=True)", model)
-    checkpoint = _read(source, config)
-    checkpoint = checkpoint._replace(
-        targets=targets_in(checkpoint.config), unscaled=unscaled
-    )
+    checkpoint = _read(source, config)._replace(unscaled=unscaled)
     tensors, tied = checkpoint.tensors, checkpoint.tied
     inner = unwrapped(model)
     targets = {name: target for name, (_, target) in state_of(inner).items()}
     read = partial(names_in, tensors, targets=targets)
-    names = {
-        name: parts
-        for name in targets
-        if (parts := read(name) or read(tied.get(name, "")))
-    }
+    found = {name: read(name) or read(tied.get(name, "")) for name in targets}
+    names = {name: parts for name, parts in found.items() if parts}
     named = inner.named_modules(remove_duplicate=False)
     modules = {bare_name(path): module for path, module in named}
     full = {bare_name(name): name for name in inner.state_dict()}
@@ -139,13 +132,12 @@ def load(
             else:
                 state[name] = value
     replace(inner, new)
-    inner.load_state_dict(
-        {full[name]: value for name, value in state.items()}, strict=False
-    )
+    state = {full[name]: value for name, value in state.items()}
+    inner.load_state_dict(state, strict=False)
     return model
 
 
-def _read(source: Source, config: Mapping[str, Any] | None) -> Checkpoint:
+def _read(source: Source, config: Config | None) -> Checkpoint:
     if not isinstance(config, Mapping | None):
         kind = type(config).__name__
         raise TypeError(
@@ -158,22 +150,20 @@ def _read(source: Source, config: Mapping[str, Any] | None) -> Checkpoint:
             f"load reads a path or a state_dict, not a {type(source).__name__}"
         )
     path = Path(source)
-    folder = path if path.is_dir() else path.parent
-    files = [path]
+    folder, files = path.parent, [path]
     if path.is_dir():
+        # The index of a file in shards, as Hugging Face's libraries write it.
         index = path / "model.safetensors.index.json"
-        files = [path / "model.safetensors"]
+        folder, files = path, [path / "model.safetensors"]
         if index.exists():
-            shards = json.loads(index.read_text(encoding="utf-8"))[
-                "weight_map"
-            ].values()
+            shards = _json(index)["weight_map"].values()
             files = [path / shard for shard in sorted(set(shards))]
     if absent := [file for file in files if not file.is_file()]:
         raise ValueError(f"load found no file {absent[0]}")
-    about: dict[str, Any] = {}
+    about: Config = {}
     for file in (folder / "config.json", folder / "fp8.json"):
         if file.exists():
-            about |= json.loads(file.read_text(encoding="utf-8"))
+            about |= _json(file)
     if config is None:
         config = about.get("quantization_config")
     load_file = need("safetensors").load_file
@@ -181,19 +171,25 @@ def _read(source: Source, config: Mapping[str, Any] | None) -> Checkpoint:
     return Checkpoint(tensors, config or {}, about.get("tied", {}))
 
 
-def _parts_of(state: Mapping[str, Any], config: Mapping[str, Any]) -> Checkpoint:
+def _json(file: Path) -> Config:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _parts_of(state: Mapping[str, Any], config: Config) -> Checkpoint:
     """Copies of the plain tensors that a state_dict consists of, under their names in files."""
     parts: dict[str, Tensor] = {}
     tiles: dict[str, Tile] = {}
     for name, x in state.items():
         path, dot, last = name.rpartition(".")
         if isinstance(x, ScaledTensor):
+            # A view does not know which scales are those of its values.
             if x.scale is not None and x.is_whole() and x.stored.itemsize == 1:
                 parts |= {name: x.stored, f"{name}_scale": x.scale}
                 tiles[name] = x.memory.tile or (0, 0)
             else:
                 parts[name] = x.dequantize()
-        elif type(x).__name__ == "Float8Tensor":  # torchao's
+        # torchao's, by name, as the library need not be installed.
+        elif type(x).__name__ == "Float8Tensor":
             stem = f"{path}{dot}_{last}"
             parts |= {f"{stem}_qdata": x.qdata, f"{stem}_scale": x.scale}
             if x.scale.numel() > 1:
@@ -220,30 +216,22 @@ def _check(
     first: dict[int, str] = {}
     for name, parts in names.items():
         other = first.setdefault(id(targets[name]), name)
-        for part in NAMES if other != name else ():
-            pair = [
-                tensors[p[part]].float() for p in (parts, names[other]) if part in p
-            ]
-            if len(pair) == 1 or (pair and not torch.equal(*pair)):
-                raise ValueError(
-                    f"{other} and {name} are one parameter, with unlike tensors here"
-                )
-    known = {
-        *OF_ACTIVATIONS,
-        *extra,
-        *(key for parts in names.values() for key in parts.values()),
-    }
-    differ = {
-        "missing": [
-            name for name, target in targets.items() if id(target) not in first
-        ],
-        "unexpected": [k for k in tensors if not {k, k.rpartition(".")[2]} & known],
-    }
-    if text := "; ".join(
-        f"{what}: {', '.join(keys)}" for what, keys in differ.items() if keys
-    ):
-        kind = type(model).__name__
-        raise ValueError(f"the checkpoint and {kind} have other names: {text}")
+        if not _are_equal(tensors, parts, names[other]):
+            raise ValueError(
+                f"{other} and {name} are one parameter, with unlike tensors here"
+            )
+    known = {*OF_ACTIVATIONS, *extra}
+    for parts in names.values():
+        known.update(parts.values())
+    missing = [name for name, target in targets.items() if id(target) not in first]
+    unexpected = [k for k in tensors if not {k, k.rpartition(".")[2]} & known]
+    differ = {"missing": missing, "unexpected": unexpected}
+    texts = [f"{what}: {', '.join(keys)}" for what, keys in differ.items() if keys]
+    if texts:
+        raise ValueError(
+            f"the checkpoint and {type(model).__name__} have other names: "
+            + "; ".join(texts)
+        )
     if divided := [name for name, target in targets.items() if is_dtensor(target)]:
         raise ValueError(f"processes divide {divided[0]}: load before fully_shard")
     for name, buffer in model.named_buffers():
@@ -251,6 +239,18 @@ def _check(
             raise ValueError(
                 f"{name} is on the meta device and in no checkpoint: give it memory"
             )
+
+
+def _are_equal(
+    tensors: Mapping[str, Tensor],
+    a: Mapping[str, str],
+    b: Mapping[str, str],
+) -> bool:
+    """Whether a file has equal tensors under two names. a, b: of `names_in`."""
+    if a.keys() != b.keys():
+        return False
+    pairs = ((tensors[a[part]].float(), tensors[b[part]].float()) for part in a)
+    return all(torch.equal(*pair) for pair in pairs)
 
 
 def _value(
@@ -272,9 +272,8 @@ def _value(
         if checkpoint.unscaled and values.is_floating_point():
             tensors.setdefault("scale", torch.ones(()))
         _need_scales(name, tensors, checkpoint.config.get("quant_method"))
-        by_config = tile_in(
-            checkpoint.targets, name.rpartition(".")[0], bare_class(layer)
-        )
+        path = name.rpartition(".")[0]
+        by_config = tile_in(checkpoint.config, path, bare_class(layer))
         tile = checkpoint.tiles.get(parts["values"], by_config)
         memory = memory_of(name, tensors, tile, device)
         value = ScaledTensor(memory, torch.float32)
@@ -296,8 +295,13 @@ def _value(
     return value
 
 
-def _need_scales(name: str, tensors: Mapping[str, Tensor], method: str | None) -> None:
-    """Raises ValueError for values without a scale: with 1, weights are 100 times too large."""
+def _need_scales(
+    name: str,
+    tensors: Mapping[str, Tensor],
+    method: str | None,
+) -> None:
+    """Raises ValueError for values without a scale."""
+    # With a scale of 1 in its place, weights would be about 100 times too large.
     # NVFP4 has two levels: scales in e4m3, and one for the tensor.
     two = "scale" in tensors and tensors["scale"].dtype == torch.float8_e4m3fn
     part = "divisor" if two else "scale"

@@ -28,8 +28,16 @@ from ..layers.select import check_values_set, is_transposed
 from ..recipes.cast import Cast
 from ..recipes.history import histories, is_history
 from ..recipes.scaling import history_scale
-from . import layouts
-from .layouts import INPUTS, LAYOUTS, Entry
+from .layouts import (
+    INPUTS,
+    LAYOUTS,
+    Config,
+    Entry,
+    configuration,
+    misfit,
+    stored,
+    unfit,
+)
 
 __all__ = ["Weights", "weights"]
 
@@ -69,14 +77,19 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     if writes:
         Path(folder).mkdir(parents=True, exist_ok=True)
         _write(stream, Path(folder), tensors)
-    if sharded:
+    if sharded:  # the files are there when any process returns
         dist.barrier()
     return stream.report
 
 
-def _write(stream: Weights, folder: Path, tensors: dict[str, Tensor]) -> None:
+def _write(
+    stream: Weights,
+    folder: Path,
+    tensors: dict[str, Tensor],
+) -> None:
     model: Any = stream.model
     if hasattr(model, "save_pretrained"):
+        # Which leaves out tied names by itself.
         tensors |= {name: tensors[first] for name, first in stream.tied.items()}
         model.save_pretrained(folder, state_dict=tensors)
         path = folder / "config.json"
@@ -87,9 +100,8 @@ def _write(stream: Weights, folder: Path, tensors: dict[str, Tensor]) -> None:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         need("safetensors").save_file(whole, folder / "model.safetensors")
         content = {"quantization_config": stream.config, "tied": stream.tied}
-    path.write_text(
-        json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(content, indent=2, sort_keys=True)  # equal models, equal files
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def weights(model: nn.Module) -> Weights:
@@ -124,30 +136,25 @@ class Weights:
 
     manifest: dict[str, Entry]
     tied: dict[str, str]
-    config: dict[str, Any]
+    config: Config
     report: Report[Row]
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model = unwrapped(model)
         check_not_overridden("export", model)
-        modules: dict[str, Any] = {
-            bare_name(name): m for name, m in model.named_modules()
-        }
+        modules = {bare_name(name): m for name, m in model.named_modules()}
         _check_plain(model)
         rows, self._layers = _layers(modules)
         if all(row.done == LEFT_ALONE for row in rows):
-            why = (
-                "; ".join(sorted({row.why for row in rows}))
-                or "fp8.convert was not called"
-            )
+            whys = sorted({row.why for row in rows}) or ["fp8.convert was not called"]
             kind = bare_class(model).__name__
-            raise ValueError(f"no layer of {kind} can be stored in FP8: {why}")
+            raise ValueError(
+                f"no layer of {kind} can be stored in FP8: {'; '.join(whys)}"
+            )
         self.report = Report(rows)
-        linear = [
-            name for name, module in modules.items() if isinstance(module, nn.Linear)
-        ]
+        linear = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
         ignore = [name for name in linear if name not in self._layers]
-        self.config = layouts.configuration(self._layers, ignore)
+        self.config = configuration(self._layers, ignore)
         self.manifest, self.tied = {}, {}
         first: dict[int, str] = {}
         for name, (tensor, source) in state_of(model).items():
@@ -170,7 +177,11 @@ class Weights:
             if name not in self.tied:
                 yield from self._stored(name, tensor)
 
-    def _entries(self, name: str, tensor: Tensor) -> dict[str, Entry]:
+    def _entries(
+        self,
+        name: str,
+        tensor: Tensor,
+    ) -> dict[str, Entry]:
         path, _, last = name.rpartition(".")
         layer = self._layers.get(path)
         if layer is None or last != "weight":
@@ -182,24 +193,31 @@ class Weights:
         return {f"{path}.{part}": entry for part, entry in parts.items()}
 
     @torch.no_grad()
-    def _stored(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    def _stored(
+        self,
+        name: str,
+        tensor: Tensor,
+    ) -> list[tuple[str, Tensor]]:
         """The tensors that are stored for one of the state_dict."""
         tensor = whole(tensor)
         path, _, last = name.rpartition(".")
         if last == "weight" and path in self._layers:
             parts = _parts(self._layers[path], tensor.float())
-            return [(f"{path}.{part}", stored) for part, stored in parts.items()]
+            return [(f"{path}.{part}", x) for part, x in parts.items()]
         return [(name, tensor)]
 
 
 def state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """Name -> (the tensor in the state_dict, the parameter or buffer), without histories."""
-    named = {bare_name(name): (name, t) for name, t in _named(model).items()}
+    # Wrappers of modules may or may not take their part of a name out of the state_dict.
     state = {bare_name(name): tensor for name, tensor in model.state_dict().items()}
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    named = ((bare_name(name), source) for name, source in (*parameters, *buffers))
     return {
         name: (state[name], source)
-        for name, (full, source) in named.items()
-        if name in state and not is_history(full)
+        for name, source in named
+        if name in state and not is_history(name)
     }
 
 
@@ -217,15 +235,11 @@ def _check_plain(model: nn.Module) -> None:
     check_values_set("export", model)
 
 
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
-
-
-def _layers(modules: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
+def _layers(modules: dict[str, nn.Module]) -> tuple[list[Row], dict[str, Any]]:
     """The rows of the report, and the layers to store in low precision."""
     uses = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
     rows, layers = [], dict[str, Any]()
+    module: Any
     for name, module in modules.items():
         if is_replacement(module):
             raise ValueError(
@@ -234,11 +248,11 @@ def _layers(modules: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
         recipe = getattr(module, "fp8_recipe", None)
         if recipe is None:
             continue
-        why = _why_not(name, module, uses) or layouts.unfit(recipe)
+        why = _why_not(name, module, uses) or unfit(recipe)
         if not why:
             first = next(iter(layers.values()), module).fp8_recipe
             layout, other = (LAYOUTS[r.weight.scaling] for r in (recipe, first))
-            why = layouts.misfit(layout, module.weight.shape) or _no_history(module)
+            why = misfit(layout, module.weight.shape) or _no_history(module)
             if (layout.method, layout.format) != (other.method, other.format):
                 used = other.format or other.method
                 why = f"the file has layout {used!r} and no other: convert all layers to one recipe"
@@ -249,7 +263,11 @@ def _layers(modules: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
     return rows, layers
 
 
-def _why_not(name: str, module: Any, uses: Counter[int]) -> str:
+def _why_not(
+    name: str,
+    module: Any,
+    uses: Counter[int],
+) -> str:
     """Why a layer cannot be stored under any recipe; "" if it can. uses: of each parameter."""
     if not isinstance(module, nn.Linear):
         kind = "transposed weights" if is_transposed(module) else "layers of this kind"
@@ -270,9 +288,7 @@ def _no_history(layer: Any) -> str:
     cast = layer.fp8_recipe.input
     if not _has_input_scale(layer.fp8_recipe) or not cast.keeps_history:
         return ""
-    if bool(_history(layer, "input").any()) or not bool(
-        whole(layer.weight.detach()).float().any()
-    ):
+    if _history(layer, "input").any() or not whole(layer.weight.detach()).float().any():
         return ""
     how = "train the model" if cast.history else "calibrate or train the model"
     return (
@@ -286,20 +302,26 @@ def _has_input_scale(recipe: Any) -> bool:
 
 def _parts(layer: Any, weight: Tensor) -> dict[str, Tensor]:
     """The tensors of a layer."""
-    recipe, scale = layer.fp8_recipe, None
+    recipe = layer.fp8_recipe
+    scale = None  # of the values
     if recipe.weight.scaling == "unit":
         scale = weight.new_ones(())  # whatever tag the weight has
     elif recipe.weight.keeps_history:
         scale = _known_scale(layer, weight, recipe.weight, "weight")
     layout = LAYOUTS[recipe.weight.scaling]
-    tensors = layouts.stored(layout, weight, recipe.weight, scale)
+    tensors = stored(layout, weight, recipe.weight, scale)
     if _has_input_scale(recipe):
         scale = _known_scale(layer, weight.new_zeros(1), recipe.input, "input")
         tensors["input_scale"] = torch.atleast_1d(scale)
     return tensors
 
 
-def _known_scale(layer: Any, x: Tensor, cast: Cast, role: str) -> Tensor:
+def _known_scale(
+    layer: Any,
+    x: Tensor,
+    cast: Cast,
+    role: str,
+) -> Tensor:
     """The scale, 0-dim, of an operand by its history; without one, that of the values ``x``."""
     if cast.scaling == "unit":
         return x.new_ones(())
@@ -308,6 +330,5 @@ def _known_scale(layer: Any, x: Tensor, cast: Cast, role: str) -> Tensor:
 
 
 def _history(layer: Any, role: str) -> Tensor:
-    return next(
-        tensor for name, tensor in histories(layer).items() if name.endswith(role)
-    )
+    every = histories(layer).items()
+    return next(tensor for name, tensor in every if name.endswith(role))
