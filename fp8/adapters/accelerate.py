@@ -7,7 +7,8 @@ take effect or raise an error, and our recipes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,26 +22,37 @@ from ..products.active import BACKENDS
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
 from ..training.levels import initialize
-from .transformer_engine import delayed_scaling, format_of, te_recipe
+from .transformer_engine import TERecipe, delayed_scaling, format_of, te_recipe
 
 __all__ = ["prepare"]
 
-_NOT_OF_MXFP8 = {
+# Objects of Accelerate, which may not be installed.
+Accelerator: TypeAlias = Any
+Kwargs: TypeAlias = Any
+
+# Options of TERecipeKwargs that MXFP8 block scaling does not have -> their defaults.
+_NOT_OF_MXFP8: dict[str, Any] = {
     "margin": 0,
     "interval": 1,
     "amax_history_len": 1024,
     "amax_compute_algo": "most_recent",
     "override_linear_precision": (False, False, False),
 }
-"""Options of TERecipeKwargs that MXFP8 block scaling does not have -> their defaults."""
+
+# Accelerate's recipe object -> its backend.
+_KINDS = {
+    "TERecipeKwargs": "transformer_engine",
+    "AORecipeKwargs": "torchao",
+    "MSAMPRecipeKwargs": "msamp",
+}
 
 _OURS = str | Recipe | Policy
 
 
 def prepare(
-    accelerator: Any,
+    accelerator: Accelerator,
     *objects: Any,
-    recipe: Any = AUTO,
+    recipe: str | Recipe | Policy | Kwargs = AUTO,
     backend: str = "auto",
     opt_level: str | None = None,
     where: Where | None = None,
@@ -89,7 +101,7 @@ def prepare(
             f"opt_level 'O3' keeps weights in FP8, which the layers of {backend!r} do not take; "
             "they have 'O1' and 'O2'"
         )
-    new: dict[int, Any] = {}
+    new: dict[int, nn.Module] = {}
     try:
         for model in models:
             new[id(model)] = _converted(accelerator, model, recipe, backend, where)
@@ -104,7 +116,7 @@ def prepare(
     return accelerator.prepare(*(new.get(id(thing), thing) for thing in objects))
 
 
-def _check(accelerator: Any, objects: tuple[Any, ...]) -> None:
+def _check(accelerator: Accelerator, objects: tuple[object, ...]) -> None:
     need("accelerate")
     if not any(isinstance(thing, nn.Module) for thing in objects):
         kinds = ", ".join(type(thing).__name__ for thing in objects) or "nothing"
@@ -116,10 +128,11 @@ def _check(accelerator: Any, objects: tuple[Any, ...]) -> None:
         )
 
 
-def _checked_backend(backend: str, recipe: Any) -> str:
+def _checked_backend(backend: str, recipe: Kwargs) -> str:
     check_name("backend", backend, (*BACKENDS, *ADAPTERS, "msamp"))
     if isinstance(recipe, _OURS):
         return backend
+    # By name, as Accelerate's classes differ between its versions.
     kinds = {cls.__name__ for cls in type(recipe).__mro__}
     wanted = next((of for name, of in _KINDS.items() if name in kinds), None)
     if "FP8RecipeKwargs" in kinds:  # covers both others; its backend says which
@@ -136,35 +149,29 @@ def _checked_backend(backend: str, recipe: Any) -> str:
 
 
 def _converted(
-    accelerator: Any, model: nn.Module, recipe: Any, backend: str, where: Where | None
+    accelerator: Accelerator,
+    model: nn.Module,
+    recipe: Kwargs,
+    backend: str,
+    where: Where | None,
 ) -> nn.Module:
     if isinstance(recipe, _OURS):
         return convert(model, recipe, backend=backend, where=where)
     options: dict[str, Any] = {}
     if backend == "transformer_engine":
-        chosen, options["in_eval"] = _te(recipe), bool(recipe.use_autocast_during_eval)
+        chosen = _te(recipe)
+        options["in_eval"] = bool(recipe.use_autocast_during_eval)
     else:
         chosen = recipe.config
-        if not getattr(
-            accelerator, "is_fsdp2", False
-        ):  # it would replace parameters, to no effect
+        # Without FSDP2 it would replace parameters, to no effect.
+        if not getattr(accelerator, "is_fsdp2", False):
             chosen = dataclasses.replace(chosen, enable_fsdp_float8_all_gather=False)
         where = _ao_where(model, recipe.module_filter_func, where)
-    where = checked_where(where)
-    return expand(
-        adapter(backend).convert(revert_layers(model), chosen, where=where, **options)
-    )
+    options["where"] = checked_where(where)
+    return expand(adapter(backend).convert(revert_layers(model), chosen, **options))
 
 
-_KINDS = {
-    "TERecipeKwargs": "transformer_engine",
-    "AORecipeKwargs": "torchao",
-    "MSAMPRecipeKwargs": "msamp",
-}
-"""Accelerate's recipe object -> its backend."""
-
-
-def _te(kwargs: Any) -> Any:
+def _te(kwargs: Kwargs) -> TERecipe:
     options = {name: getattr(kwargs, name) for name in _NOT_OF_MXFP8}
     if not kwargs.use_mxfp8_block_scaling:
         return delayed_scaling(fp8_format=kwargs.fp8_format, **options)
@@ -176,7 +183,11 @@ def _te(kwargs: Any) -> Any:
     return recipe
 
 
-def _ao_where(model: nn.Module, chosen: Any, where: Any) -> Where:
+def _ao_where(
+    model: nn.Module,
+    chosen: Callable[[nn.Module, str], object] | None,
+    where: Where | None,
+) -> Where:
     """The layers that Accelerate converts: those selected, else all but the first and last."""
     if where is not None and chosen is not None:
         raise ValueError(
@@ -184,7 +195,5 @@ def _ao_where(model: nn.Module, chosen: Any, where: Any) -> Where:
         )
     if chosen is not None:
         return lambda name, layer: bool(chosen(layer, name))
-    names = [
-        name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)
-    ]
+    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     return where or (lambda name, layer: name not in (names[0], names[-1]))

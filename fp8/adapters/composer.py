@@ -8,15 +8,20 @@ The tests do not run it in the Trainer: Composer requires an older torch.
 
 from __future__ import annotations
 
-from typing import Any
+from enum import Enum
+from typing import Any, TypeAlias
 
 from ..common.libraries import need
 from ..training.low_precision_norms import apply_low_precision_layernorm
 
 __all__ = ["LowPrecisionLayerNorm"]
 
+# composer.core.Algorithm and State, which may not be installed.
+Algorithm: TypeAlias = Any
+State: TypeAlias = Any
 
-def LowPrecisionLayerNorm(apply_at: Any = None) -> Any:
+
+def LowPrecisionLayerNorm(apply_at: Enum | None = None) -> Algorithm:
     """An Algorithm of Composer that applies `fp8.apply_low_precision_layernorm` to the Trainer's
     model, with the Trainer's precision.
 
@@ -29,7 +34,7 @@ def LowPrecisionLayerNorm(apply_at: Any = None) -> Any:
     """
     core = need("composer").core
     events = (core.Event.INIT, core.Event.BEFORE_LOAD, core.Event.AFTER_LOAD)
-    at = events[0] if apply_at is None else apply_at
+    at = apply_at or events[0]
     if at not in events:
         allowed = ", ".join(map(str, events))
         raise ValueError(f"apply_at must be one of {allowed}, got {at!r}")
@@ -43,10 +48,10 @@ def LowPrecisionLayerNorm(apply_at: Any = None) -> Any:
             """Checkpoints load without it: the parameters are those of the plain model."""
             return False
 
-        def match(self, event: Any, state: Any) -> bool:
-            return bool(event == at)
+        def match(self, event: Enum, state: State) -> bool:
+            return event == at
 
-        def apply(self, event: Any, state: Any, logger: Any) -> None:
+        def apply(self, event: Enum, state: State, logger: object) -> None:
             apply_low_precision_layernorm(
                 state.model, state.precision, state.optimizers
             )

@@ -44,9 +44,8 @@ def initialize(
         need("transformer_engine")
     library = probe("msamp")
     if library.module is None:
-        model, optimizer = levels.initialize(
-            model, optimizer, opt_level, None if use_te else AUTO
-        )
+        recipe = None if use_te else AUTO
+        model, optimizer = levels.initialize(model, optimizer, opt_level, recipe)
         note(model, f"by fp8.initialize; MS-AMP: {library.why}")
         return model, optimizer
     model, optimizer = library.module.initialize(model, optimizer, opt_level, use_te)
@@ -58,9 +57,8 @@ def initialize(
 def _rows(model: nn.Module) -> Iterator[Row]:
     for name, module in model.named_modules():
         kind, own = bare_class(module).__name__, list(module.parameters(recurse=False))
-        if not all(
-            isinstance(p, Tensor) for p in own
-        ):  # MS-AMP's parameters are no tensors
+        # MS-AMP's parameters are no tensors.
+        if not all(isinstance(p, Tensor) for p in own):
             yield Row(name, kind, "converted", "MS-AMP")
         elif any(p.dim() > 1 for p in own):
             yield Row(name, kind, LEFT_ALONE, "MS-AMP does not replace it")

@@ -8,10 +8,10 @@ and Megatron-LM 0.16 (megatron/core/quantization and TransformerEngineMixedPreci
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from ..layers.policies import resolve
 from ..recipes.policy import Policy, composed, name_of, recipe_of
 from ..recipes.recipe import PLAIN, RECIPES, Recipe
 from . import torchao, transformer_engine
+from .transformer_engine import TERecipe
 
 __all__ = [
     "MegatronFiles",
@@ -28,6 +29,9 @@ __all__ = [
     "for_transformer_engine",
     "open_contexts",
 ]
+
+
+T = TypeVar("T")
 
 
 def _low(recipe: Recipe | None) -> Recipe | None:
@@ -48,23 +52,25 @@ def _at_start(policy: Policy, library: str) -> tuple[Policy, list[str]]:
 
 
 def _translated(
-    policy: Policy, model: nn.Module, make: Any
-) -> dict[str, tuple[Any, Any]]:
-    """Layer -> (recipe, ``make(recipe)``), None twice for high precision; "auto" is "tensor", as
-    the layers of these libraries are not unit-scaled."""
-    translated = {}
+    policy: Policy, model: nn.Module, make: Callable[[Recipe], T]
+) -> dict[str, tuple[Recipe | None, T | None]]:
+    """Layer -> (recipe, ``make(recipe)``), None twice for high precision."""
+    translated: dict[str, tuple[Recipe | None, T | None]] = {}
     for name, decision in resolve(policy, model).items():
+        # "auto" is "tensor", as the layers of these libraries are not unit-scaled.
         recipe = _low(composed(decision.sources, PLAIN))
-        try:
-            translated[name] = recipe, None if recipe is None else make(recipe)
-        except ValueError as error:
-            raise ValueError(f"layer {name!r}: {error}") from None
+        translated[name] = recipe, None
+        if recipe is not None:
+            try:
+                translated[name] = recipe, make(recipe)
+            except ValueError as error:
+                raise ValueError(f"layer {name!r}: {error}") from None
     return translated
 
 
 def for_torchao(
     policy: Policy, model: nn.Module, *, emulate: bool = False
-) -> tuple[list[tuple[Any, set[str]]], list[str]]:
+) -> tuple[list[tuple[torchao.Config, set[str]]], list[str]]:
     """The configurations of torchao, and the linear layers for each.
 
     Args:
@@ -80,7 +86,7 @@ def for_torchao(
         ImportError: without torchao.
     """
     policy, notes = _at_start(policy, "torchao")
-    groups: dict[Recipe, tuple[Any, set[str]]] = {}
+    groups: dict[Recipe, tuple[torchao.Config, set[str]]] = {}
     config = partial(torchao.ao_config, emulate=emulate)
     for name, (recipe, theirs) in _translated(policy, model, config).items():
         if recipe is not None and isinstance(model.get_submodule(name), nn.Linear):
@@ -94,7 +100,7 @@ def for_torchao(
 
 def for_transformer_engine(
     policy: Policy, model: nn.Module
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, TERecipe | None], list[str]]:
     """The contexts of TransformerEngine in which a model and some of its modules run.
 
     Args:
@@ -112,13 +118,14 @@ def for_transformer_engine(
     policy, notes = _at_start(policy, "TransformerEngine")
     base = _low(recipe_of(policy.recipe))
     layers = _translated(policy, model, transformer_engine.te_recipe)
-    inner = {
-        name: theirs for name, (recipe, theirs) in layers.items() if recipe != base
-    }
-    return {"": base and transformer_engine.te_recipe(base), **inner}, notes
+    contexts = {"": base and transformer_engine.te_recipe(base)}
+    for name, (recipe, theirs) in layers.items():
+        if recipe != base:
+            contexts[name] = theirs
+    return contexts, notes
 
 
-def open_contexts(model: nn.Module, contexts: Mapping[str, Any]) -> None:
+def open_contexts(model: nn.Module, contexts: Mapping[str, TERecipe | None]) -> None:
     """Runs modules of ``model``, with TransformerEngine's layers, in ``contexts``.
     `fp8.adapters.transformer_engine.revert` undoes it.
 
@@ -129,10 +136,9 @@ def open_contexts(model: nn.Module, contexts: Mapping[str, Any]) -> None:
     Raises:
         AttributeError: if the model has no such module.
     """
-    for module, recipe in [
-        (model.get_submodule(name), r) for name, r in contexts.items()
-    ]:
-        transformer_engine.run_under(module, recipe, in_eval=True)
+    modules = {name: model.get_submodule(name) for name in contexts}
+    for name, module in modules.items():
+        transformer_engine.run_under(module, contexts[name], in_eval=True)
 
 
 class MegatronFiles(NamedTuple):
@@ -161,9 +167,10 @@ def _in_megatron(what: str, recipe: str | Recipe | None) -> dict[str, str]:
     if chosen == replace(RECIPES["nvfp4_nvidia"], name=chosen.name):
         return {"fp4_quantization_recipe": "nvfp4"}
     for name, theirs in _MEGATRON.items():
+        candidate = RECIPES[name]
+        assert candidate.grad is not None
         for format, kind in (("e4m3", "e4m3"), ("e5m2", "hybrid")):  # of gradients
-            candidate = RECIPES[name]
-            grad = replace(candidate.grad, format=format) if candidate.grad else None
+            grad = replace(candidate.grad, format=format)
             if chosen == replace(candidate, name=chosen.name, grad=grad):
                 return {"fp8_quantization_recipe": theirs, "fp8_format": kind}
     allowed = ", ".join(map(repr, (*_MEGATRON, "nvfp4_nvidia", "bf16")))
@@ -224,11 +231,11 @@ def for_megatron(policy: Policy) -> MegatronFiles:
 
 def _precision_file(policy: Policy, base: dict[str, str]) -> str:
     """The rules, the last one first, as Megatron takes the first that matches. JSON is YAML."""
-    configs: dict[str, Any] = {}
-    matchers: dict[str, Any] = {}
+    configs: dict[str, object] = {}
+    matchers: dict[str, object] = {}
 
-    def match(matcher: str, pattern: str, recipe: dict[str, Any]) -> None:
-        name = "_".join(list(recipe.values())[:2]) or "high_precision"
+    def match(matcher: str, pattern: str, recipe: dict[str, object]) -> None:
+        name = "_".join(map(str, [*recipe.values()][:2])) or "high_precision"
         kind = {"transformer_engine_config_type": "TEQuantizationParams"}
         configs[name] = kind | {"training_recipe": recipe}
         matchers[matcher] = {
@@ -241,7 +248,9 @@ def _precision_file(policy: Policy, base: dict[str, str]) -> str:
     if "residual" in policy.keep:  # the other roles never run in FP8 there
         match("keep_residual_1", "*.linear_proj", {})
         match("keep_residual_2", "*.linear_fc2", {})
-    enable = {} if base else {"override_nonquantized_autocast": True}
+    enable: dict[str, object] = {}
+    if not base:  # else Megatron quantizes nothing
+        enable = {"override_nonquantized_autocast": True}
     for index, rule in reversed(list(enumerate(policy.rules, 1))):
         what = f"rule {index} ({rule})"
         if rule.product is not None:
@@ -251,8 +260,9 @@ def _precision_file(policy: Policy, base: dict[str, str]) -> str:
         config = _in_megatron(what, rule.recipe)
         if config.get("fp8_quantization_recipe") == "delayed":
             raise ValueError(f"{what}: Megatron has 'delayed' for the whole model only")
-        glob = rule.layers.replace("[", "[[]")  # Megatron reads brackets as `fnmatch`
-        match(f"rule_{index}", glob, config | enable if config else {})
+        # Megatron reads brackets as `fnmatch` does; here they are plain characters.
+        glob = rule.layers.replace("[", "[[]")
+        match(f"rule_{index}", glob, {**config, **enable} if config else {})
     if matchers:
         return json.dumps({"configs": configs, "matchers": matchers}, indent=2)
     return ""
@@ -265,12 +275,9 @@ def as_code(policy: Policy) -> dict[str, str]:
         "fp8", "torchao", "transformer_engine" and "megatron" -> the lines; a comment with the
         reason where the library cannot express the policy.
     """
-    made = f"policy = {_source(policy)}\n"
-    step = (
-        "\nfp8.advance(model, step / steps)  # before each step"
-        if policy.switch
-        else ""
-    )
+    made, step = f"policy = {_source(policy)}\n", ""
+    if policy.switch:
+        step = "\nfp8.advance(model, step / steps)  # before each step"
     return {
         "fp8": f"import fp8\n\n{made}fp8.convert(model, policy){step}",
         "torchao": f"""import fp8
@@ -299,21 +306,19 @@ def _megatron_code(policy: Policy) -> str:
         flags = [*flags, "--te-precision-config-file=policy.yaml"]
         yaml = f"\n\n# policy.yaml\n{yaml}"
     lines = ["# flags", *(flags or ["# none"])]
-    return "\n".join(["\n".join(lines) + yaml, *(f"# {note}" for note in notes)])
+    lines[-1] += yaml
+    return "\n".join([*lines, *(f"# {note}" for note in notes)])
 
 
 def _source(policy: Policy) -> str:
     """An expression for the policy: the arguments that are not the defaults."""
     values = policy.to_dict()
-    names = [values["recipe"], values["others"]]
-    names += [item["recipe"] for key in ("rules", "switch") for item in values[key]]
-    if any(isinstance(recipe, dict) for recipe in names):
+    parts = (values, {"recipe": values["others"]}, *values["rules"], *values["switch"])
+    if any(isinstance(part["recipe"], dict) for part in parts):
         return f"fp8.Policy.from_json({json.dumps(json.dumps(values))})"
-    values["rules"] = [
-        (r["layers"], r["product"], r["recipe"]) for r in values["rules"]
-    ]
-    values["switch"] = [(s["from"], s["recipe"]) for s in values["switch"]]
-    arguments = [repr(values.pop("recipe"))] + [
-        f"{k}={v!r}" for k, v in values.items() if v
-    ]
+    values["switch"] = [tuple(s.values()) for s in values["switch"]]
+    rules = values["rules"]
+    values["rules"] = [(r["layers"], r["product"], r["recipe"]) for r in rules]
+    arguments = [repr(values.pop("recipe"))]
+    arguments += [f"{name}={value!r}" for name, value in values.items() if value]
     return f"fp8.Policy({', '.join(arguments)})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,10 +19,14 @@ from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 
 __all__ = ["ao_config", "convert", "revert"]
 
+# torchao's Float8LinearConfig and CastConfig, which may not be installed.
+Config: TypeAlias = Any
+CastConfig: TypeAlias = Any
+
 _GRANULARITIES = {"tensor": "TENSORWISE", "row": "AXISWISE"}
 
 
-def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
+def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Config:
     """torchao's Float8LinearConfig for one of our recipes with scaling "tensor" or "row". Scales
     are powers of two under rule "up", else exact.
 
@@ -45,16 +49,15 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
     if rules not in ({"up"}, {"exact"}):
         raise unknown
 
-    def in_product(cast: Cast | None, other: Cast | None) -> Any:
+    def in_product(cast: Cast | None, other: Cast | None) -> CastConfig:
         """torchao's cast of an operand in a product. other: that in its other product."""
         example = cast or other
         if example is None or example.format not in ("e4m3", "e5m2"):
             raise unknown
         dtype = get_format(example.format).dtype
         if cast is None:
-            return config.CastConfig(
-                scaling_type=config.ScalingType.DISABLED, target_dtype=dtype
-            )
+            disabled = config.ScalingType.DISABLED
+            return config.CastConfig(scaling_type=disabled, target_dtype=dtype)
         plain = Cast(format=cast.format, scaling=cast.scaling, rule=cast.rule)
         if cast != plain or cast.scaling not in _GRANULARITIES:
             raise unknown
@@ -71,14 +74,14 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
         cast_config_grad_output=in_product(chosen.grad, grad_again),
         cast_config_grad_output_for_grad_weight=in_product(grad_again, chosen.grad),
         round_scales_to_power_of_2="up" in rules,
-        pad_inner_dim=True,
+        pad_inner_dim=True,  # scaled_mm takes multiples of 16
         emulate=emulate,
     )
 
 
 def convert(
     model: nn.Module,
-    recipe: Any = AUTO,
+    recipe: str | Recipe | Config = AUTO,
     *,
     where: Where | None = None,
     emulate: bool | None = None,
@@ -103,10 +106,11 @@ def convert(
         ValueError: for ``enable_fsdp_float8_all_gather``, which replaces each weight by another
             parameter, so that ties and optimizers would keep the old one.
     """
-    config, where = its_recipe(recipe), checked_where(where)
+    config: Config = recipe
+    where = checked_where(where)
     if isinstance(recipe, str | Recipe):
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if emulate is None:
+            device = next((p.device for p in model.parameters()), torch.device("cpu"))
             emulate = bool(why_not_device(device))
         config = ao_config(recipe, emulate=emulate)
     elif config.enable_fsdp_float8_all_gather:
@@ -114,24 +118,21 @@ def convert(
             "enable_fsdp_float8_all_gather must be False: it replaces parameters, which neither "
             "ties nor optimizers follow; fp8.training.fsdp.gather_in_fp8 gathers weights in FP8"
         )
-    multiple = 1 if config.emulate else ALIGNMENT
+    multiple, how = ALIGNMENT, "torchao, Float8Linear"
+    if config.emulate:
+        multiple, how = 1, f"{how}, emulated"
 
-    def make(module: Any) -> nn.Module | str:
+    def make(module: nn.Module) -> nn.Module | str:
         layer = need("torchao").convert_to_float8_training
         return why_not_fit(module, multiple) or layer(module, config=config)
 
-    how = "torchao, Float8Linear" + (", emulated" if config.emulate else "")
-    layers = layers_for(
-        model, (nn.Linear,), where, make, "torchao replaces linear layers"
-    )
+    other = "torchao replaces linear layers"
+    layers = layers_for(model, (nn.Linear,), where, make, other)
     return swap(model, layers, adapter="torchao", how=how)
 
 
-def its_recipe(recipe: Any) -> Any:
-    """torchao's configuration for a name or a `Recipe`; one of its own unchanged."""
-    if isinstance(recipe, str | Recipe):
-        return ao_config(recipe)
-    return recipe
+# The name by which `fp8.layers` asks every adapter for the library's recipe.
+its_recipe = ao_config
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -140,16 +141,13 @@ def revert(model: nn.Module) -> nn.Module:
     need("torchao")
 
     def make(name: str, module: nn.Module) -> nn.Module | None:
-        kind = bare_class(module)
-        if not kind.__module__.startswith("torchao.") or not isinstance(
-            module, nn.Linear
-        ):
+        # By the module of its class, as torchao has several layers.
+        theirs = bare_class(module).__module__.startswith("torchao.")
+        if not theirs or not isinstance(module, nn.Linear):
             return None
         if "weight" not in dict(module.named_parameters(recurse=False)):
             return None
-        bias = module.bias is not None
-        return nn.Linear(
-            module.in_features, module.out_features, bias=bias, device="meta"
-        )
+        sizes = module.in_features, module.out_features
+        return nn.Linear(*sizes, bias=module.bias is not None, device="meta")
 
     return swap(model, make)

@@ -11,7 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from torch import nn
 
 from ..common.libraries import need
 from ..common.validation import check_name
@@ -24,13 +27,17 @@ from ..recipes.recipe import AUTO, Recipe
 
 __all__ = ["FP8Converter"]
 
+# A dataclass of torchtitan, which may not be installed, and a class of it.
+Config: TypeAlias = Any
+Kind: TypeAlias = Any
+
 
 def FP8Converter(
     recipe: str | Recipe | Policy = AUTO,
     *,
     backend: str = "auto",
     where: Where | None = None,
-) -> Any:
+) -> Config:
     """A converter for ``model_registry(flavor, converters=[...])``: the model trains in FP8.
 
     torchtitan logs `fp8.report` of the model when it builds it.
@@ -56,16 +63,16 @@ def FP8Converter(
 
 
 @functools.cache
-def _kind(base: Any) -> Any:
+def _kind(base: Kind) -> Kind:
     class Converter(base):
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(base.Config):
             how: dict[str, Any]
 
-        def __init__(self, config: Any) -> None:
+        def __init__(self, config: Config) -> None:
             self.how = config.how
 
-        def convert(self, model_config: Any) -> Any:
+        def convert(self, model_config: Config) -> Config:
             """The configuration of the model, of a class that also converts what it builds."""
             names = [f.name for f in dataclasses.fields(model_config) if f.init]
             values = {name: getattr(model_config, name) for name in names}
@@ -74,9 +81,9 @@ def _kind(base: Any) -> Any:
     return Converter
 
 
-def _converting(base: Any, how: dict[str, Any]) -> Any:
+def _converting(base: Kind, how: dict[str, Any]) -> Kind:
     class Converting(base):
-        def build(self, **kwargs: Any) -> Any:
+        def build(self, **kwargs: object) -> nn.Module:
             model = convert(base.build(self, **kwargs), **how)
             _module("tools.logging").logger.info("%s", report(model))
             return model
@@ -85,6 +92,6 @@ def _converting(base: Any, how: dict[str, Any]) -> Any:
     return Converting
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     need("torchtitan")
     return importlib.import_module(f"torchtitan.{name}")

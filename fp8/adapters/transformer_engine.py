@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,18 @@ from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 
 __all__ = ["convert", "delayed_scaling", "revert", "te_recipe"]
 
+# A recipe of TransformerEngine, its Format, and a layer: the library may not be installed.
+TERecipe: TypeAlias = Any
+TEFormat: TypeAlias = Any
+TELayer: TypeAlias = Any
+
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
+# Recipe -> the sizes of a weight and the number of tokens must be multiples of this; others: 16
+# (utils.assert_dim_for_fp8_exec and the quantizers' is_quantizable, 2.20).
 _MULTIPLES = {"MXFP8BlockScaling": 32, "Float8BlockScaling": 128}
-"""Recipe -> the sizes of a weight and the number of tokens must be multiples of this; others: 16
-(utils.assert_dim_for_fp8_exec and the quantizers' is_quantizable, 2.20)."""
 _EPS = "fp8_eps"
 
+# Fields that only some recipes or versions have, with values that disable them.
 _NEUTRAL = {
     "fp8_dpa": False,
     "fp8_mha": False,
@@ -42,31 +49,28 @@ _NEUTRAL = {
     "nvfp4_4over6_e4m3_use_256": "all",
     "nvfp4_4over6_err_mode": "MAE",
 }
-"""Fields that only some recipes or versions have, with values that disable them."""
 
+# Formats (forward, gradients) -> the name in TransformerEngine.
 _FORMATS = {("e4m3", "e4m3"): "E4M3", ("e4m3", "e5m2"): "HYBRID"}
-"""Formats (forward, gradients) -> the name in TransformerEngine."""
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     need("transformer_engine")
     return importlib.import_module("transformer_engine.common.recipe")
 
 
-def _make(kind: str, **options: Any) -> Any:
-    """A recipe of that class. Raises for unknown fields, which TransformerEngine would ignore."""
+def _make(kind: str, **options: object) -> TERecipe:
+    """A recipe of that class. Raises ValueError for unknown fields."""
     cls = getattr(_library(), kind)
     names = {field.name for field in dataclasses.fields(cls)}
-    if unknown := sorted(options.keys() - names):
-        raise ValueError(
-            f"{kind} of this version of TransformerEngine has no {unknown[0]!r}"
-        )
-    return cls(
-        **options, **{key: value for key, value in _NEUTRAL.items() if key in names}
-    )
+    # TransformerEngine ignores what it does not know.
+    for name in options.keys() - names:
+        raise ValueError(f"{kind} of this version of TransformerEngine has no {name!r}")
+    neutral = {name: value for name, value in _NEUTRAL.items() if name in names}
+    return cls(**options, **neutral)
 
 
-def format_of(name: str) -> Any:
+def format_of(name: str) -> TEFormat:
     """TransformerEngine's Format. Raises ValueError for "E5M2", with which it does not train."""
     check_name("fp8_format", name, _FORMATS.values())
     return getattr(_library().Format, name)
@@ -80,7 +84,7 @@ def delayed_scaling(
     amax_compute_algo: str = "max",
     interval: int = 1,
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
-) -> Any:
+) -> TERecipe:
     """TransformerEngine's DelayedScaling, with the documented option names.
 
     Args:
@@ -117,64 +121,63 @@ def delayed_scaling(
     )
 
 
-def _scale_of_one(amax: Tensor, scale: Tensor, fp8_max: Any, recipe: Any) -> Tensor:
+def _scale_of_one(
+    amax: Tensor, scale: Tensor, fp8_max: float, recipe: TERecipe
+) -> Tensor:
     return torch.ones_like(scale)
 
 
-def _delayed(cast: Cast, format: str) -> Any:
+def _delayed(cast: Cast, format: str) -> TERecipe:
     """A recipe with scales of earlier passes, or of 1 under "unit"."""
-    history, one = cast.history or 1, cast.rule is None
+    history, of_one = cast.history or 1, None
+    if cast.rule is None:
+        of_one = _scale_of_one
     return _make(
         "DelayedScaling",
         margin=cast.margin,
         fp8_format=format_of(format),
         amax_history_len=history,
         amax_compute_algo="max" if history > 1 else "most_recent",
-        scaling_factor_compute_algo=_scale_of_one if one else None,
-        reduce_amax=not one,
+        scaling_factor_compute_algo=of_one,
+        reduce_amax=of_one is None,
     )
 
 
-def _dynamic(cast: Cast, format: str) -> Any:
+def _dynamic(cast: Cast, format: str) -> TERecipe:
     """A recipe with scales of each pass."""
     library, powers, block = _library(), cast.rule == "up", cast.scaling == "block"
-    options: dict[str, Any] = {"use_power_2_scales": powers}
+    kind = "Float8CurrentScaling"
+    options: dict[str, object] = {"use_power_2_scales": powers}
     if block:
-        options = {
-            "x_block_scaling_dim": 1,
-            "w_block_scaling_dim": 2,
-            "grad_block_scaling_dim": 1,
-        }
-        options["use_f32_scales"] = not powers
+        kind, options = "Float8BlockScaling", {"use_f32_scales": not powers}
+        for operand, dimensions in (("x", 1), ("w", 2), ("grad", 1)):
+            options[f"{operand}_block_scaling_dim"] = dimensions
+    # TransformerEngine's own choice: fast accumulation in the forward product of tensors alone.
     for product, split in (("fprop", block), ("dgrad", True), ("wgrad", True)):
         options[f"fp8_gemm_{product}"] = library.MMParams(use_split_accumulator=split)
-    kind = "Float8BlockScaling" if block else "Float8CurrentScaling"
     recipe = _make(kind, fp8_format=format_of(format), **options)
-    for operand in (
-        "fwd_inp",
-        "fwd_weight",
-        "bwd_grad",
-    ):  # which the class filled from defaults
+    # The class has filled these from defaults.
+    for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):
         params = library.QParams(power_2_scale=powers, amax_epsilon=0.0)
         setattr(recipe, f"fp8_quant_{operand}", params)
     return recipe
 
 
-def _mx(cast: Cast, format: str) -> Any:
+def _mx(cast: Cast, format: str) -> TERecipe:
     return _make("MXFP8BlockScaling", margin=0, fp8_format=format_of(format))
 
 
-_MAKERS: dict[str, tuple[tuple[str | None, ...], Callable[[Cast, str], Any]]] = {
+# Scaling -> the supported rules, and a function of (cast of the input, format) for its recipe.
+_MAKERS: dict[str, tuple[tuple[str | None, ...], Callable[[Cast, str], TERecipe]]] = {
     "unit": ((None,), _delayed),
     "delayed": (("up", "exact"), _delayed),
     "tensor": (("up", "exact"), _dynamic),
     "block": (("up", "exact"), _dynamic),
     "mx": (("up",), _mx),
 }
-"""Scaling -> the supported rules, and a function of (cast of the input, format) for its recipe."""
 
 
-def te_recipe(recipe: str | Recipe) -> Any:
+def te_recipe(recipe: str | Recipe) -> TERecipe:
     """TransformerEngine's recipe object for one of ours (docs/adapters.md has the table); "auto" is
     "tensor". DelayedScaling scales by fp8_max / amax, which our default rule rounds to a power of
     two.
@@ -187,20 +190,17 @@ def te_recipe(recipe: str | Recipe) -> Any:
     """
     chosen = recipe_unless_auto(recipe) or RECIPES["tensor"]
     if dataclasses.replace(chosen, name="nvfp4_nvidia") == RECIPES["nvfp4_nvidia"]:
-        flags = (
-            "disable_rht",
-            "disable_stochastic_rounding",
-            "disable_2d_quantization",
-        )
         formats = _library().Format
-        options = {"fp4_format": formats.E2M1, "fp8_format": formats.E4M3}
-        return _make("NVFP4BlockScaling", **options, **dict.fromkeys(flags, False))
+        return _make(
+            "NVFP4BlockScaling",
+            fp4_format=formats.E2M1,
+            fp8_format=formats.E4M3,
+            disable_rht=False,
+            disable_stochastic_rounding=False,
+            disable_2d_quantization=False,
+        )
     cast, grad = chosen.input, chosen.grad
-    if (
-        cast is not None
-        and grad is not None
-        and chosen == _plain(chosen.name, cast, grad)
-    ):
+    if cast and grad and chosen == _plain(chosen.name, cast, grad):
         rules, make = _MAKERS.get(cast.scaling, ((), _mx))
         format = _FORMATS.get((str(cast.format), str(grad.format)))
         if cast.rule in rules and format is not None:
@@ -224,30 +224,28 @@ def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
     return Recipe(name=name, input=plain, weight=weight, grad=grad)
 
 
-def its_recipe(recipe: Any) -> Any:
-    """TransformerEngine's recipe for a name or a `Recipe`; one of its own unchanged."""
-    if isinstance(recipe, str | Recipe):
-        return te_recipe(recipe)
-    return recipe
+# The name by which `fp8.layers` asks every adapter for the library's recipe.
+its_recipe = te_recipe
 
 
 class _Autocast(Mixin):
     """A module that runs under TransformerEngine's autocast. fp8_te_recipe: None disables it."""
 
-    fp8_te_recipe: Any
+    fp8_te_recipe: TERecipe | None
     fp8_in_eval: bool
+    training: bool
 
-    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
-        recipe, active = self.fp8_te_recipe, self.training or self.fp8_in_eval  # type: ignore[attr-defined]
-        enabled = recipe is not None and active
+    def around(self, forward: Forward, args: Args, kwargs: dict[str, object]) -> object:
+        recipe = self.fp8_te_recipe
+        enabled = recipe is not None and (self.training or self.fp8_in_eval)
         with need("transformer_engine").autocast(enabled=enabled, recipe=recipe):
             return forward(*args, **kwargs)
 
 
-def run_under(module: Any, recipe: Any, *, in_eval: bool) -> None:
+def run_under(module: nn.Module, recipe: TERecipe | None, *, in_eval: bool) -> None:
     """Has ``module`` run under TransformerEngine's autocast; recipe None: with it disabled."""
     add_mixin(module, _Autocast)
-    module.fp8_te_recipe, module.fp8_in_eval = recipe, in_eval
+    vars(module).update(fp8_te_recipe=recipe, fp8_in_eval=in_eval)
 
 
 class _Layer(Mixin):
@@ -267,7 +265,7 @@ class _Fused(_Linear):
     #: TransformerEngine's name of a parameter -> the module that holds it, and its name there.
     fp8_parameters: dict[str, tuple[nn.Module, str]]
 
-    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: dict[str, object]) -> object:
         for name, (module, parameter) in self.fp8_parameters.items():
             vars(self)[name] = getattr(module, parameter)
         return super().around(forward, args, kwargs)
@@ -276,15 +274,13 @@ class _Fused(_Linear):
 class _Skipped(Mixin):
     """A module whose function a fused layer computes: it returns its input."""
 
-    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
-        if args:
-            return args[0]
-        return next(iter(kwargs.values()))
+    def around(self, forward: Forward, args: Args, kwargs: dict[str, object]) -> object:
+        return next(iter((*args, *kwargs.values())))
 
 
 def convert(
     model: nn.Module,
-    recipe: Any = AUTO,
+    recipe: str | Recipe | TERecipe = AUTO,
     *,
     where: Where | None = None,
     in_eval: bool = False,
@@ -317,17 +313,15 @@ def convert(
         ValueError: as `te_recipe`, and for a named group that has no such layer.
         AttributeError: for a name in ``fuse`` that the model does not have.
     """
-    te, chosen, where = (
-        need("transformer_engine"),
-        its_recipe(recipe),
-        checked_where(where),
-    )
-    kind = type(chosen).__name__
+    te, where = need("transformer_engine"), checked_where(where)
+    if isinstance(recipe, str | Recipe):
+        recipe = te_recipe(recipe)
+    kind = type(recipe).__name__
     multiple = _MULTIPLES.get(kind, 16)
-    uses = Counter(
-        id(module) for _, module in model.named_modules(remove_duplicate=False)
-    )
-    once = kind == "DelayedScaling" and chosen.reduce_amax
+    named = model.named_modules(remove_duplicate=False)
+    uses = Counter(id(module) for _, module in named)
+    # Its history has one entry for a layer and pass.
+    once = kind == "DelayedScaling" and recipe.reduce_amax
 
     def make(module: nn.Module) -> nn.Module | str:
         if once and uses[id(module)] > 1:
@@ -336,22 +330,18 @@ def convert(
 
     other = "TransformerEngine has no such layer"
     single = layers_for(model, (nn.Linear, *_NORMS), where, make, other)
-    groups = _groups(model, fuse, single, uses)
-    fused = {
-        name: new
-        for group in groups
-        for name, new in _fused(te, group, multiple).items()
-    }
-    kinds = {
-        name: f", in te.{_fused_kind(group)}" for group in groups for name in group
-    }
+    fused: _Group = {}
+    kinds: dict[str, str] = {}
+    for group in _groups(model, fuse, single, uses):
+        fused |= _fused(te, group, multiple)
+        kinds |= dict.fromkeys(group, f", in te.{_fused_kind(group)}")
     model = swap(
         model,
-        lambda name, module: fused[name] if name in fused else single(name, module),
+        lambda name, module: fused.get(name) or single(name, module),
         adapter="transformer_engine",
         how=lambda name: f"TransformerEngine, {kind}{kinds.get(name, '')}",
     )
-    run_under(model, chosen, in_eval=in_eval)
+    run_under(model, recipe, in_eval=in_eval)
     return model
 
 
@@ -361,36 +351,46 @@ def _why_not(module: nn.Module, multiple: int) -> str:
         return f"te.{type(module).__name__} has no form without weight"
     if isinstance(module, nn.LayerNorm) and module.bias is None:
         return "te.LayerNorm has no form without bias"
-    why, dtype = why_not_fit(module, multiple), module.weight.dtype
-    return why or ("" if dtype in DTYPES else f"TransformerEngine has no {dtype}")
+    if why := why_not_fit(module, multiple):
+        return why
+    dtype = module.weight.dtype
+    if dtype in DTYPES:
+        return ""
+    return f"TransformerEngine has no {dtype}"
 
 
-def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
+def _te_layer(te: ModuleType, module: nn.Module, multiple: int) -> TELayer:
     weight: Tensor = module.weight  # type: ignore[assignment]
     if isinstance(module, nn.Linear):
-        options = {"bias": module.bias is not None, "params_dtype": weight.dtype}
-        layer = te.Linear(
-            module.in_features, module.out_features, device="meta", **options
-        )
-        return _padded(layer, _Linear, module, ("bias",), multiple)
-    norm = getattr(te, type(module).__name__)
-    layer = norm(
-        tuple(weight.shape), eps=_eps(module), device="meta", dtype=weight.dtype
-    )
+        sizes, bias = (module.in_features, module.out_features), module.bias is not None
+        layer = te.Linear(*sizes, bias=bias, params_dtype=weight.dtype, device="meta")
+        return _padded(layer, _Linear, module, ["bias"], multiple)
+    norm, options = getattr(te, type(module).__name__), _on_meta(weight)
+    layer = norm(tuple(weight.shape), eps=_eps(module), **options)
     vars(layer)[_EPS] = module.eps
     add_mixin(layer, _Layer)
     return layer
 
 
+def _on_meta(weight: Tensor) -> dict[str, Any]:
+    # The parameters are replaced by those of the old layer.
+    return {"device": "meta", "dtype": weight.dtype}
+
+
 def _eps(norm: Any) -> float:
+    # Without eps torch's RMSNorm takes the machine epsilon.
     if norm.eps is None:
         return torch.finfo(norm.weight.dtype).eps
     return norm.eps
 
 
 def _padded(
-    layer: Any, mixin: type[_Linear], linear: nn.Linear, biases: Any, multiple: int
-) -> Any:
+    layer: TELayer,
+    mixin: type[_Linear],
+    linear: nn.Linear,
+    biases: Sequence[str],
+    multiple: int,
+) -> TELayer:
     """``layer`` with the mixin. A bias that it lacks is an empty tensor that is no parameter."""
     if linear.bias is None:
         vars(layer).update(dict.fromkeys(biases, linear.weight.detach().new_empty(0)))
@@ -399,11 +399,11 @@ def _padded(
     return layer
 
 
-_Group = dict[str, Any]
-"""Names and modules that one layer replaces."""
+# Names and modules that one layer replaces.
+_Group: TypeAlias = dict[str, Any]
 
+# Activation -> TransformerEngine's name; its "gelu" is the approximation by tanh.
 _ACTIVATIONS = {nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu"}
-"""Activation -> TransformerEngine's name; its "gelu" is the approximation by tanh."""
 
 
 def _groups(
@@ -413,18 +413,18 @@ def _groups(
     uses: Mapping[int, int],
 ) -> list[_Group]:
     groups: list[_Group] = []
-    for names in _neighbours(model) if fuse is True else fuse or ():
+    candidates: Iterable[Sequence[str]] = _neighbours(model)
+    if not isinstance(fuse, bool):
+        candidates = fuse
+    for names in candidates if fuse else ():
         if isinstance(names, str):
             raise TypeError(
                 f"fuse must be True or sequences of names, got the name {names!r}"
             )
         group = {name: model.get_submodule(name) for name in names}
-        again = [name for other in groups for name in other if name in group]
-        why = (
-            f"{again[0]} is in another group"
-            if again
-            else _why_not_fused(group, single, uses)
-        )
+        why = _why_not_fused(group, single, uses)
+        for again in group.keys() & {name for other in groups for name in other}:
+            why = f"{again} is in another group"
         if not why:
             groups.append(group)
         elif fuse is not True:
@@ -436,21 +436,18 @@ def _neighbours(model: nn.Module) -> Iterator[list[str]]:
     """Names of 4 and of 2 modules that follow each other in an nn.Sequential."""
     for path, module in model.named_modules():
         if type(module) is nn.Sequential:
-            names = [f"{path}.{name}" if path else name for name in module._modules]
-            yield from (
-                names[i : i + size] for i in range(len(names)) for size in (4, 2)
-            )
+            names = [f"{path}.{name}".lstrip(".") for name in module._modules]
+            for i in range(len(names)):
+                yield names[i : i + 4]
+                yield names[i : i + 2]
 
 
 def _why_not_fused(group: _Group, single: Make, uses: Mapping[int, int]) -> str:
     """Why TransformerEngine has no layer for a group; "" if it has one."""
     modules = list(group.values())
     kinds = [type(module) for module in modules]
-    if (
-        len(group) not in (2, 4)
-        or kinds[0] not in _NORMS
-        or set(kinds[1::2]) != {nn.Linear}
-    ):
+    are_linear = set(kinds[1::2]) == {nn.Linear}
+    if len(group) not in (2, 4) or kinds[0] not in _NORMS or not are_linear:
         return "expected a norm and a linear layer, or these, an activation and a linear layer"
     for name, module in group.items():
         if isinstance(why := single(name, module), str):
@@ -469,15 +466,10 @@ def _why_not_fused(group: _Group, single: Make, uses: Mapping[int, int]) -> str:
     if not rest:
         return ""
     activation, second = rest
-    if (
-        type(activation) not in _ACTIVATIONS
-        or getattr(activation, "approximate", "") == "none"
-    ):
+    exact = getattr(activation, "approximate", "") == "none"
+    if type(activation) not in _ACTIVATIONS or exact:
         return "its activations are nn.GELU('tanh'), nn.ReLU and nn.SiLU"
-    if (second.in_features, second.out_features) != (
-        linear.out_features,
-        linear.in_features,
-    ):
+    if second.weight.shape != linear.weight.shape[::-1]:
         return "the second linear layer does not return to the size of the norm"
     if (linear.bias is None) == (second.bias is None):
         return ""
@@ -490,24 +482,27 @@ def _fused_kind(group: _Group) -> str:
     return "LayerNormMLP"
 
 
-def _fused(te: Any, group: _Group, multiple: int) -> _Group:
+def _fused(te: ModuleType, group: _Group, multiple: int) -> _Group:
     """Name -> what replaces the module: the fused layer in the place of the first linear one, which
     registers the same parameters as that; the others stay, and return their input."""
     norm, linear, *rest = group.values()
-    options = {
-        "normalization": type(norm).__name__,
-        "eps": _eps(norm),
-        "device": "meta",
-    }
-    options |= {"bias": linear.bias is not None, "params_dtype": linear.weight.dtype}
+    options, biases, holders = {}, ["bias"], {"layer_norm": norm}
     if rest:
         options["activation"] = _ACTIVATIONS[type(rest[0])]
+        biases = ["fc1_bias", "fc2_bias"]
     layer = getattr(te, _fused_kind(group))(
-        linear.in_features, linear.out_features, **options
+        linear.in_features,
+        linear.out_features,
+        normalization=type(norm).__name__,
+        eps=_eps(norm),
+        device="meta",
+        bias=linear.bias is not None,
+        params_dtype=linear.weight.dtype,
+        **options,
     )
-    biases = ("fc1_bias", "fc2_bias") if rest else ("bias",)
     _padded(layer, _Fused, linear, biases, multiple)
-    holders = {"layer_norm": norm, **({"fc1": layer, "fc2": rest[1]} if rest else {})}
+    if rest:
+        holders |= {"fc1": layer, "fc2": rest[1]}
     layer.fp8_parameters = {
         f"{prefix}_{name}": (holder, name)
         for prefix, holder in holders.items()
@@ -535,16 +530,15 @@ def revert(model: nn.Module) -> nn.Module:
     return swap(model, lambda name, module: _torch_layer(te, module))
 
 
-def _torch_layer(te: Any, module: nn.Module) -> nn.Module | None:
+def _torch_layer(te: ModuleType, module: nn.Module) -> nn.Module | None:
     kind, parameters = bare_class(module), dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
     if weight is None or getattr(module, "zero_centered_gamma", False):
         return None
-    options: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
+    options = _on_meta(weight)
     if kind is te.Linear or isinstance(module, _Fused):
-        return nn.Linear(
-            weight.shape[1], weight.shape[0], bias="bias" in parameters, **options
-        )
+        outputs, inputs = weight.shape
+        return nn.Linear(inputs, outputs, bias="bias" in parameters, **options)
     norm = {te.LayerNorm: nn.LayerNorm, te.RMSNorm: nn.RMSNorm}.get(kind)
     if norm is None:
         return None
