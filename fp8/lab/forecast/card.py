@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# A node of autograd's graph, which has attributes that torch's Node does not declare.
+Node: TypeAlias = Any
 
 
 class Card(NamedTuple):
@@ -99,7 +103,7 @@ def compiling_for(card: Card) -> Iterator[None]:
         yield
 
 
-def _patches(card: Card) -> Iterator[Any]:
+def _patches(card: Card) -> Iterator[AbstractContextManager[object]]:
     import torch._dynamo.device_interface as interfaces
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
@@ -114,20 +118,15 @@ def _patches(card: Card) -> Iterator[Any]:
         for name in answers.keys() & set(dir(owner)):
             yield mock.patch.object(owner, name, _answering(owner, answers[name]))
     for name in ("get_rng_state", "set_rng_state"):
-        yield mock.patch.object(
-            torch.cuda.random, name, _answering(torch, answers[name])
-        )
-    for name in (
-        "_cuda_init",
-        "_cuda_getCurrentRawStream",
-        "_cuda_isCurrentStreamCapturing",
-    ):
-        yield mock.patch.object(torch._C, name, _answering(torch, 0), create=True)
+        answer = _answering(torch, answers[name])
+        yield mock.patch.object(torch.cuda.random, name, answer)
+    for name in ("init", "getCurrentRawStream", "isCurrentStreamCapturing"):
+        nothing = _answering(torch, 0)
+        yield mock.patch.object(torch._C, f"_cuda_{name}", nothing, create=True)
     # Without an accelerator the compiler asks no driver for its current stream.
     yield mock.patch.object(torch.accelerator, "is_available", _answering(torch, False))
-    yield mock.patch.object(
-        triton_helpers, "set_driver_to_gpu", _answering(torch, None)
-    )
+    nothing = _answering(torch, None)
+    yield mock.patch.object(triton_helpers, "set_driver_to_gpu", nothing)
     yield mock.patch.object(torch.autograd, "_engine_run_backward", _run_backward)
     no_init = property(lambda self: True)
     yield mock.patch.object(FakeTensorMode, "avoid_device_init", no_init, create=True)
@@ -137,7 +136,8 @@ def _patches(card: Card) -> Iterator[Any]:
     )
     deduce = UniformValueConstantFolder._deduce_value
 
-    def on_cpu(self: Any, node: Any) -> Any:
+    # The compiler computes constants, which takes memory.
+    def on_cpu(self: UniformValueConstantFolder, node: torch.fx.Node) -> object:
         with _OnCpu():
             return deduce(self, node)
 
@@ -153,7 +153,7 @@ def _patches(card: Card) -> Iterator[Any]:
     yield functorch.patch(force_non_lazy_backward_lowering=True)
 
 
-def _answers(card: Card) -> dict[str, Any]:
+def _answers(card: Card) -> dict[str, object]:
     """Function of `torch.cuda`, or of the compiler's interface to it -> its result."""
     return {
         "is_available": True,
@@ -181,10 +181,11 @@ def _answers(card: Card) -> dict[str, Any]:
     }
 
 
-def _answering(owner: Any, value: Any) -> Any:
-    """A function of its own for each answer: the compiler has tables by function."""
+def _answering(owner: object, value: object) -> object:
+    """A function of its own for each answer."""
 
-    def answer(*args: Any, **kwargs: Any) -> Any:
+    # The compiler has tables by function, so that two answers are never one.
+    def answer(*args: object, **kwargs: object) -> object:
         return value
 
     if isinstance(owner, type):
@@ -196,16 +197,19 @@ class _OnCpu(TorchDispatchMode):
     """Computes constants of the compiler on the CPU."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        def here(x: Any) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        def here(x: object) -> object:
             if isinstance(x, torch.device) and x.type == "cuda":
                 return "cpu"
             return x
 
-        return func(
-            *map(here, args), **{name: here(x) for name, x in (kwargs or {}).items()}
-        )
+        named = {name: here(x) for name, x in (kwargs or {}).items()}
+        return func(*map(here, args), **named)
 
 
 # Triton
@@ -281,7 +285,7 @@ def _attention(
 
 # Autograd
 
-_ENGINE: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+_ENGINE: Callable[..., object] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
 
 def _run_backward(
@@ -290,11 +294,11 @@ def _run_backward(
     retain_graph: bool,
     create_graph: bool,
     inputs: Sequence[Tensor] = (),
-    *flags: Any,
-    **options: Any,
-) -> Any:
-    """What computes `torch.autograd.grad`; of tensors on "cuda" by `gradients`, as torch's engine
-    asks the driver for streams."""
+    *flags: object,
+    **options: object,
+) -> object:
+    """What computes `torch.autograd.grad`; of tensors on "cuda" by `gradients`."""
+    # torch's engine asks the driver for streams.
     if not inputs or outputs[0].device.type != "cuda":
         return _ENGINE(
             outputs, grads, retain_graph, create_graph, inputs, *flags, **options
@@ -310,28 +314,27 @@ def gradients(
     outputs; None for ones."""
     edge_of = torch.autograd.graph.get_gradient_edge
     roots, leaves = list(map(edge_of, outputs)), list(map(edge_of, inputs))
-    received: dict[Any, dict[int, Tensor]] = {}
+    received: dict[Node, dict[int, Tensor]] = {}
     for edge, output, grad in zip(roots, outputs, grads, strict=True):
         if grad is None:
             grad = torch.ones_like(output)
         _receive(received, edge.node, edge.output_nr, grad)
-    for node in _in_order(
-        [edge.node for edge in roots], {edge.node for edge in leaves}
-    ):
+    begin, end = [edge.node for edge in roots], {edge.node for edge in leaves}
+    for node in _in_order(begin, end):
         for (after, slot), grad in _gradients(node, received.get(node, {})):
             if grad is not None:
                 _receive(received, after, slot, grad)
     return tuple(received.get(edge.node, {}).get(edge.output_nr) for edge in leaves)
 
 
-def _in_order(roots: Sequence[Any], leaves: set[Any]) -> list[Any]:
-    """The nodes between roots and leaves, each after those whose gradients it receives: a node has
-    a larger sequence number than those before it in the forward pass."""
+def _in_order(roots: Sequence[Node], leaves: set[Node]) -> list[Node]:
+    """The nodes between roots and leaves, each after those whose gradients it receives."""
     reached, stack = set(roots), list(roots)
     while stack:
         after = {n for n, _ in stack.pop().next_functions if n is not None} - reached
         reached |= after
         stack += after
+    # A node has a larger sequence number than those before it in the forward pass.
     order = sorted(reached, key=lambda node: node._sequence_nr())
     leading = set(leaves)
     for node in order:
@@ -341,31 +344,30 @@ def _in_order(roots: Sequence[Any], leaves: set[Any]) -> list[Any]:
 
 
 def _gradients(
-    node: Any, received: dict[int, Tensor]
-) -> Iterator[tuple[tuple[Any, int], Any]]:
+    node: Node, received: dict[int, Tensor]
+) -> Iterator[tuple[tuple[Node, int], Tensor | None]]:
     """The next nodes, each with its gradient."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if not received or not edges:
         return
-    custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-    run = node.apply if custom else node
+    run, needed = node, tuple(n is not None for n, _ in node.next_functions)
+    # Functions in Python are called otherwise than those of torch.
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        run, needed = node.apply, node.needs_input_grad
     result = run(*(received.get(slot) for slot in range(len(node._input_metadata))))
     if not isinstance(result, tuple):
         result = (result,)
-    needed = (
-        node.needs_input_grad
-        if custom
-        else [n is not None for n, _ in node.next_functions]
-    )
     grads = [grad for grad, needs in zip(result, needed, strict=False) if needs]
     yield from zip(edges, grads, strict=True)
 
 
 def _receive(
-    received: dict[Any, dict[int, Tensor]], node: Any, slot: int, grad: Tensor
+    received: dict[Node, dict[int, Tensor]], node: Node, slot: int, grad: Tensor
 ) -> None:
     meta = node._input_metadata[slot]
     if grad.shape != meta.shape:
         grad = grad.sum_to_size(meta.shape)
     grad, slots = grad.to(meta.dtype), received.setdefault(node, {})
-    slots[slot] = slots[slot] + grad if slot in slots else grad
+    if slot in slots:
+        grad = slots[slot] + grad
+    slots[slot] = grad

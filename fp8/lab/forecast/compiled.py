@@ -9,13 +9,19 @@ import re
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
+from torch import Tensor
 
+# Objects of inductor: its GraphLowering, and its nodes, buffers and arguments of kernels. They are
+# private, and differ between versions.
+Lowering: TypeAlias = Any
+Node: TypeAlias = Any
+
+# Kinds of kernels beside those of products, which are "fp8", "bf16" and "fp32".
 TRITON, ATTENTION, OTHER = "triton", "attention", "other"
-"""Kinds of kernels beside those of products, which are "fp8", "bf16" and "fp32"."""
 
 
 class Kernel(NamedTuple):
@@ -47,7 +53,9 @@ class Graph(NamedTuple):
 
 
 def graphs(
-    function: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None
+    function: Callable[..., object],
+    *args: object,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Graph]:
     """The graphs of ``torch.compile(function, options=options)(*args)``, inside of
     `card.compiling_for`. Forward graphs come first; graph breaks make several."""
@@ -70,29 +78,25 @@ def _capturing(results: list[Graph]) -> Iterator[None]:
     fused: dict[str, dict[str, set[str]]] = defaultdict(dict)
     define = TritonScheduling.define_kernel
 
-    def defined(self: Any, source: str, schedule: Any, kernel: Any) -> Any:
+    def defined(
+        self: TritonScheduling, source: str, schedule: list[Node], kernel: Node
+    ) -> str:
         name = define(self, source, schedule, kernel)
-        for node in schedule:
-            for part in node.get_nodes() if hasattr(node, "get_nodes") else ():
+        # Markers of loops, which have no nodes, are part of a schedule too.
+        for node in (n for n in schedule if hasattr(n, "get_nodes")):
+            for part in node.get_nodes():
                 fused[part.get_name()][name] = _arguments(kernel.args)
         return name
 
-    def described(self: Any, code: Any) -> Any:
+    def described(self: Lowering, code: Node) -> types.SimpleNamespace:
         outputs = [_layout(x) for x in self.graph_outputs]
-        results.append(
-            Graph(
-                self.is_backward, tuple(_kernels(self, fused)), _saved(self), code.value
-            )
-        )
+        kernels = tuple(_kernels(self, fused))
+        results.append(Graph(self.is_backward, kernels, _saved(self), code.value))
         fused.clear()
 
-        def call(inputs: list[Any]) -> list[Any]:
-            inputs.clear()
-            return [
-                x
-                and torch.empty_strided(x.size, x.stride, dtype=x.dtype, device="cuda")
-                for x in outputs
-            ]
+        def call(inputs: list[object]) -> list[Tensor | None]:
+            inputs.clear()  # as generated code does, which frees them
+            return [x and x.empty() for x in outputs]
 
         self.cache_key, self.cache_path, self.cache_linemap = "generated", None, []
         return types.SimpleNamespace(__file__="generated", call=call)
@@ -109,92 +113,92 @@ class _Layout(NamedTuple):
     stride: list[int]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
 
-def _layout(x: Any) -> _Layout | None:
+    def empty(self) -> Tensor:
+        return torch.empty_strided(
+            self.size, self.stride, dtype=self.dtype, device="cuda"
+        )
+
+
+def _layout(x: Node) -> _Layout | None:
     """Returns the layout of a buffer or input of a graph; None if it is not a tensor."""
     try:
-        size, stride = (
-            [int(s) for s in sizes] for sizes in (x.get_size(), x.get_stride())
-        )
-        return _Layout(size, stride, x.get_dtype())
+        size = list(map(int, x.get_size()))
+        return _Layout(size, list(map(int, x.get_stride())), x.get_dtype())
     except (AttributeError, NotImplementedError, TypeError):
         return None
 
 
-def _arguments(args: Any) -> set[str]:
+def _arguments(args: Node) -> set[str]:
     """The buffers that a Triton kernel reads or writes in memory."""
     from torch._inductor.codegen.common import RemovedArg
 
     buffers = {**args.input_buffers, **args.output_buffers}
     names = {name for name, x in buffers.items() if not isinstance(x, RemovedArg)}
-    in_place = [
-        x for x in args.inplace_buffers.values() if not isinstance(x, RemovedArg)
-    ]
-    return names | {name for x in in_place for name in x.other_names}
+    for x in args.inplace_buffers.values():
+        if not isinstance(x, RemovedArg):
+            names.update(x.other_names)
+    return names
 
 
-def _saved(graph: Any) -> int:
+def _saved(graph: Lowering) -> int:
     """Bytes of the inputs of a backward graph beside parameters and gradients."""
     if not graph.is_backward:
         return 0
-    layouts = {
-        name: _layout(graph.graph_inputs[name])
-        for name in graph.graph_input_names
-        if not re.match("primals|tangents", name)
-    }
-    return sum(
-        math.prod(x.size) * x.dtype.itemsize for x in layouts.values() if x is not None
-    )
+    # By the names that AOTAutograd gives parameters and gradients.
+    names = (x for x in graph.graph_input_names if not re.match("primals|tangents", x))
+    layouts = (_layout(graph.graph_inputs[name]) for name in names)
+    return sum(x.nbytes for x in layouts if x is not None)
 
 
-def _kernels(graph: Any, fused: dict[str, dict[str, set[str]]]) -> Iterator[Kernel]:
+def _kernels(
+    graph: Lowering, fused: dict[str, dict[str, set[str]]]
+) -> Iterator[Kernel]:
     """The kernels of a graph, in order. fused: node -> its Triton kernels, and the buffers that are
     arguments of each."""
     for node in graph.scheduler.nodes:
-        read, written = (
-            _whole(graph, node.get_read_write_buffer_accesses(r, not r))
-            for r in (True, False)
-        )
-        kernels = {
-            name: x for n in node.get_nodes() for name, x in fused[n.get_name()].items()
-        }
+        read = _whole(graph, node.get_read_write_buffer_accesses(True, False))
+        written = _whole(graph, node.get_read_write_buffer_accesses(False, True))
+        kernels: dict[str, set[str]] = {}
+        for part in node.get_nodes():
+            kernels |= fused[part.get_name()]
         if kernels:  # the compiler counts what stays in registers as well
             read = {n: size for n, size in read.items() if n not in written}
             for name, arguments in kernels.items():
-                sizes = (
+                both = (
                     sum(x[n] for n in x.keys() & arguments) for x in (read, written)
                 )
-                yield Kernel(TRITON, name, 0, *sizes)
+                yield Kernel(TRITON, name, 0, *both)
         elif node.is_extern() and type(node.node).__name__ != "MultiOutput":
             name = node.node.get_kernel_name() or type(node.node).__name__
             kind, flops = _product(name, node.node)
             yield Kernel(kind, name, flops, sum(read.values()), sum(written.values()))
 
 
-def _whole(graph: Any, accesses: dict[str, int]) -> dict[str, int]:
-    """Buffer -> bytes. The compiler counts at most 1e9 elements of a buffer."""
-    return {name: _all_of(graph, name, bytes) for name, bytes in accesses.items()}
+def _whole(graph: Lowering, accesses: dict[str, int]) -> dict[str, int]:
+    """Buffer -> bytes."""
+    sizes = dict(accesses)
+    for name, size in accesses.items():
+        layout = _layout(graph.get_buffer(name))
+        # The compiler counts at most 1e9 elements of a buffer.
+        if layout is not None and size >= 1e9 * layout.dtype.itemsize:
+            sizes[name] = layout.nbytes
+    return sizes
 
 
-def _all_of(graph: Any, name: str, bytes: int) -> int:
-    layout = _layout(graph.get_buffer(name))
-    if layout is None or bytes < 1e9 * layout.dtype.itemsize:
-        return bytes
-    return math.prod(layout.size) * layout.dtype.itemsize
-
-
-def _product(name: str, node: Any) -> tuple[str, int]:
+def _product(name: str, node: Node) -> tuple[str, int]:
     """The kind of a kernel of a library, and its floating-point operations."""
-    sizes = [
-        [int(s) for s in x.get_size()] for x in node.inputs if hasattr(x, "get_size")
-    ]
+    tensors = (x for x in node.inputs if hasattr(x, "get_size"))
+    sizes = [list(map(int, x.get_size())) for x in tensors]
     if "attention" in name:
-        (batch, heads, rows, width), (_, _, keys, _) = [
-            s for s in sizes if len(s) == 4
-        ][:2]
+        query, key = [s for s in sizes if len(s) == 4][:2]
+        # Forward q k^T and p v; backward q k^T again, dv, dp, dq and dk.
         products = 5 if "backward" in name else 2
         causal = 2 if True in node.constant_args else 1
-        return ATTENTION, 2 * products * batch * heads * rows * keys * width // causal
+        return ATTENTION, 2 * products * math.prod(query) * key[2] // causal
     matrices = [s for s in sizes if len(s) in (2, 3)]
     if "addmm" in name:
         matrices = matrices[-2:]
@@ -205,13 +209,11 @@ def _product(name: str, node: Any) -> tuple[str, int]:
     return _bits(node), 2 * math.prod(matrices[0]) * matrices[1][-1]
 
 
-def _convolution(sizes: list[list[int]], node: Any) -> int:
-    output = [int(s) for s in node.get_size()] if hasattr(node, "get_size") else []
-    weight = sizes[1] if len(sizes) > 1 else []
-    if output and weight:
-        return 2 * math.prod(output) * math.prod(weight[1:])
-    return 0
+def _convolution(sizes: list[list[int]], node: Node) -> int:
+    if not hasattr(node, "get_size") or len(sizes) < 2:
+        return 0
+    return 2 * math.prod(map(int, node.get_size())) * math.prod(sizes[1][1:])
 
 
-def _bits(node: Any) -> str:
+def _bits(node: Node) -> str:
     return {1: "fp8", 2: "bf16"}.get(node.inputs[0].get_dtype().itemsize, "fp32")

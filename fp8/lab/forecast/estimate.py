@@ -18,14 +18,14 @@ from ..hardware import BF16, UNITS, Hardware
 from ..trace import Product
 from .result import Variant
 
+# Scalings whose cast is part of the kernel that computes an activation or a gradient.
 FUSED = ("unit", "static")
-"""Scalings whose cast is part of the kernel that computes an activation or a gradient."""
 
+# Scalings whose cast follows two kernels for the largest magnitude of the tensor.
 WITH_AMAX = ("tensor", "nv")
-"""Scalings whose cast follows two kernels for the largest magnitude of the tensor."""
 
+# The formats of 8 bits or fewer that matrix units multiply.
 _MULTIPLIED = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
-"""The formats of 8 bits or fewer that matrix units multiply."""
 
 
 def estimate(
@@ -41,9 +41,12 @@ def estimate(
     layers: dict[str, float] = defaultdict(float)
     other, saved, simulated = 0.0, 0, ""
     for product in products:
-        recipe = None if product.why_not else recipes.get(product.layer)
-        units, missing = ({}, "") if recipe is None else _units(recipe, device)
-        if product.kind != "linear":
+        recipe, units, missing = None, dict[str, str](), ""
+        if not product.why_not:
+            recipe = recipes.get(product.layer)
+        if recipe is not None:
+            units, missing = _units(recipe, device)
+        if product.kind != "linear":  # what it saves is not cast either
             units = {}
         seconds = product.calls * _seconds(product, recipe, units, device)
         if product.why_not:
@@ -80,7 +83,9 @@ def _units(recipe: Recipe, device: Hardware) -> tuple[dict[str, str], str]:
     units, missing = {}, ""
     for name in PRODUCTS:
         pair = getattr(recipe, name)
-        kinds = {} if None in pair else {_unit(cast): cast for cast in pair}
+        if None in pair:
+            continue
+        kinds = {_unit(cast): cast for cast in pair}
         lacking = [cast for kind, cast in kinds.items() if kind not in device.peak]
         for cast in lacking[:1]:
             why = f"has no units for {cast.format} with scaling {cast.scaling!r}"
@@ -121,17 +126,17 @@ def _passes(casts: Sequence[Cast | None], is_weight: bool) -> list[float]:
     precision), the second of which sums over the other axis. A weight is cast for each, in the
     forward and in the backward pass."""
     first, second = casts
-    both = first if first == second and first is not None and not is_weight else None
-    fused = [
-        cast is not None and cast.scaling in FUSED and not is_weight for cast in casts
-    ]
-    passes = [2.0, 0.0] if any(c and c.scaling in WITH_AMAX for c in casts) else []
-    if both and both.tile[0] == both.tile[1] and not both.hadamard:
-        size = UNITS[_unit(both)]  # a kernel that transposes, or one that writes both
-        if fused[0]:
+    is_fused = first is not None and first.scaling in FUSED and not is_weight
+    passes: list[float] = []
+    if any(cast and cast.scaling in WITH_AMAX for cast in casts):
+        passes = [2.0, 0.0]
+    once = first == second and not is_weight
+    if first and once and first.tile[0] == first.tile[1] and not first.hadamard:
+        size = UNITS[_unit(first)]  # a kernel that transposes, or one that writes both
+        if is_fused:
             return [2 * size]
         return [*passes, 2 + 2 * size]
-    if first and not fused[0]:
+    if first and not is_fused:
         passes.append(2 + UNITS[_unit(first)])
     if second:
         passes += [2.0] * (second.scaling == "row") + [2 + UNITS[_unit(second)]]

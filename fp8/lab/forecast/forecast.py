@@ -35,8 +35,8 @@ from .result import Forecast, Variant
 
 __all__ = ["forecast"]
 
+# Prefix of torchao's recipes among those to compare: "torchao tensorwise".
 TORCHAO = "torchao "
-"""Prefix of torchao's recipes among those to compare: "torchao tensorwise"."""
 
 RECIPES = ("unit", "tensor", "row")
 """The recipes that a forecast compares by default."""
@@ -54,7 +54,7 @@ def forecast(
     *,
     recipes: Sequence[str | Recipe | Policy] = RECIPES,
     hardware: str | Hardware = "h100",
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Forecast:
     """Forecasts the time of a training step on a GPU that is not there.
 
@@ -97,22 +97,18 @@ def forecast(
         ours = [converter for converter in converters if not converter.torchao]
         variants = [converter.estimated(products, model, device) for converter in ours]
         return Forecast(device.name, "estimate", tuple(variants), (reason,))
-    products = trace(*_empty(model, batch, "meta"))
+    products, variants = trace(*_empty(model, batch, "meta")), []
     with (
         compiling_for(CARDS[device.name]),
-        selftest.trusted(),
+        selftest.trusted(),  # which would run kernels
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
         step = _Step(*_empty(model, batch, "cuda"), loss, options)
-        variants = [
-            replace(
-                converter.estimated(products, model, device),
-                simulated=converter.simulated,
-                **_summed(step.compiled(converter), device),
-            )
-            for converter in converters
-        ]
+        for converter in converters:
+            variant = converter.estimated(products, model, device)
+            variant = replace(variant, simulated=converter.simulated)
+            variants.append(_summed(variant, step.compiled(converter), device))
     return Forecast(device.name, "compiler", tuple(variants), (UNSEEN,))
 
 
@@ -135,17 +131,16 @@ class _Converter(NamedTuple):
         if self.torchao:
             float8 = import_module("torchao.float8")
             config = float8.Float8LinearConfig.from_recipe_name(self.torchao)
-            converted: nn.Module = float8.convert_to_float8_training(
-                model, config=config
-            )
-            return converted
+            return float8.convert_to_float8_training(model, config=config)
         if self.policy is None:
             return model
         return convert(model, self.policy)
 
     @property
     def recipes(self) -> list[Recipe]:
-        sources = () if self.policy is None else map(recipe_of, self.policy.recipes)
+        if self.policy is None:
+            return []
+        sources = map(recipe_of, self.policy.recipes)
         return [recipe for recipe in sources if recipe is not None]
 
     @property
@@ -161,7 +156,7 @@ class _Converter(NamedTuple):
         rows = resolve(self.policy or Policy(None), model).items()
         recipes = {name or "(model)": row.recipe for name, row in rows}
         variant = estimate(products, recipes, device, self.name)
-        if self.torchao:
+        if self.torchao:  # whose recipe the estimate does not know
             return replace(variant, layers={})
         if self.policy is None:
             return variant
@@ -174,7 +169,7 @@ class _Step(NamedTuple):
     model: nn.Module
     batch: Batch
     loss: Loss | None
-    options: Mapping[str, Any] | None
+    options: Mapping[str, object] | None
 
     def compiled(self, converter: _Converter) -> list[Graph]:
         shared = {id(x): x for x in (*self.model.parameters(), *self.model.buffers())}
@@ -182,7 +177,7 @@ class _Step(NamedTuple):
         if any(recipe.keeps_history for recipe in converter.recipes):
             self._calibrate(model)
 
-        def run(batch: Batch) -> Any:
+        def run(batch: Batch) -> object:
             output = call(model, batch)
             if self.loss is None:
                 return output
@@ -193,21 +188,22 @@ class _Step(NamedTuple):
     def _calibrate(self, model: nn.Module) -> None:
         """Notes states of layers as set, and those of layers that read one tensor as shared, as
         `fp8.calibrate` or a step leaves them."""
-        names = [
-            name for name, m in model.named_modules() if hasattr(m, "fp8_measured")
-        ]
-        plain = {self.model.get_submodule(name): name for name in names}
-        inputs: dict[str, Tensor] = {}
+        layers: dict[nn.Module, Any] = {
+            self.model.get_submodule(name): module
+            for name, module in model.named_modules()
+            if hasattr(module, "fp8_measured")
+        }
+        inputs: dict[nn.Module, Tensor] = {}
 
-        def note(module: nn.Module, args: Any) -> None:
-            if module in plain:
-                inputs[plain[module]] = args[0]
+        def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if module in layers:
+                inputs[module] = args[0]
 
         with register_module_forward_pre_hook(note), torch.no_grad():
             call(self.model, self.batch)
         scales: dict[int, Tensor] = {}
-        for name, x in inputs.items():
-            layer: Any = model.get_submodule(name)
+        for module, x in inputs.items():
+            layer = layers[module]
             measured = vars(layer.fp8_measured)
             measured.update(dict.fromkeys(histories(layer, recurse=False), True))
             if has_scales(layer):
@@ -221,42 +217,39 @@ def _seconds(
     kernels: Iterable[Kernel], device: Hardware, at_peak: bool = False
 ) -> float:
     """The time of kernels by the roofline."""
-    return sum(
-        device.seconds(
-            "fp8" if kernel.kind == "fp8" else BF16,
-            kernel.flops
-            * (2 if kernel.kind == "fp32" else 1),  # TF32 has half the rate
-            kernel.moved,
-            at_peak,
-        )
-        for kernel in kernels
-    )
+    total = 0.0
+    for kernel in kernels:
+        unit, flops = BF16, kernel.flops
+        if kernel.kind == "fp8":
+            unit = "fp8"
+        if kernel.kind == "fp32":  # TF32 has half the rate
+            flops *= 2
+        total += device.seconds(unit, flops, kernel.moved, at_peak)
+    return total
 
 
-def _summed(compiled: Sequence[Graph], device: Hardware) -> dict[str, Any]:
-    """The fields of a `Variant` that its kernels give."""
+def _summed(variant: Variant, compiled: Sequence[Graph], device: Hardware) -> Variant:
+    """The variant with what its kernels say."""
     kernels = [kernel for graph in compiled for kernel in graph.kernels]
     kinds = Counter(kernel.kind for kernel in kernels)
-    return {
-        "kernels": len(kernels),
-        "fp8": kinds["fp8"],
-        "high": kinds["bf16"] + kinds["fp32"],
-        "flops": sum(kernel.flops for kernel in kernels),
-        "moved": sum(
-            kernel.moved for kernel in kernels if kernel.kind in (TRITON, OTHER)
-        ),
-        "saved": sum(graph.saved for graph in compiled),
-        "peak": _seconds(kernels, device, at_peak=True),
-        "seconds": _seconds(kernels, device),
-    }
+    other = (kernel for kernel in kernels if kernel.kind in (TRITON, OTHER))
+    return replace(
+        variant,
+        kernels=len(kernels),
+        fp8=kinds["fp8"],
+        high=kinds["bf16"] + kinds["fp32"],
+        flops=sum(kernel.flops for kernel in kernels),
+        moved=sum(kernel.moved for kernel in other),
+        saved=sum(graph.saved for graph in compiled),
+        peak=_seconds(kernels, device, at_peak=True),
+        seconds=_seconds(kernels, device),
+    )
 
 
 def _empty(model: nn.Module, batch: Batch, device: str) -> tuple[nn.Module, Batch]:
     """Copies whose tensors are new ones on a device."""
 
-    def empty(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+    def empty(x: Tensor) -> Tensor:
         new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         return new.requires_grad_(x.requires_grad)
 
@@ -265,6 +258,6 @@ def _empty(model: nn.Module, batch: Batch, device: str) -> tuple[nn.Module, Batc
         new = empty(tensor.detach())
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, tensor.requires_grad)
-        vars(new).update(vars(tensor))
+        vars(new).update(vars(tensor))  # the tags of unit_scaling
         memo[id(tensor)] = new
-    return deep_copy(model, memo), pytree.tree_map(empty, batch)
+    return deep_copy(model, memo), pytree.tree_map_only(Tensor, empty, batch)

@@ -99,12 +99,18 @@ class Forecast:
 
     def table(self) -> str:
         """The variants as a text table; of an estimate without what the compiler alone tells."""
-        heads = ("recipe", "ms", "of bf16", "layers slower", "MB saved")
-        compiled = ("at peak", "kernels", "products FP8 / other", "MB moved")
-        rows = [heads + compiled if self.source == "compiler" else heads]
-        return as_table(
-            rows + [self._cells(variant)[: len(rows[0])] for variant in self.variants]
+        heads: tuple[str, ...] = (
+            "recipe",
+            "ms",
+            "of bf16",
+            "layers slower",
+            "MB saved",
         )
+        compiled = ("at peak", "kernels", "products FP8 / other", "MB moved")
+        if self.source == "compiler":
+            heads += compiled
+        rows = (self._cells(variant)[: len(heads)] for variant in self.variants)
+        return as_table([heads, *rows])
 
     def _cells(self, variant: Variant) -> tuple[str, ...]:
         high, slower = self.variants[0], "-"
@@ -138,11 +144,8 @@ class Forecast:
         title = f"{self.hardware}, from the {self.source}'s code, not measured"
         if self.source != "compiler":
             title = f"{self.hardware}, an estimate from the shapes of products, not measured"
-        reasons = [
-            f"{v.recipe}: simulated, {v.simulated}"
-            for v in self.variants
-            if v.simulated
-        ]
+        simulated = (v for v in self.variants if v.simulated)
+        reasons = [f"{v.recipe}: simulated, {v.simulated}" for v in simulated]
         return "\n".join([title, self.table(), *reasons, *self.notes])
 
     __repr__ = __str__
