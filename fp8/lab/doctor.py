@@ -38,8 +38,8 @@ def examine() -> dict[str, Section]:
 
 
 def _devices() -> list[torch.device]:
-    cuda = range(torch.cuda.device_count())
-    return [torch.device("cpu"), *(torch.device("cuda", index) for index in cuda)]
+    cuda = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return [torch.device("cpu"), *cuda]
 
 
 def _device(device: torch.device) -> dict[str, str]:
@@ -47,8 +47,9 @@ def _device(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-    why_not = why_not_device(device)
-    fp8 = f"no: {why_not}" if why_not else "yes"
+    fp8, why_not = "yes", why_not_device(device)
+    if why_not:
+        fp8 = f"no: {why_not}"
     return {
         "device": str(device),
         "name": name,
@@ -84,14 +85,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """The findings as text; 1 if a library is installed and broken."""
     findings = examine()
-    text = json.dumps(findings, indent=2) if options.json else as_text(findings)
+    text = as_text(findings)
+    if options.json:
+        text = json.dumps(findings, indent=2)
     return text, int(any(row["status"] == "broken" for row in findings["libraries"]))
 
 
 def as_text(findings: dict[str, Section]) -> str:
     """Formats the findings as one table per section."""
-    tables = (
-        as_table([list(rows[0]), *(list(row.values()) for row in rows)])
-        for rows in findings.values()
-    )
+    tables = []
+    for rows in findings.values():
+        cells = [list(row.values()) for row in rows]
+        tables.append(as_table([list(rows[0]), *cells]))
     return "\n\n".join(tables)

@@ -23,9 +23,9 @@ UNITS: dict[str, float] = {
 """Kind of matrix unit -> bytes of an element of its operands, with the scales of MX (one byte for
 32 elements) and NVFP4 (one for 16). "bf16" stands for float16 too."""
 
+# Seconds of a kernel that does nothing, on an H100: torchao's roofline_utils.py (2025). No kernel
+# takes less.
 LAUNCH = 2e-6
-"""Seconds of a kernel that does nothing, on an H100: torchao's roofline_utils.py (2025). No kernel
-takes less."""
 
 MEMORY = "memory"
 
@@ -92,11 +92,9 @@ class Hardware:
                 check_name(f"unit in {what}", name, names)
                 check_number(f"{what} of {self.name!r}", rate)
                 if not (0 < rate <= most and math.isfinite(rate)):
-                    allowed = (
-                        "positive"
-                        if most == math.inf
-                        else f"above 0 and at most {most:g}"
-                    )
+                    allowed = "positive"
+                    if most < math.inf:
+                        allowed = f"above 0 and at most {most:g}"
                     raise ValueError(
                         f"{what} of {self.name!r} must be {allowed}, got {rate}"
                     )

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ..common.step import seeded, with_seed
@@ -51,7 +52,7 @@ def place(error: BaseException) -> str:
     return f" ({type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno})"
 
 
-def _module(where: str) -> Any:
+def _module(where: str) -> ModuleType:
     if not where.endswith(".py"):
         try:
             return importlib.import_module(where)
@@ -60,12 +61,13 @@ def _module(where: str) -> Any:
     path = Path(where).resolve()
     if not path.is_file():
         raise ValueError(f"no file {where!r}")
+    # As `python FILE.py` finds the modules beside it.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look there
     spec.loader.exec_module(module)
     return module

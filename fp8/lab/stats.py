@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from torch import nn
 
@@ -62,12 +61,12 @@ class Stats:
             sampled = self.passes % self._every == 0
             self.passes += 1
         if sampled:
-            STANCE.hold()
+            STANCE.hold()  # compiled code does not count
             open_frame(self, recording=Recording(self._recorder, Counter()))
         self._open.items.append(sampled)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._open.items.pop():
             close_frame(self)
             STANCE.release()
@@ -132,15 +131,20 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
 
 
 def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> StatsRow:
-    sampled, signal, noise = sums["sampled"], sums["signal"], sums["noise"]
-    values: dict[str, Any] = {
-        name: int(sums[name]) for name in ("elements", "nonfinite")
-    }
-    values |= {
-        name: sums[name] / sampled for name in ("zero", "subnormal", "saturated")
-    }
-    values["sqnr"] = decibels(signal, noise) if signal else math.nan
-    return StatsRow(layer, operand, format, **values)
+    sampled, sqnr = sums["sampled"], math.nan
+    if sums["signal"]:
+        sqnr = decibels(sums["signal"], sums["noise"])
+    return StatsRow(
+        layer,
+        operand,
+        format,
+        elements=int(sums["elements"]),
+        zero=sums["zero"] / sampled,
+        subnormal=sums["subnormal"] / sampled,
+        saturated=sums["saturated"] / sampled,
+        nonfinite=int(sums["nonfinite"]),
+        sqnr=sqnr,
+    )
 
 
 def _cells(row: StatsRow) -> list[str]:

@@ -62,7 +62,9 @@ class Product:
 
 
 def _of_matrices(a: Tensor, b: Tensor) -> Product:
-    calls = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
+    calls = 1
+    if a.dim() == b.dim() == 3:
+        calls = a.shape[0]
     return Product("", "linear", a.shape[-2], a.shape[-1], b.shape[-1], calls)
 
 
@@ -70,22 +72,21 @@ def _of_convolution(
     x: Tensor, w: Tensor, output: Tensor, transposed: bool, groups: int
 ) -> Product:
     """A convolution is the product of unfolded patches and the kernel, once per group."""
-    pixels = (x if transposed else output)[:, 0].numel()
-    k, n = w[0].numel(), w.shape[0] // groups
-    k, n = (n, k) if transposed else (k, n)
+    pixels, k, n = output[:, 0].numel(), w[0].numel(), w.shape[0] // groups
+    if transposed:  # the other way round
+        pixels, k, n = x[:, 0].numel(), n, k
     inputs = x.numel() // groups
     return Product("", "convolution", pixels, k, n, groups, input_elements=inputs)
 
 
-_MATRICES: dict[Any, int] = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
-"""ATen product -> the position of its first factor; the second one follows."""
+# ATen product -> the position of its first factor; the second one follows.
+_MATRICES = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 
+# Grouped products: torch's, and that of layers that are converted.
 _GROUPED = (aten._grouped_mm, MULTIPLY_GROUPS)
-"""Grouped products: torch's, and that of layers that are converted."""
 
-
+# What follows the name of the layer in the name of a parameter that its weight is computed of.
 _OF_PARAMETRIZATION = re.compile(r"\.?parametrizations\..*")
-"""What follows the name of the layer in the name of a parameter that its weight is computed of."""
 
 
 class _Weights:
@@ -99,31 +100,28 @@ class _Weights:
         self._neutral = {
             buffer.untyped_storage().data_ptr() for buffer in model.buffers()
         }
-        self._computed: list[
-            Tensor
-        ] = []  # kept, so that no other tensor gets their storage
+        # Kept, so that no other tensor gets their storage.
+        self._computed: list[Tensor] = []
         for name, parameter in model.named_parameters(remove_duplicate=False):
             layer = _OF_PARAMETRIZATION.sub("", name)
             if layer == name:
                 layer = name.rpartition(".")[0]
-            self._by_storage.setdefault(
-                parameter.untyped_storage().data_ptr(), []
-            ).append(layer)
+            address = parameter.untyped_storage().data_ptr()
+            self._by_storage.setdefault(address, []).append(layer)
             self._sizes.setdefault(layer, set()).add(parameter.numel())
 
-    def compute(self, arguments: Any, output: Any) -> None:
-        addresses = [_address(x) for x in tensors(arguments)]
-        layers_of = [self._by_storage[x] for x in addresses if x in self._by_storage]
-        if layers_of and all(
-            x in self._by_storage or x in self._neutral for x in addresses
-        ):
-            layers = list(
-                dict.fromkeys(layer for layers in layers_of for layer in layers)
-            )
-            for x in tensors(output):
-                if _address(x) and _address(x) not in self._by_storage:
-                    self._by_storage[_address(x)] = layers
-                    self._computed.append(x)
+    def compute(self, arguments: Sequence[object], output: object) -> None:
+        addresses = list(map(_address, tensors(arguments)))
+        layers: dict[str, None] = {}
+        for address in addresses:
+            layers |= dict.fromkeys(self._by_storage.get(address, ()))
+        others = set(addresses) - self._by_storage.keys() - self._neutral
+        if others or not layers:
+            return
+        for x in tensors(output):
+            if _address(x) and _address(x) not in self._by_storage:
+                self._by_storage[_address(x)] = list(layers)
+                self._computed.append(x)
 
     def owner(self, weight: Tensor, running: str) -> str | None:
         """The name of the layer, or None if it is no weight."""
@@ -162,25 +160,20 @@ class _Trace(TorchDispatchMode):
         self._running = running
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        function: Any,
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         output = function(*args, **(kwargs or {}))
         op = function.overloadpacket
         if op in _MATRICES:
             a, b = args[_MATRICES[op] :][:2]
             self._add(_of_matrices(a, b), b)
         elif op is aten.convolution:
-            (
-                x,
-                w,
-                _bias,
-                _stride,
-                _padding,
-                _dilation,
-                transposed,
-                _output_padding,
-                groups,
-            ) = args
+            # (x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
+            x, w, transposed, groups = args[0], args[1], args[6], args[8]
             self._add(_of_convolution(x, w, output, transposed, groups), w)
         elif op in _GROUPED:
             # Each row of a matrix is multiplied by the weight of one group.
@@ -195,7 +188,7 @@ class _Trace(TorchDispatchMode):
 
     def _add(self, product: Product, weight: Tensor) -> None:
         """weight: the tensor that may be one."""
-        path = self._running[-1] if self._running else ""
+        path = next(reversed(self._running), "")
         owner = self._weights.owner(weight, path)
         row = replace(product, layer=owner or path or "(model)", calls=1)
         if owner is not None:
@@ -221,32 +214,27 @@ def left_alone(model: nn.Module) -> dict[str, str]:
 
 
 def trace(model: nn.Module, batch: Batch) -> list[Product]:
-    """The matrix products of one forward pass, as ATen computes them, and which are not cast.
-
-    The pass runs on a copy of the model, in training mode: in evaluation torch computes encoder
-    layers by one kernel, which shows none. Scaled dot product attention is decomposed into its two
-    products; recurrent layers may be one kernel, which shows none. Products of the same sizes and
-    layer are one row, in the order of their first call.
+    """The matrix products of one forward pass of a copy, as ATen computes them, and which are not
+    cast. Products of the same sizes and layer are one row, in the order of their first call.
+    Recurrent layers may be one kernel, which shows none.
     """
     check_values_set("the list of products", model)
     why_not = left_alone(model)
+    # In evaluation torch computes encoder layers by one kernel, which shows no product.
     model = deep_copy(model).train()
     with (
         untouched(model),
         torch.no_grad(),
-        sdpa_kernel(SDPBackend.MATH),
+        sdpa_kernel(SDPBackend.MATH),  # which is decomposed into two products
         running_modules(model) as names,
     ):
         mode = _Trace(_Weights(model), names)
         with mode:
             call(model, copied(batch))
-    return [
-        replace(
-            product,
-            calls=calls,
-            why_not=why_not.get(product.layer, "")
-            if product.weight_elements
-            else "no weight: cast under fp8.autocast only",
-        )
-        for product, calls in mode.products.items()
-    ]
+    rows = []
+    for product, calls in mode.products.items():
+        why = "no weight: cast under fp8.autocast only"
+        if product.weight_elements:
+            why = why_not.get(product.layer, "")
+        rows.append(replace(product, calls=calls, why_not=why))
+    return rows

@@ -6,7 +6,6 @@ import argparse
 import json
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from ...recipes.policy import Policy
 from ..setups import made_by
@@ -14,8 +13,8 @@ from .parity import ENGINES, parity
 
 ABOUT = "whether a trainer and an inference engine agree"
 
+# The number of batches of a setup that are prompts.
 PROMPTS = 8
-"""The number of batches of a setup that are prompts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,26 +44,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """The result as text, and the exit code. Raises as `fp8.parity` and `made_by`."""
     model, batches, *_ = made_by(options.setup)
+    prompts = []
+    for batch in islice(batches, PROMPTS):
+        if isinstance(batch, dict):  # as loaders of transformers yield it
+            batch = batch["input_ids"]
+        prompts.append(batch)
     result = parity(
         model,
-        [
-            b["input_ids"] if isinstance(b, dict) else b
-            for b in islice(batches, PROMPTS)
-        ],
-        train=_policy(options.train),
+        prompts,
+        train=options.train and _policy(options.train),
         rollout=_policy(options.rollout),
         bound=options.bound,
         cache=options.cache,
         by_layer=not options.total,
     )
-    text = json.dumps(result.to_dict(), indent=2) if options.json else str(result)
+    text = str(result)
+    if options.json:
+        text = json.dumps(result.to_dict(), indent=2)
     return text, int(not result.ok)
 
 
-def _policy(text: str | None) -> Any:
+def _policy(text: str) -> str | Policy:
     """The policy that an argument names."""
     if text == "none":
         return Policy(None)
-    if text and text.endswith(".json"):
+    if text.endswith(".json"):
         return Policy.from_json(Path(text))
     return text

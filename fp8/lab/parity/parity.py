@@ -97,24 +97,19 @@ class Parity:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values; None for those that are not finite."""
-        values = asdict(self) | {
-            "layers": [row._asdict() for row in self.layers],
-            "ok": self.ok,
-        }
-        return finite(values)
+        layers = [row._asdict() for row in self.layers]
+        return finite(asdict(self) | {"layers": layers, "ok": self.ok})
 
     def __str__(self) -> str:
         sizes = [abs(value) for row in self.differences for value in row]
         mean, largest = sum(sizes) / max(len(sizes), 1), max(sizes, default=0.0)
         outcome = "within" if self.ok else "beyond"
+        rollout = self.rollout
+        if self.cache:
+            rollout += f", cache by {self.cache}"
         figures = [
             ("train", self.train),
-            (
-                "rollout",
-                f"{self.rollout}, cache by {self.cache}"
-                if self.cache
-                else self.rollout,
-            ),
+            ("rollout", rollout),
             (
                 "KL(rollout || train)",
                 f"{self.kl:.3g} per token, {outcome} {self.bound:.3g}",
@@ -124,13 +119,13 @@ class Parity:
             ("argmax changed", f"{self.changed:.2%}"),
             ("tokens", str(len(sizes))),
         ]
+        text = as_table(figures)
+        if not self.layers:
+            return text
         layers = [
             (row.name, f"{row.kl:.3g}", f"{row.share:.1%}") for row in self.layers
         ]
-        heads = ("without", "KL", "less by")
-        return as_table(figures) + (
-            "\n\n" + as_table([heads, *layers]) if layers else ""
-        )
+        return f"{text}\n\n{as_table([('without', 'KL', 'less by'), *layers])}"
 
 
 def parity(
@@ -181,26 +176,28 @@ def parity(
         raise ValueError(
             f"cache is for models of transformers, not a {type(model).__name__}"
         )
-    policies = [None if train is None else _policy(train), _policy(rollout)]
-    ours, theirs = (_under(model, policy, ids[0]) for policy in policies)
+    trainer = None if train is None else _policy(train)
+    engine = _policy(rollout)
+    ours, theirs = (_under(model, policy, ids[0]) for policy in (trainer, engine))
     wanted = _logits(ours, ids, None)
 
-    def measured(cache: str | None) -> dict[str, Any]:
+    def measured(cache: str | None) -> _Measures:
         return _measures(wanted, _logits(theirs, ids, cache), ids)
 
     whole = measured(cache)
     effects: list[tuple[str, float]] = []
     if by_layer:
-        effects = _without_each(ours, theirs, lambda: measured(cache)["kl"])
-        effects += [("(cache)", measured(None)["kl"])] if cache else []
-    most = whole["kl"]
+        effects = _without_each(ours, theirs, lambda: measured(cache).kl)
+        if cache:
+            effects.append(("(cache)", measured(None).kl))
+    most = whole.kl
     rows = [LayerEffect(name, kl, (most - kl) / most) for name, kl in effects if most]
     return Parity(
-        train=_name(policies[0]),
-        rollout=_name(policies[1]),
+        train=_name(trainer),
+        rollout=_name(engine),
         cache=cache or "",
         bound=float(bound),
-        **whole,
+        **whole._asdict(),
         layers=sorted(rows, key=lambda row: (math.isnan(row.kl), row.kl)),
     )
 
@@ -211,7 +208,7 @@ def _checked(prompts: Tensor | Iterable[Tensor]) -> list[Tensor]:
         raise ValueError("parity needs prompts, got none")
     for each in ids:
         if not isinstance(each, Tensor) or each.dtype != torch.int64:
-            got = each.dtype if isinstance(each, Tensor) else type(each).__name__
+            got = getattr(each, "dtype", type(each).__name__)
             raise TypeError(f"a prompt is a tensor of int64, got {got}")
         if each.dim() not in (1, 2) or each.shape[-1] < 2 or not each.numel():
             raise ValueError(
@@ -231,9 +228,9 @@ def _policy(given: str | Recipe | Policy) -> Policy:
 def _name(policy: Policy | None) -> str:
     if policy is None:
         return "as it is"
-    return policy.name or name_of(policy.recipe) + (
-        ", by layer" if policy.selects else ""
-    )
+    if policy.name or not policy.selects:
+        return policy.name or name_of(policy.recipe)
+    return f"{name_of(policy.recipe)}, by layer"
 
 
 def _under(model: nn.Module, policy: Policy | None, ids: Tensor) -> nn.Module:
@@ -244,15 +241,12 @@ def _under(model: nn.Module, policy: Policy | None, ids: Tensor) -> nn.Module:
     copied = revert_layers(copied)
     if any(recipe is not None for recipe in policy.recipes):
         copied = convert(copied, policy)
-    layers = converted(copied).values()
-    if any(
-        cast and cast.scaling == "static" for m in layers for cast in m.fp8_recipe.casts
-    ):
+    casts = (c for layer in converted(copied).values() for c in layer.fp8_recipe.casts)
+    if any(cast and cast.scaling == "static" for cast in casts):
+        # Any loss of all logits: an engine's scales of activations do not depend on it.
         with evaluating(copied):
             calibrate(
-                copied,
-                ids,
-                lambda output: _checked_logits(output, ids).logsumexp(-1).mean(),
+                copied, ids, lambda y: _checked_logits(y, ids).logsumexp(-1).mean()
             )
     return copied
 
@@ -264,17 +258,19 @@ def _logits(
     logits = []
     with evaluating(model), seeded(0):
         for ids in prompts:
-            options = {} if cache is None else rounding_cache(model, cache)
+            options = {}
+            if cache is not None:
+                options = rounding_cache(model, cache)
             logits.append(_checked_logits(model(ids, **options), ids))
     return logits
 
 
-def _checked_logits(output: Any, ids: Tensor) -> Tensor:
+def _checked_logits(output: object, ids: Tensor) -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != ids.shape:
-        got = (
-            tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
-        )
+        got: object = type(output).__name__
+        if isinstance(logits, Tensor):
+            got = tuple(logits.shape)
         raise ValueError(
             f"for ids of shape {tuple(ids.shape)} the model must return logits of shape (..., "
             f"tokens, vocabulary), as a tensor or in .logits, got {got}"
@@ -282,13 +278,23 @@ def _checked_logits(output: Any, ids: Tensor) -> Tensor:
     return logits
 
 
+class _Measures(NamedTuple):
+    """The fields of a `Parity` that the logits give."""
+
+    kl: float
+    ess: float
+    changed: float
+    differences: list[list[float]]
+
+
 def _measures(
     ours: list[Tensor], theirs: list[Tensor], prompts: list[Tensor]
-) -> dict[str, Any]:
-    """The fields of a `Parity` that the logits give."""
+) -> _Measures:
     divergences, squares, changes, differences = [], [], [], []
     for train, rollout, ids in zip(ours, theirs, prompts, strict=True):
-        dtype = torch.float32 if ids.device.type == "mps" else torch.float64
+        dtype = torch.float64
+        if ids.device.type == "mps":  # which has no float64
+            dtype = torch.float32
         log_p, log_q = (x.to(dtype).log_softmax(-1) for x in (rollout, train))
         # The ratio is 1 where both are -Inf.
         ratio = torch.where(log_q == log_p, 0.0, log_q - log_p)
@@ -297,12 +303,12 @@ def _measures(
         changes.append((rollout.argmax(-1) != train.argmax(-1)).flatten())
         of_tokens = -ratio[..., :-1, :].gather(-1, ids[..., 1:, None]).squeeze(-1)
         differences += of_tokens.reshape(-1, of_tokens.shape[-1]).tolist()
-    return {
-        "kl": float(torch.cat(divergences).mean()),
-        "ess": 1 / float(torch.cat(squares).mean()),
-        "changed": float(torch.cat(changes).double().mean()),
-        "differences": differences,
-    }
+    return _Measures(
+        kl=float(torch.cat(divergences).mean()),
+        ess=1 / float(torch.cat(squares).mean()),
+        changed=float(torch.cat(changes).double().mean()),
+        differences=differences,
+    )
 
 
 def _expected(log_p: Tensor, value: Tensor) -> Tensor:
@@ -317,20 +323,20 @@ def _without_each(
     """(layer, what ``measure`` returns with that layer of ``ours`` in ``theirs``)."""
     measured = []
     trained = dict(ours.named_modules())
-    names: dict[int, list[str]] = {}
-    for name, module in theirs.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
-    for name, layer in list(theirs.named_modules()):
-        if not name or not (
-            isinstance(layer, Converted) or isinstance(trained[name], Converted)
-        ):
+    places: dict[nn.Module, list[str]] = {}
+    for name, layer in theirs.named_modules(remove_duplicate=False):
+        places.setdefault(layer, []).append(name)
+    for layer, names in places.items():
+        name = names[0]
+        other = trained[name]
+        casts = isinstance(layer, Converted) or isinstance(other, Converted)
+        if not name or not casts:
             continue
-        places = names[id(layer)]
         try:
-            for place in places:
-                theirs.set_submodule(place, trained[name])
+            for place in names:
+                theirs.set_submodule(place, other)
             measured.append((name, measure()))
         finally:
-            for place in places:
+            for place in names:
                 theirs.set_submodule(place, layer)
     return measured
