@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +18,15 @@ from torch.nn import functional as F
 
 from ...recipes.tensor_cores import Instruction
 
+# The exponent of a zero operand: below all others, also after adding that of a value.
 ABSENT = -(1 << 12)
-"""The exponent of a zero operand: below all others, also after adding that of a value."""
 
+# The bits of a term below the largest exponent of the step, and of the fraction of a sum.
 _BITS = 13
-"""The bits of a term below the largest exponent of the step, and of the fraction of a sum."""
 
+# The largest exponent of a factor that makes terms whole numbers: above those of nonzero terms, and
+# low enough that no operand overflows beside a zero.
 _HIGH = 90
-"""The largest exponent of a factor that makes terms whole numbers: above those of nonzero terms,
-and low enough that no operand overflows beside a zero."""
 
 
 class Part(NamedTuple):
@@ -47,29 +47,44 @@ def exponent_of(x: Tensor, low: int = -126) -> Tensor:
     return torch.where(x == 0, ABSENT, field.clamp_min(low))
 
 
-def add_step(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
+def add_step(
+    a: Part,
+    b: Part,
+    c: Tensor,
+    how: Instruction,
+) -> Tensor:
     """The sum so far, ``c``, and the products of a step."""
     top = exponent_of(c).clamp_min(how.of_zero)
     for k in range(how.step):
         top = torch.maximum(top, a.exponents[k][:, None] + b.exponents[k])
-    unit = _power((_BITS - top).clamp(-126, _HIGH))
-    # Each product is exact, as its fraction has at most 8 bits.
-    terms = [(a.values[k][:, None] * unit * b.values[k]).int() for k in range(how.step)]
-    total = torch.trunc(c * _power((_BITS - top).clamp_max(_HIGH)))
-    total = (total + reduce(torch.add, terms)) * _power((top - _BITS).clamp_min(-126))
+    shift = _BITS - top
+    unit = _power(shift.clamp(-126, _HIGH))
+    terms = []
+    for k in range(how.step):
+        # Each product is exact, as its fraction has at most 8 bits.
+        term = a.values[k][:, None] * unit * b.values[k]
+        terms.append(term.int())
+    total = torch.trunc(c * _power(shift.clamp_max(_HIGH)))
+    total = total + reduce(torch.add, terms)
+    total = total * _power((top - _BITS).clamp_min(-126))
     bits = total.view(torch.int32) >> 23 - _BITS << 23 - _BITS  # toward zero
     return bits.view(torch.float32) + 0.0  # -0 becomes 0
 
 
+# The rows and columns of the sums that are computed together, so that they stay in the cache.
 TILE = (128, 256)
-"""The rows and columns of the sums that are computed together, so that they stay in the cache."""
 
+# The number of products that are summed in eager mode before the arithmetic is compiled, which
+# takes about 10 seconds and makes it about ten times faster.
 EAGER = 1 << 29
-"""The number of products that are summed in eager mode before the arithmetic is compiled, which
-takes about 10 seconds and makes it about ten times faster."""
 
 
-def dot(a: Tensor, b: Tensor, lows: tuple[int, int], how: Instruction) -> Tensor:
+def dot(
+    a: Tensor,
+    b: Tensor,
+    lows: tuple[int, int],
+    how: Instruction,
+) -> Tensor:
     """``a b^T`` as the instruction computes it, step by step in the order of k from a sum of zero.
 
     a: (m, k), float32, of a format. b: (n, k). lows: the smallest exponents of their formats.
@@ -77,55 +92,78 @@ def dot(a: Tensor, b: Tensor, lows: tuple[int, int], how: Instruction) -> Tensor
     IEEE arithmetic; a NaN has all bits of its fraction set and no sign.
     """
     c = _sums(a, b, lows, how)
-    odd = [x.isfinite().logical_not().any(-1) for x in (a, b)]
-    if not (odd[0].any() or odd[1].any()):
+    odd_a, odd_b = (x.isfinite().logical_not().any(-1) for x in (a, b))
+    if not (odd_a.any() or odd_b.any()):
         return c
     product = torch.matmul(a, b.mT)
-    nan = torch.full((), 0x7FFFFFFF, dtype=torch.int32, device=c.device).view(
-        torch.float32
-    )
-    return torch.where(
-        odd[0][:, None] | odd[1], torch.where(product.isnan(), nan, product), c
-    )
+    # As bits, since torch makes a NaN of other ones.
+    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=c.device)
+    product = torch.where(product.isnan(), nan.view(torch.float32), product)
+    return torch.where(odd_a[:, None] | odd_b, product, c)
 
 
-def _sums(a: Tensor, b: Tensor, lows: tuple[int, int], how: Instruction) -> Tensor:
+def _sums(
+    a: Tensor,
+    b: Tensor,
+    lows: tuple[int, int],
+    how: Instruction,
+) -> Tensor:
     """`dot` with zeros for Inf and NaN, tile by tile."""
     (m, k), n = a.shape, b.shape[0]
     add, whole = _adder(how, m * n * k, a.device)
     right = [_parts(tile, lows[1], how.step) for tile in _tiles(b, TILE[1], whole)]
     bands = []
     for tile in _tiles(a, TILE[0], whole):
-        parts, sums = _parts(tile, lows[0], how.step), []
-        for others in right:
-            c = a.new_zeros(parts[0].values.shape[1], others[0].values.shape[1])
-            for first, second in zip(parts, others, strict=True):
+        left = _parts(tile, lows[0], how.step)
+        sums = []
+        for parts in right:
+            rows, columns = left[0].values.shape[1], parts[0].values.shape[1]
+            c = a.new_zeros(rows, columns)
+            for first, second in zip(left, parts, strict=True):
                 c = add(first, second, c, how)
             sums.append(c)
         bands.append(torch.cat(sums, 1))
     return torch.cat(bands)[:m, :n]
 
 
-def _tiles(x: Tensor, rows: int, whole: bool) -> Iterator[Tensor]:
+def _tiles(
+    x: Tensor,
+    rows: int,
+    whole: bool,
+) -> Iterator[Tensor]:
     """``x`` in parts of so many rows; the last is padded with zeros if ``whole``."""
     for part in x.split(rows):
-        yield F.pad(part, (0, 0, 0, rows - part.shape[0])) if whole else part
+        if whole:
+            part = F.pad(part, (0, 0, 0, rows - part.shape[0]))
+        yield part
 
 
-def _parts(x: Tensor, low: int, step: int) -> list[Part]:
+def _parts(
+    x: Tensor,
+    low: int,
+    step: int,
+) -> list[Part]:
     values = torch.where(x.isfinite(), x, 0.0).mT
-    values = F.pad(values, (0, 0, 0, -values.shape[0] % step)).contiguous()
-    pairs = zip(values.split(step), exponent_of(values, low).split(step), strict=True)
+    missing = -values.shape[0] % step
+    values = F.pad(values, (0, 0, 0, missing)).contiguous()
+    exponents = exponent_of(values, low)
+    pairs = zip(values.split(step), exponents.split(step), strict=True)
     return [Part(*pair) for pair in pairs]
 
 
-_DONE: Counter[Any] = Counter()
-"""Instruction -> the number of products that were summed in eager mode."""
+# Instruction -> the number of products that were summed in eager mode.
+_DONE: Counter[Instruction] = Counter()
+
+Add = Callable[[Part, Part, Tensor, Instruction], Tensor]
 
 
-def _adder(how: Instruction, products: int, device: torch.device) -> tuple[Any, bool]:
-    """The function that adds a step, and whether it takes whole tiles only: it is compiled once
-    `EAGER` products were summed on a CPU."""
+def _adder(
+    how: Instruction,
+    products: int,
+    device: torch.device,
+) -> tuple[Add, bool]:
+    """The function that adds a step, and whether it takes whole tiles only, so that one graph
+    serves all. It is compiled once `EAGER` products were summed on a CPU."""
     if device.type != "cpu" or _DONE[how] + products < EAGER:
         _DONE[how] += products
         return add_step, False
@@ -133,19 +171,24 @@ def _adder(how: Instruction, products: int, device: torch.device) -> tuple[Any, 
 
 
 @cache
-def _compiled(add: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compiled(add: Add) -> Add:
     used = torch.compile(add, dynamic=False)
 
-    def call(*args: Any) -> Tensor:
+    def call(
+        a: Part,
+        b: Part,
+        c: Tensor,
+        how: Instruction,
+    ) -> Tensor:
         nonlocal used
         try:
-            return used(*args)
+            return used(a, b, c, how)
         except RuntimeError as error:  # no compiler
             if used is add:
                 raise
             used = add
             warnings.warn(_SLOW.format(error), RuntimeWarning, stacklevel=2)
-        return add(*args)
+        return add(a, b, c, how)
 
     return call
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from ...recipes.tensor_cores import TENSOR_CORES
 from ...torch_internals.decorators import in_graph
 from ...torch_internals.flop_counter import SUMMED, count_flops
 from .dot import dot
+
+# torch declares no attributes of the context of an autograd function.
+Context: TypeAlias = Any
 
 
 @in_graph
@@ -66,7 +69,8 @@ class _Summed(Function):
         how: Constants,
         *operands: Tensor | None,
     ) -> Tensor:
-        left, right = QuantizedOperand(*operands[:2]), QuantizedOperand(*operands[2:])  # type: ignore[arg-type]
+        left = QuantizedOperand(*operands[:2])  # type: ignore[arg-type]
+        right = QuantizedOperand(*operands[2:])  # type: ignore[arg-type]
         casts = casts_of(how.casts)
         y = multiply(left, right, casts.a, casts.b, how.sums)
         y = (y * how.scales[0]).to(getattr(torch, how.dtype))
@@ -75,21 +79,29 @@ class _Summed(Function):
         return y + (bias * how.bias_scale).to(y.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(
+        ctx: Context,
+        inputs: tuple[Any, ...],
+        output: Tensor,
+    ) -> None:
         a, b, _, ctx.history, ctx.how, *operands = inputs
-        casts, ctx.dtypes = casts_of(ctx.how.casts), (a.dtype, b.dtype)
-        of_a = operands[:2] if casts.reuses_a else (a, None)
-        of_b = operands[2:] if casts.reuses_b else (b, None)
-        ctx.save_for_backward(*of_a, *of_b)
+        ctx.dtypes = a.dtype, b.dtype
+        casts = casts_of(ctx.how.casts)
+        if not casts.reuses_a:
+            operands[:2] = a, None
+        if not casts.reuses_b:
+            operands[2:] = b, None
+        ctx.save_for_backward(*operands)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         if is_differentiated_again():
             raise RuntimeError(
                 "create_graph=True: products with accumulate= have no second derivative"
             )
         how, history, saved = ctx.how, ctx.history, saved_tensors(ctx)
-        casts, (_, s_a, s_b) = casts_of(how.casts), how.scales
+        casts = casts_of(how.casts)
+        _, s_a, s_b = how.scales
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             signs = rotation_signs(casts.grad_for_a, grad)
@@ -114,13 +126,16 @@ class _Summed(Function):
 
 
 def _second(
-    saved: Sequence[Any], spec: Cast | None, signs: Tensor | None
+    saved: Sequence[Tensor],
+    spec: Cast | None,
+    signs: Tensor | None,
 ) -> QuantizedOperand:
     """The codes of an operand for its second product, along its other axis. saved: its codes, or
     itself without them."""
-    if saved[1] is not None:
-        return QuantizedOperand(*saved).mT
-    return operand(saved[0], spec, -2, signs=signs)
+    values, scale = saved
+    if scale is not None:
+        return QuantizedOperand(values, scale).mT
+    return operand(values, spec, -2, signs=signs)
 
 
 def operand(
@@ -135,11 +150,12 @@ def operand(
     """`quantized`; the values and scale 1 if it is not cast."""
     if spec is not None:
         check_dtype(dequantized(x))
-    if spec is not None and x.numel():
-        return quantized(x, spec, axis, history, record, signs, label=label)
-    return QuantizedOperand(
-        x if axis == -1 else x.mT, x.new_ones((), dtype=torch.float32)
-    )
+        if x.numel():
+            return quantized(x, spec, axis, history, record, signs, label=label)
+    one = x.new_ones((), dtype=torch.float32)
+    if axis == -1:
+        return QuantizedOperand(x, one)
+    return QuantizedOperand(x.mT, one)
 
 
 def multiply(
@@ -151,10 +167,11 @@ def multiply(
 ) -> Tensor:
     """``a b^T``; float32 if both are cast, otherwise in the dtype of one that is not."""
     if of_a is None or of_b is None:
-        dtype = (a if of_a is None else b).values.dtype
-        pairs = ((a, of_a), (b, of_b))
-        first, second = (_decoded(x, spec).to(dtype) for x, spec in pairs)
-        return torch.matmul(first, second.mT)
+        dtype = b.values.dtype
+        if of_a is None:
+            dtype = a.values.dtype
+        first, second = _decoded(a, of_a), _decoded(b, of_b)
+        return torch.matmul(first.to(dtype), second.to(dtype).mT)
     transposed = [x.values.mT.is_contiguous() for x in (a, b)]
     left, right = _as_used(a.values, b.values, transposed)
     return _summed(
@@ -163,7 +180,9 @@ def multiply(
 
 
 def _decoded(x: QuantizedOperand, spec: Cast | None) -> Tensor:
-    scale = x.scale if spec is None else widened(x.scale, x.values.shape, spec.tile)
+    scale = x.scale
+    if spec is not None:
+        scale = widened(scale, x.values.shape, spec.tile)
     return x.values * scale.to(x.values.dtype)
 
 
@@ -184,17 +203,25 @@ def _summed(
     sums: str,
     transposed: list[bool],
 ) -> Tensor:
-    """The product of the operands. of_a, of_b: the texts of their casts. Operands that are
-    ``transposed`` are passed as transposes: in the order of their memory, as the compiler fails on
-    casts of one tensor in two orders."""
+    """The product of the operands. of_a, of_b: the texts of their casts. transposed: the operands
+    that are passed as transposes."""
+    # In the order of their memory, as the compiler fails on casts of one tensor in two orders.
     a, b = _as_used(a, b, transposed)
     left, right = QuantizedOperand(a, a_scale), QuantizedOperand(b, b_scale)
     return _product(left, right, cast_of(of_a), cast_of(of_b), sums)
 
 
-def _as_used(a: Tensor, b: Tensor, transposed: Sequence[bool]) -> tuple[Tensor, Tensor]:
+def _as_used(
+    a: Tensor,
+    b: Tensor,
+    transposed: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
     """The operands or, of those that are ``transposed``, the transposes."""
-    return a.mT if transposed[0] else a, b.mT if transposed[1] else b
+    if transposed[0]:
+        a = a.mT
+    if transposed[1]:
+        b = b.mT
+    return a, b
 
 
 count_flops(SUMMED)
@@ -230,43 +257,37 @@ def _product(
     for start in range(0, x.shape[1], part):
         columns = slice(start, start + part)
         piece = dot(x[:, columns], w[:, columns], lows, TENSOR_CORES[chip])
-        factor = _product_of(_scale_at(start, a, of_a), _scale_at(start, b, of_b))
-        if start and factor is not None:
-            total = (
-                total.double() + piece.double() * factor.double()
-            ).float()  # one rounding
-        else:
-            total = total + (piece if factor is None else piece * factor)
-    factor = _product_of(
-        *(
-            None if spec.tile[1] else operand.scale.float().reshape(-1, 1)
-            for operand, spec in ((a, of_a), (b, of_b))
-        )
-    )
-    if factor is None:
-        return total
-    return total * factor
+        factor = _scale_at(start, a, of_a) * _scale_at(start, b, of_b).mT
+        # Products of float32 are exact in float64, where the sum of two float32 numbers is rounded
+        # as in float32 (Figueroa 1995, "When is double rounding innocuous?").
+        exact = total.double() + piece.double() * factor.double()
+        total = exact.float()
+    return total * (_scale_of_rows(a, of_a) * _scale_of_rows(b, of_b).mT)
 
 
 def _each(x: QuantizedOperand) -> list[QuantizedOperand]:
-    scales = x.scale if x.scale.ndim == 3 else [x.scale] * len(x.values)
-    return [QuantizedOperand(*each) for each in zip(x.values, scales, strict=True)]
+    scales: Sequence[Tensor] = [x.scale] * len(x.values)
+    if x.scale.ndim == 3:
+        scales = x.scale.unbind()
+    pairs = zip(x.values, scales, strict=True)
+    return [QuantizedOperand(values, scale) for values, scale in pairs]
 
 
-def _scale_at(column: int, x: QuantizedOperand, spec: Cast) -> Tensor | None:
-    """The scale of the tiles that hold a column, (rows, 1); None without tiles along k."""
+def _scale_at(
+    column: int,
+    x: QuantizedOperand,
+    spec: Cast,
+) -> Tensor:
+    """The scale of the tiles that hold a column, (rows, 1); 1 without tiles along k."""
     across, along = spec.tile
     if not along:
-        return None
-    return widened(
-        x.scale.float()[:, column // along, None], (len(x.values), 1), (across, 1)
-    )
+        return x.scale.new_ones(1, 1, dtype=torch.float32)
+    of_column = x.scale.float()[:, column // along, None]
+    return widened(of_column, (len(x.values), 1), (across, 1))
 
 
-def _product_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The product of the scales of rows of two operands, None for 1."""
-    if a is None or b is None:
-        if b is None:
-            return a
-        return b.mT
-    return a * b.mT
+def _scale_of_rows(x: QuantizedOperand, spec: Cast) -> Tensor:
+    """The scale of each row, or of all, (rows, 1); 1 with tiles along k."""
+    if spec.tile[1]:
+        return x.scale.new_ones(1, 1, dtype=torch.float32)
+    return x.scale.float().reshape(-1, 1)
