@@ -92,7 +92,8 @@ def dot(
     IEEE arithmetic; a NaN has all bits of its fraction set and no sign.
     """
     c = _sums(a, b, lows, how)
-    odd_a, odd_b = (x.isfinite().logical_not().any(-1) for x in (a, b))
+    odd_a = ~a.isfinite().all(-1)
+    odd_b = ~b.isfinite().all(-1)
     if not (odd_a.any() or odd_b.any()):
         return c
     product = torch.matmul(a, b.mT)
@@ -111,13 +112,15 @@ def _sums(
     """`dot` with zeros for Inf and NaN, tile by tile."""
     (m, k), n = a.shape, b.shape[0]
     add, whole = _adder(how, m * n * k, a.device)
-    right = [_parts(tile, lows[1], how.step) for tile in _tiles(b, TILE[1], whole)]
+    tiles = _tiles(b, TILE[1], whole)
+    right = [_parts(tile, lows[1], how.step) for tile in tiles]
     bands = []
     for tile in _tiles(a, TILE[0], whole):
         left = _parts(tile, lows[0], how.step)
         sums = []
         for parts in right:
-            rows, columns = left[0].values.shape[1], parts[0].values.shape[1]
+            rows = left[0].values.shape[1]
+            columns = parts[0].values.shape[1]
             c = a.new_zeros(rows, columns)
             for first, second in zip(left, parts, strict=True):
                 c = add(first, second, c, how)

@@ -51,8 +51,10 @@ def product(
     casts, record = casts_of(how.casts), updates_states()
     with torch.no_grad():
         signs = rotation_signs(casts.a, a)
-        left = operand(a, casts.a, -1, of_a, record, signs, how.label("input"))
-        right = operand(b, casts.b, -1, of_b, record, signs, how.label(casts.second))
+        label = how.label("input")
+        left = operand(a, casts.a, -1, of_a, record, signs, label)
+        label = how.label(casts.second)
+        right = operand(b, casts.b, -1, of_b, record, signs, label)
     return _Summed.apply(a, b, bias, of_grad, how, *left[:2], *right[:2])
 
 
@@ -253,10 +255,13 @@ def _product(
         return total
     chip, promote = sums.split()
     lows = of_a.number_format.min_exponent, of_b.number_format.min_exponent
-    part = math.gcd(int(promote), of_a.tile[1], of_b.tile[1]) or x.shape[1]
+    part = math.gcd(int(promote), of_a.tile[1], of_b.tile[1])
+    if not part:
+        part = x.shape[1]
     for start in range(0, x.shape[1], part):
         columns = slice(start, start + part)
-        piece = dot(x[:, columns], w[:, columns], lows, TENSOR_CORES[chip])
+        left, right = x[:, columns], w[:, columns]
+        piece = dot(left, right, lows, TENSOR_CORES[chip])
         factor = _scale_at(start, a, of_a) * _scale_at(start, b, of_b).mT
         # Products of float32 are exact in float64, where the sum of two float32 numbers is rounded
         # as in float32 (Figueroa 1995, "When is double rounding innocuous?").
