@@ -123,23 +123,20 @@ class Findings:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Findings:
-        """The findings that `to_dict` wrote, also after JSON, whose keys are strings and where null
-        stands for a number that is not finite."""
+        """The findings that `to_dict` wrote, also after JSON."""
         found = Findings(**values)
         found.verdict = Verdict(**values["verdict"])
         found.products = [Product(**row) for row in values["products"]]
         found.runs = [Run(**row) for row in values["runs"]]
         found.candidates = [Candidate(**row) for row in values["candidates"]]
         found.forecasts = list(map(Forecast.from_dict, values["forecasts"]))
+        # In JSON keys are strings, and null stands for a number that is not finite.
         for row in found.candidates:
-            row.errors = {
-                int(step): _number(e, math.inf) for step, e in row.errors.items()
-            }
+            errors = row.errors.items()
+            row.errors = {int(step): _number(e, math.inf) for step, e in errors}
         for run in found.runs:
-            run.losses, run.held_out = (
-                list(map(_number, run.losses)),
-                _number(run.held_out),
-            )
+            run.losses = list(map(_number, run.losses))
+            run.held_out = _number(run.held_out)
         return found
 
 

@@ -6,7 +6,8 @@ import multiprocessing
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,43 +23,51 @@ from .paired_runs import Budget
 from .search import finalists, runs_on
 from .training import Problem
 
+# The part of the budget for the compiler.
 FORECAST_PART = 1 / 5
-"""The part of the budget for the compiler."""
+
+Question: TypeAlias = tuple[Hardware, list[Policy]]
 
 
 def compile_steps(
     problem: Problem, hardware: Sequence[Hardware], findings: Findings, budget: Budget
 ) -> None:
     """Adds to `Findings.forecasts` what the compiler's code tells of bf16, of recipe "tensor" and
-    of the finalist, or writes why not. It runs in a process of its own, which is ended when the
-    time is up."""
-    known = (row for row in hardware if row.name in CARDS)
-    questions = [(row, asked) for row in known if (asked := _policies(row, findings))]
-    reason = why_not() if questions else ""
-    if questions and not reason:
-        answers = _answers(problem, questions, budget.part(FORECAST_PART))
-        made = [Forecast.from_dict(a) for a in answers if isinstance(a, dict)]
-        findings.forecasts += made
-        if len(made) < len(questions):
-            late = f"compiling took longer than {FORECAST_PART:.0%} of the budget"
-            failed = next(
-                (answer for answer in answers if isinstance(answer, str)), late
-            )
-            reason = f"{len(made)} of {len(questions)} accelerators: {failed}"
-    findings.not_forecast = reason
+    of the finalist, or writes why not."""
+    known = [(row, _policies(row, findings)) for row in hardware if row.name in CARDS]
+    questions = [(row, policies) for row, policies in known if policies]
+    if not questions:
+        findings.not_forecast = ""
+        return
+    findings.not_forecast = why_not()
+    if findings.not_forecast:
+        return
+    answers = _answers(problem, questions, budget.part(FORECAST_PART))
+    made = [Forecast.from_dict(a) for a in answers if isinstance(a, dict)]
+    findings.forecasts += made
+    if len(made) < len(questions):
+        late = f"compiling took longer than {FORECAST_PART:.0%} of the budget"
+        failed = next((a for a in answers if isinstance(a, str)), late)
+        count = f"{len(made)} of {len(questions)} accelerators"
+        findings.not_forecast = f"{count}: {failed}"
 
 
 def _policies(hardware: Hardware, findings: Findings) -> list[Policy]:
     """Returns the policies to forecast: those that the units of the accelerator can run."""
-    best = finalists(findings).get(hardware.name)
-    names = {PLAIN.name, best.name if best else ""} & runs_on(findings, hardware.name)
+    names = {PLAIN.name}
+    if best := finalists(findings).get(hardware.name):
+        names.add(best.name)
+    names &= runs_on(findings, hardware.name)
     asked = (c for c in findings.candidates if c.name in names)
     return [replace(Policy.from_dict(c.policy), name=c.name) for c in asked]
 
 
-def _answers(problem: Problem, questions: Sequence[Any], budget: Budget) -> list[Any]:
+def _answers(
+    problem: Problem, questions: Sequence[Question], budget: Budget
+) -> list[dict[str, Any] | str]:
     """For each accelerator the figures of a `Forecast`, or the error as text, in time."""
-    # Torch has no compiler for GPUs without it.
+    # A process of its own, as a thread that compiles cannot be ended when the time is up. Forked,
+    # as a model need not be picklable; torch has no compiler for GPUs where there is no fork.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(
@@ -82,7 +91,9 @@ def _answers(problem: Problem, questions: Sequence[Any], budget: Budget) -> list
     return answers
 
 
-def _answer(sender: Any, problem: Problem, questions: Sequence[Any]) -> None:
+def _answer(
+    sender: Connection, problem: Problem, questions: Sequence[Question]
+) -> None:
     torch.set_num_threads(1)  # the threads of a process do not survive a fork
     model, batch, loss = problem.setup.model, problem.batch, problem.setup.loss
     for hardware, policies in questions:

@@ -16,7 +16,7 @@ def page(findings: Findings) -> str:
     extra ``preflight`` (jinja2)."""
     jinja2 = need("jinja2")
     environment = jinja2.Environment(
-        autoescape=True,
+        autoescape=True,  # names of layers are the user's
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
@@ -28,16 +28,15 @@ def page(findings: Findings) -> str:
         "recipe": lambda name: recipe_in_words(name).capitalize(),
         "signed": lambda value: f"{value:+.4f}",
     }
-    text = (
-        resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    file = resources.files(__package__).joinpath("page.html")
+    trained_first = sorted(
+        findings.candidates, key=lambda row: row.outcome == "not trained"
     )
     verdict = findings.verdict
-    return environment.from_string(text).render(
+    return environment.from_string(file.read_text(encoding="utf-8")).render(
         findings=findings,
         verdict=verdict,
-        candidates=sorted(
-            findings.candidates, key=lambda row: row.outcome == "not trained"
-        ),
+        candidates=trained_first,
         snapshots=sorted({step for row in findings.candidates for step in row.errors}),
         codes=verdict.code | {"JSON": json.dumps(verdict.policy, indent=2)},
     )

@@ -8,9 +8,10 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +44,15 @@ from .findings import Run
 
 __all__ = ["Setup"]
 
+# The held-out loss is averaged over this many evaluations, evenly spaced in the last fifth of the
+# run. Paired runs differ by chance from step to step; the mean differs less.
 EVALUATIONS = 4
-"""The held-out loss is averaged over this many evaluations, evenly spaced in the last fifth of the
-run. Paired runs differ by chance from step to step; the mean differs less."""
 
 Prepare = Callable[[nn.Module, Optimizer], "tuple[nn.Module, Optimizer]"]
 """Changes a model and its optimizer before a run, in place or not."""
+
+# Setup, a tuple of its fields, or a function that returns either.
+Source: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Setup:
             raise ValueError("the optimizer has none of the model's parameters")
 
 
-def _as_setup(value: Any) -> Setup:
+def _as_setup(value: object) -> Setup:
     """A `Setup` from a Setup, or a tuple (model, batches[, loss[, optimizer]])."""
     if isinstance(value, Setup):
         return value
@@ -139,21 +143,19 @@ class _Start(NamedTuple):
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What a seed trains on: a setup whose batches are a list, and checksums of its weights and of
-    each batch when it was drawn."""
+    """What a seed trains on: a setup, its batches, and checksums of its weights and of each batch
+    when it was drawn."""
 
     setup: Setup
+    batches: list[Batch]
     weights: int
     sums: list[int]
-
-    def first(self, count: int) -> _Drawn:
-        """The same with the first ``count`` batches only."""
-        setup = replace(self.setup, batches=list(self.setup.batches)[:count])
-        return _Drawn(setup, self.weights, self.sums[:count])
 
 
 class _Callers(NamedTuple):
     """A parameter of the caller's model. had_grad: before the preflight."""
+
+    # Weak, as the model of a function is not kept.
 
     name: str
     parameter: weakref.ref[Tensor]
@@ -162,16 +164,16 @@ class _Callers(NamedTuple):
 
 class Problem:
     """Gives every run of a seed the same weights and batches. A function is called once for each
-    seed, as another call may return something else. A `Setup` is used for all seeds: seed 0 takes
-    the batches in their order, others in a random order of their own."""
+    seed. A `Setup` is used for all seeds: seed 0 takes the batches in their order, others in a
+    random order of their own."""
 
-    def __init__(self, source: Any, steps: int, held_out: int) -> None:
+    def __init__(self, source: Source, steps: int, held_out: int) -> None:
         self.steps = steps
         self.held_out = held_out
         self._source = source
         self._drawn: dict[int, _Drawn] = {}
         self._callers: list[_Callers] = []
-        self._draw(0)
+        self.steps = len(self._draw(0).batches) - held_out
 
     @property
     def setup(self) -> Setup:
@@ -181,27 +183,26 @@ class Problem:
     @property
     def batch(self) -> Batch:
         """The first batch of seed 0."""
-        return next(iter(self.setup.batches))
+        return self._draw(0).batches[0]
 
     def shortened(self, steps: int) -> Problem:
         """The problem with its first batches only."""
         short = copy.copy(self)
         short.steps = min(steps, self.steps)
-        count = short.steps + self.held_out
-        short._drawn = {seed: drawn.first(count) for seed, drawn in self._drawn.items()}
         return short
 
     def data(self, seed: int) -> int:
         """A checksum of the weights and batches of a seed."""
         drawn = self._draw(seed)
-        return zlib.crc32(repr((drawn.weights, drawn.sums)).encode())
+        sums = drawn.sums[: self.steps + self.held_out]
+        return zlib.crc32(repr((drawn.weights, sums)).encode())
 
     def start(self, seed: int, prepare: Prepare | None = None) -> _Start:
         """A fresh copy of everything. Raises ValueError for a batch that has other values than when
         it was drawn."""
-        drawn = self._draw(seed)
-        batches = list(drawn.setup.batches)
-        if drawn.sums != list(map(_checksum, batches)):
+        drawn, count = self._draw(seed), self.steps + self.held_out
+        batches = drawn.batches[:count]
+        if drawn.sums[:count] != list(map(_checksum, batches)):
             raise ValueError(
                 f"a batch of seed {seed} was overwritten after it was drawn: batches must not be "
                 "in memory that is written again, as runs are compared on the same batches"
@@ -219,9 +220,8 @@ class Problem:
             model, optimizer = prepare(model, optimizer)
         train, held_out = batches[: -self.held_out], batches[-self.held_out :]
         if seed and not callable(self._source):
-            order = torch.randperm(
-                len(train), generator=torch.Generator().manual_seed(seed)
-            )
+            generator = torch.Generator().manual_seed(seed)
+            order = torch.randperm(len(train), generator=generator)
             train = [train[i] for i in order.tolist()]
         return _Start(model, optimizer, loss, train, held_out)
 
@@ -229,16 +229,17 @@ class Problem:
         if not callable(self._source):
             seed = 0
         if seed not in self._drawn:
-            anew = callable(self._source)
+            anew, value = callable(self._source), self._source
             with seeded(seed):
-                value = with_seed(self._source, seed) if anew else self._source
+                if anew:  # once, as another call may return something else
+                    value = with_seed(self._source, seed)
                 given = _as_setup(value)
                 if not seed:
                     self._note_callers(given.model)
                 setup = _own(given, anew)
                 batches, sums = self._take(setup.batches)
             weights = _checksum(setup.model.state_dict())
-            self._drawn[seed] = _Drawn(replace(setup, batches=batches), weights, sums)
+            self._drawn[seed] = _Drawn(setup, batches, weights, sums)
         return self._drawn[seed]
 
     def _note_callers(self, model: nn.Module) -> None:
@@ -250,12 +251,15 @@ class Problem:
     def check_apart(self, loss: Tensor | None = None) -> None:
         """Raises ValueError if a run has trained or changed the caller's model. loss: one whose
         graph is read too."""
-        read = {id(node.variable) for node in leaves([] if loss is None else [loss])}
+        read: set[int] = set()
+        if loss is not None:
+            read = {id(node.variable) for node in leaves([loss])}
         for name, parameter, had_grad in self._callers:
             tensor = parameter()
-            if tensor is not None and (
-                id(tensor) in read or (tensor.grad is not None) > had_grad
-            ):
+            if tensor is None:
+                continue
+            # A gradient that was not there: a run has called backward through the parameter.
+            if id(tensor) in read or (tensor.grad is not None and not had_grad):
                 raise ValueError(
                     f"a copy of the model computes with {name} of the model itself, which is not "
                     "trained: the model or the loss refers to it by a class attribute, a registry "
@@ -270,6 +274,7 @@ class Problem:
     def _take(self, batches: Iterable[Batch]) -> tuple[list[Batch], list[int]]:
         drawn, sums = list[Batch](), list[int]()
         for batch in islice(batches, self.steps + self.held_out):
+            # Summed as it comes, as a loader may fill one buffer again.
             drawn.append(batch)
             sums.append(_checksum(batch))
         if len(drawn) < self.held_out + 2:
@@ -277,30 +282,29 @@ class Problem:
                 f"batches ran out after {len(drawn)}: a preflight needs at least 2 to train and "
                 f"{self.held_out} to hold out"
             )
-        self.steps = len(drawn) - self.held_out
         return drawn, sums
 
 
-def _checksum(value: Any) -> int:
+def _checksum(value: object) -> int:
     """Returns a checksum of the bytes of all tensors in a value. Tensors without bytes (sparse,
     meta) contribute their shapes."""
     checksum = 0
     for tensor in tensors_within(value):
-        try:
+        data: bytes | memoryview = repr(tuple(tensor.shape)).encode()
+        with suppress(RuntimeError, TypeError, NotImplementedError):
             flat = tensor.detach().cpu().resolve_conj().resolve_neg().flatten()
-            data: Any = flat.view(torch.uint8).numpy()
-        except (RuntimeError, TypeError, NotImplementedError):
-            data = repr(tuple(tensor.shape)).encode()
+            data = memoryview(flat.view(torch.uint8).numpy())
         checksum = zlib.crc32(data, checksum)
     return checksum
 
 
 def _own(setup: Setup, anew: bool) -> Setup:
     """The setup with a model that is not compiled, and whose layers compute in its own precision.
-    anew: whether a function made it, whose next call may initialize the same model again."""
+    anew: whether a function made it."""
     setup = replace(setup, model=unwrapped(setup.model))
     converted = any(row.done == "converted" for row in report(setup.model))
     if anew or converted:
+        # The next call of a function may initialize the same model again.
         model, optimizer, loss = training_copy(setup.model, setup.optimizer, setup.loss)
         setup = replace(setup, model=model, optimizer=optimizer, loss=loss)
     if converted:
@@ -321,29 +325,27 @@ def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
 
 def under(policy: Policy) -> Prepare:
     """Converts a model with ``policy``, in simulation."""
-    return lambda model, optimizer: (
-        convert(model, policy, backend="simulate"),
-        optimizer,
-    )
+
+    def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        return convert(model, policy, backend="simulate"), optimizer
+
+    return prepare
 
 
-def transformed(transform: Any) -> Prepare:
+def transformed(transform: Callable[[nn.Module], nn.Module]) -> Prepare:
     """Transforms a model and runs the result under the recipe of the transform, with its optimizer
     if it has one, or else the user's with the new parameters."""
 
     def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         new = transform(model)
-        if hasattr(transform, "optimizer"):
-            optimizer = transform.optimizer(new, optimizer)
+        its_optimizer = getattr(transform, "optimizer", None)
+        if its_optimizer is not None:
+            optimizer = its_optimizer(new, optimizer)
         else:
-            parameters = dict(new.named_parameters())
-            by_id = {
-                id(p): parameters[n]
-                for n, p in model.named_parameters()
-                if n in parameters
-            }
+            now = dict(new.named_parameters())
+            moved = {p: now.get(name, p) for name, p in model.named_parameters()}
             for group in optimizer.param_groups:
-                group["params"] = [by_id.get(id(p), p) for p in group["params"]]
+                group["params"] = [moved.get(p, p) for p in group["params"]]
         return under(Policy(getattr(transform, "recipe", AUTO)))(new, optimizer)
 
     return prepare
@@ -363,11 +365,11 @@ def train(
     one."""
     start = problem.start(seed, prepare)
     model, optimizer = start.model, start.optimizer
-    run, taken, held = Run(name, seed, [], math.nan, data=problem.data(seed)), [], []
+    run = Run(name, seed, [], math.nan, data=problem.data(seed))
+    taken, held = [], []
     steps = len(start.batches)
-    evaluated = {
-        steps - max(steps // 5, 1) * i // EVALUATIONS for i in range(EVALUATIONS)
-    }
+    last_fifth = max(steps // 5, 1)
+    evaluated = {steps - last_fifth * i // EVALUATIONS for i in range(EVALUATIONS)}
     begun = time.perf_counter()
     with seeded(seed):
         model.train()
@@ -391,12 +393,16 @@ def train(
 
 
 def _evaluate(start: _Start) -> float:
-    parts = nn.ModuleList(
-        x for x in (start.model, start.loss) if isinstance(x, nn.Module)
-    )
-    with evaluating(start.model), untouched(parts):
-        losses = [loss_of(start.model, x, start.loss).detach() for x in start.held_out]
-    return sum(map(float, losses)) / len(losses)
+    losses = []
+    with evaluating(start.model), untouched(modules_of(start.model, start.loss)):
+        for batch in start.held_out:
+            losses.append(float(loss_of(start.model, batch, start.loss).detach()))
+    return sum(losses) / len(losses)
+
+
+def modules_of(*parts: object) -> nn.ModuleList:
+    """Those of ``parts`` that are modules, as one."""
+    return nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
 
 
 def _snapshot(step: int, start: _Start, batch: Batch) -> Snapshot:
@@ -405,25 +411,23 @@ def _snapshot(step: int, start: _Start, batch: Batch) -> Snapshot:
     groups = optimizer.param_groups
     stepped = {id(p) for group in groups for p in group["params"]}
     trained = {name: p for name, p in model.named_parameters() if id(p) in stepped}
-    states = ((name, p, optimizer.state.get(p, {})) for name, p in trained.items())
-    moments = {n: v for n, p, s in states if (v := _second_moment(s, p)) is not None}
-    beta2 = float(
-        next((group["betas"][1] for group in groups if "betas" in group), 0.999)
-    )
-    steps = max(
-        (float(state.get("step", 0)) for state in optimizer.state.values()), default=0.0
-    )
-    seen = 1 - beta2 ** max(steps, 1)
-    trained_names = frozenset(trained)
+    moments: dict[str, Tensor] = {}
+    for name, parameter in trained.items():
+        state = optimizer.state.get(parameter, {})
+        if SECOND in state:
+            moments[name] = state[SECOND].detach().float().clone()
+        elif has(state, SECOND):  # of `fp8.optim`, in 8 or 16 bits
+            moments[name] = decode(read(state, SECOND)).view(parameter.shape)
+    # That of Adam where the optimizer has none.
+    beta2 = float(next((g["betas"][1] for g in groups if "betas" in g), 0.999))
+    counts = [float(state.get("step", 0)) for state in optimizer.state.values()]
     return Snapshot(
-        step, copied_model, loss, moments, batch, trained_names, beta2, seen
+        step,
+        copied_model,
+        loss,
+        moments,
+        batch,
+        frozenset(trained),
+        beta2,
+        seen=1 - beta2 ** max([1.0, *counts]),
     )
-
-
-def _second_moment(state: dict[str, Any], parameter: Tensor) -> Tensor | None:
-    """In float32, whichever encoding of `fp8.optim` it has."""
-    if SECOND in state:
-        return state[SECOND].detach().float().clone()
-    if has(state, SECOND):
-        return decode(read(state, SECOND)).view(parameter.shape)
-    return None

@@ -20,10 +20,10 @@ from ...recipes.policy import Policy
 from ...recipes.recipe import Recipe
 from ..stats import stats
 from ..trace import quiet
-from .training import Problem, Snapshot, loss_of
+from .training import Problem, Snapshot, loss_of, modules_of
 
+# Adam's.
 EPSILON = 1e-8
-"""Added to sqrt(v): Adam's epsilon."""
 
 
 class Probe:
@@ -34,24 +34,21 @@ class Probe:
         self.step = snapshot.step
         self.batch = snapshot.batch
         self.model, self._loss = snapshot.model, snapshot.loss
-        own = (self.model, self._loss)
-        self._modules = nn.ModuleList(x for x in own if isinstance(x, nn.Module))
+        self._modules = modules_of(self.model, self._loss)
         self.model.train()
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        self._leaves = [
-            p
-            for p in self.model.parameters()
-            if p.requires_grad and names[id(p)] in snapshot.trained
-        ]
-        self._trained = [names[id(p)] for p in self._leaves]
-        self._moments = [snapshot.second_moments.get(name) for name in self._trained]
+        self._leaves = {
+            name: p
+            for name, p in self.model.named_parameters()
+            if p.requires_grad and name in snapshot.trained
+        }
+        self._moments = [snapshot.second_moments.get(name) for name in self._leaves]
         self._new = 1 - snapshot.beta2
         self._reference = self._gradients()
         self._complete(snapshot.seen)
         pairs = zip(self._reference, self._moments, strict=True)
         self._norm = sum(self._squared(g, g, v) for g, v in pairs)
         if not self._norm or not math.isfinite(self._norm):
-            what = "zero" if self._norm == 0 else "not finite"
+            what = "not finite" if self._norm else "zero"
             raise ValueError(
                 f"the gradient of the reference at step {self.step} is {what}"
             )
@@ -64,22 +61,20 @@ class Probe:
                 gradients = self._gradients()
             finally:
                 revert_layers(self.model)
-        noise = sum(
-            self._squared(q - g, torch.maximum(q.abs(), g.abs()), v)
-            for q, g, v in zip(gradients, self._reference, self._moments, strict=True)
-        )
+        noise = 0.0
+        for q, g, v in zip(gradients, self._reference, self._moments, strict=True):
+            # v has the larger of both: a gradient that casts alone make nonzero counts as a step,
+            # not as an infinite one.
+            noise += self._squared(q - g, torch.maximum(q.abs(), g.abs()), v)
         if math.isfinite(noise):
             return math.sqrt(noise / self._norm)
         return math.inf
 
     def unmoved(self, model: nn.Module) -> list[str]:
         """The names of the parameters that were stepped and are as in ``model``."""
-        named, before = (
-            dict(self.model.named_parameters()),
-            dict(model.named_parameters()),
-        )
+        before = dict(model.named_parameters())
         return [
-            name for name in self._trained if torch.equal(named[name], before[name])
+            name for name, p in self._leaves.items() if torch.equal(p, before[name])
         ]
 
     @property
@@ -90,11 +85,11 @@ class Probe:
     def _complete(self, seen: float) -> None:
         """Parameters without a second moment beside others (Muon) have the mean square of their
         gradient."""
-        if self.in_steps:
-            self._moments = [
-                seen * gradient.square().mean() if moment is None else moment
-                for gradient, moment in zip(self._reference, self._moments, strict=True)
-            ]
+        if not self.in_steps:
+            return
+        for i, gradient in enumerate(self._reference):
+            if self._moments[i] is None:
+                self._moments[i] = seen * gradient.square().mean()
 
     def _squared(self, x: Tensor, gradient: Tensor, before: Tensor | None) -> float:
         """The squared norm of ``x`` / sqrt(v). before: v without ``gradient``."""
@@ -106,7 +101,8 @@ class Probe:
         """The gradients of all parameters; zero for those without one."""
         with untouched(self._modules, seed=0), torch.enable_grad():
             loss = loss_of(self.model, self.batch, self._loss)
-            gradients = torch.autograd.grad(loss, self._leaves, materialize_grads=True)
+            leaves = list(self._leaves.values())
+            gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
         return [gradient.float() for gradient in gradients]
 
 
@@ -116,9 +112,8 @@ def check_reference(problem: Problem) -> list[str]:
     model, _, loss = training_copy(problem.setup.model, None, problem.setup.loss)
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    if any(
-        torch.is_autocast_enabled(kind) for kind in {p.device.type for p in trained}
-    ):
+    devices = {p.device.type for p in trained}
+    if any(map(torch.is_autocast_enabled, devices)):
         raise ValueError(
             "preflight was called inside torch.autocast, which reuses its copies of weights "
             "until the block ends: enter it in the forward of the model"
@@ -131,15 +126,14 @@ def check_reference(problem: Problem) -> list[str]:
             problem.check_apart(value)
             torch.autograd.grad(value, trained, allow_unused=True)
     if rows := casts.rows():
-        listed = ", ".join(
-            f"the {r.operand} of {r.layer} to {r.format}" for r in rows[:3]
-        )
+        listed = [f"the {r.operand} of {r.layer} to {r.format}" for r in rows[:3]]
+        listed += ["..."] * (len(rows) > 3)
         raise ValueError(
-            f"the reference is in low precision already: it casts {listed}"
-            f"{', ...' if len(rows) > 3 else ''}. Pass the model without simulate_fp8, and "
-            "call preflight outside of fp8.autocast"
+            f"the reference is in low precision already: it casts {', '.join(listed)}. Pass the "
+            "model without simulate_fp8, and call preflight outside of fp8.autocast"
         )
-    if loss is None and len(losses := scalars(output)) > 1:
+    losses = scalars(output)
+    if loss is None and len(losses) > 1:
         return [
             f"the output has {len(losses)} scalars that require a gradient and none named loss: "
             "the first alone is minimized; loss= computes another one from the output"
