@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,7 +23,7 @@ from ...recipes.recipe import Recipe, get_recipe
 from ..hardware import Hardware, get_hardware
 from .findings import Candidate, Findings
 from .stages import PreflightRun, Settings
-from .training import Setup
+from .training import Setup, Source
 from .verdict import Continue
 
 __all__ = ["Preflight", "PreflightError", "preflight"]
@@ -99,27 +98,26 @@ class Preflight:
             text = page(self.findings)
         else:
             text = self.to_json()
+        # An interrupted write leaves the old file.
         temporary = path.with_name(f"{path.name}.tmp")
         temporary.write_bytes(text.encode())
-        os.replace(temporary, path)  # an interrupted write leaves the old file
+        os.replace(temporary, path)
 
     @staticmethod
     def load(path: str | Path) -> Preflight:
         """Reads the figures that `save` wrote as JSON."""
-        return Preflight(
-            Findings.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        )
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        return Preflight(Findings.from_dict(values))
 
     def __str__(self) -> str:
-        return "\n".join(
-            [str(self.findings.verdict), "", self.table(), *self.findings.notes]
-        )
+        found = self.findings
+        return "\n".join([str(found.verdict), "", self.table(), *found.notes])
 
     __repr__ = __str__
 
 
 def preflight(
-    model: Any,
+    model: Source,
     batches: Iterable[Batch] | None = None,
     *,
     loss: Loss | None = None,
@@ -175,10 +173,14 @@ def preflight(
         ValueError: for an unknown recipe or hardware, or a file to resume of another preflight.
         TypeError: for arguments of another type.
     """
-    path = None if save is None else _checked(save, ".json")
+    path = None
+    if save is not None:
+        path = _checked(save, ".json")
+    if recipes is None:
+        recipes = RECIPES_TRIED
     found = installed() if transforms else {}
     settings = Settings(
-        recipes=tuple(map(get_recipe, RECIPES_TRIED if recipes is None else recipes)),
+        recipes=tuple(map(get_recipe, recipes)),
         steps=steps,
         held_out=held_out,
         budget=budget,
@@ -187,7 +189,9 @@ def preflight(
         hardware=tuple(map(get_hardware, hardware)),
         transforms={getattr(each, "label", name): each for name, each in found.items()},
     )
-    result = Preflight(Findings()) if resume is None else Preflight.load(resume)
+    result = Preflight(Findings())
+    if resume is not None:
+        result = Preflight.load(resume)
     run = PreflightRun(
         _source(model, batches, loss, optimizer),
         settings,
@@ -234,6 +238,7 @@ def _complete(run: PreflightRun, result: Preflight) -> Preflight:
 def terminable() -> Iterator[None]:
     """Within the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does; at its end the signal is
     sent again. Without effect where the program has a handler of its own, and in threads."""
+    # Python takes handlers in its main thread alone.
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -258,7 +263,12 @@ def _checked(path: str | Path, *suffixes: str) -> Path:
     return Path(path)
 
 
-def _source(model: Any, batches: Any, loss: Any, optimizer: Any) -> Any:
+def _source(
+    model: Source,
+    batches: Iterable[Batch] | None,
+    loss: Loss | None,
+    optimizer: Optimizer | None,
+) -> Source:
     if isinstance(model, nn.Module):
         if batches is None:
             raise TypeError(
@@ -273,10 +283,10 @@ def _source(model: Any, batches: Any, loss: Any, optimizer: Any) -> Any:
 
 
 def _cells(row: Candidate) -> tuple[str, ...]:
-    errors = " / ".join(f"{error:.3g}" for error in row.errors.values()) or "-"
+    errors = " / ".join(f"{error:.3g}" for error in row.errors.values())
     gap = "-"
     if row.gap is not None:
         gap = f"{row.gap:+.4f}"
         if row.low is not None and row.high is not None:
             gap += f" ({row.low:+.4f} to {row.high:+.4f})"
-    return row.name, row.outcome, gap, str(row.seeds), errors, f"{row.share:.0%}"
+    return row.name, row.outcome, gap, str(row.seeds), errors or "-", f"{row.share:.0%}"

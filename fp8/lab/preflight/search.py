@@ -20,9 +20,9 @@ from ...recipes.recipe import PRODUCTS, Recipe
 from ..trace import Product
 from .findings import Candidate, Findings
 
+# The update error up to which a policy is expected to train as the reference, by the GPT of
+# docs/preflight.md. It selects the finalists; training runs decide.
 FINE = 0.25
-"""The update error up to which a policy is expected to train as the reference, by the GPT of
-docs/preflight.md. It selects the finalists; training runs decide."""
 
 AS_GOOD = ("as the reference", "better", "within chance")
 FAILED = ("worse", "diverges")
@@ -63,22 +63,23 @@ class Selection(NamedTuple):
 
 def frontier(errors: Sequence[LayerError]) -> list[Selection]:
     """All prefixes of the order by squared error per FLOP: from all layers cast to none."""
-    order = sorted(
-        errors, key=lambda e: e.squared_error / max(e.share, 1e-12), reverse=True
-    )
-    return [
-        Selection(
-            [e.layer for e in order[:count]],
-            sum(e.share for e in order[count:]),
-            sum(e.squared_error for e in order[count:]),
-        )
-        for count in range(len(order) + 1)
-    ]
+
+    def per_flop(error: LayerError) -> float:
+        return error.squared_error / max(error.share, 1e-12)
+
+    order, selections = sorted(errors, key=per_flop, reverse=True), []
+    for count in range(len(order) + 1):
+        kept, cast = order[:count], order[count:]
+        names, share = [e.layer for e in kept], sum(e.share for e in cast)
+        error = sum(e.squared_error for e in cast)
+        selections.append(Selection(names, share, error))
+    return selections
 
 
 def knee(selections: Sequence[Selection]) -> Selection:
     """The point farthest from the line between the ends of a frontier of FLOPs against squared
-    error, both from 0 to 1 (Satopaa et al. 2011, "Finding a kneedle in a haystack")."""
+    error, both from 0 to 1."""
+    # Satopaa et al. 2011, "Finding a kneedle in a haystack".
     first = selections[0]
     height, width = first.squared_error or 1.0, first.share or 1.0
     return max(selections, key=lambda s: s.share / width - s.squared_error / height)
@@ -90,8 +91,9 @@ def choose(
     probes: Sequence[Callable[[Policy], float]],
 ) -> Selection:
     """The first point of the frontier whose error is fine at all snapshots or, if none is, the
-    knee. Errors fall along the frontier; they are measured, as sums are too low for recipes that
-    lose values, as those without scales."""
+    knee."""
+    # Errors fall along the frontier. They are measured, as sums are too low for recipes that lose
+    # values, as those without scales.
     selections = frontier(errors)
     inner = selections[1:-1]
 
@@ -116,13 +118,13 @@ def name_of(recipe: str, kept: Sequence[str]) -> str:
 
 def bits_of(recipe: Recipe, share: float) -> float:
     """`Candidate.bits` of a recipe that casts ``share`` of the FLOPs."""
-    widths = [
-        max(
-            16 if cast is None else get_format(cast.format).bits
-            for cast in getattr(recipe, name)
-        )
-        for name in PRODUCTS
-    ]
+    widths = []
+    for name in PRODUCTS:
+        pair = getattr(recipe, name)
+        width = 16
+        if None not in pair:
+            width = max(get_format(cast.format).bits for cast in pair)
+        widths.append(width)
     return share * statistics.fmean(widths) + (1 - share) * 16
 
 
@@ -134,27 +136,21 @@ def worst_error(candidate: Candidate) -> float:
 def runs_on(findings: Findings, hardware: str) -> set[str]:
     """The names of the candidates that an accelerator has units for."""
     rows = (row for row in findings.forecasts if row.hardware == hardware)
-    return {
-        variant.recipe
-        for row in rows
-        for variant in row.variants
-        if not variant.simulated
-    }
+    variants = (variant for row in rows for variant in row.variants)
+    return {variant.recipe for variant in variants if not variant.simulated}
 
 
 def _by_device(
     candidates: Sequence[Candidate], findings: Findings
 ) -> dict[str, list[Candidate]]:
     """Device -> the candidates that it has units for. Without forecasts: one device for all."""
-    names = {
-        row.hardware: runs_on(findings, row.hardware) for row in findings.forecasts
-    }
-    if not names:
+    if not findings.forecasts:
         return {"": list(candidates)}
-    return {
-        device: [c for c in candidates if c.name in runs]
-        for device, runs in names.items()
-    }
+    by_device = {}
+    for device in dict.fromkeys(row.hardware for row in findings.forecasts):
+        names = runs_on(findings, device)
+        by_device[device] = [c for c in candidates if c.name in names]
+    return by_device
 
 
 def finalists(findings: Findings) -> dict[str, Candidate]:
@@ -168,11 +164,10 @@ def finalists(findings: Findings) -> dict[str, Candidate]:
         fine = [c for c in usable if worst_error(c) <= FINE]
         order = sorted(fine, key=_cost) or sorted(finite, key=worst_error)
         for best in order[:1]:
-            earlier = {c.name for c in chosen.values()}
-            equal = [
-                c for c in order if c.name in earlier and _cost(c)[0] == _cost(best)[0]
-            ]
-            chosen[device] = (equal or [best])[0]
+            # One run then serves several devices.
+            same = [c for c in order if _cost(c)[0] == _cost(best)[0]]
+            earlier = [c for c in same if c in chosen.values()]
+            chosen[device] = (earlier or [best])[0]
     return chosen
 
 
@@ -186,8 +181,10 @@ def recommended(findings: Findings) -> dict[str, Candidate]:
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, float, float]:
-    is_chance = candidate.outcome == "within chance"
-    return is_chance, (candidate.high or 0.0) if is_chance else 0.0, *_cost(candidate)
+    is_chance, high = candidate.outcome == "within chance", 0.0
+    if is_chance:
+        high = candidate.high or 0.0
+    return is_chance, high, *_cost(candidate)
 
 
 def _cost(candidate: Candidate) -> tuple[float, float]:

@@ -9,16 +9,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
 
 from ...common.step import described
 from ...common.validation import check_number, check_whole
+from ...formats.format import dtype_name
 from ...recipes.policy import LayerRule, Policy
 from ...recipes.recipe import AUTO, PLAIN, Recipe
 from ...version import __version__
@@ -49,22 +49,22 @@ from .search import (
     shares,
     worst_error,
 )
-from .training import Prepare, Problem, train, transformed, under
+from .training import Prepare, Problem, Source, train, transformed, under
 from .update_error import Probe, check_reference
 from .verdict import SIMULATED, Continue, decide
 
+# The parts of the budget for the reference run and for the search: pairs of runs take most of the
+# rest, and the first look of a candidate takes three.
 REFERENCE_PART, SEARCH_PART = 1 / 40, 1 / 6
-"""The parts of the budget for the reference run and for the search: pairs of runs take most of the
-rest, and the first look of a candidate takes three."""
 
 FEWEST_STEPS, TIMED_STEPS = 20, 8
 
+# One thread is used if its step takes less than so many times that of all threads: these wait for
+# one another where other programs run too.
 ONE_THREAD = 1.3
-"""One thread is used if its step takes less than so many times that of all threads: these wait for
-one another where other programs run too."""
 
+# How the note begins that a training with more time makes obsolete.
 NOT_TRAINED = "the budget did not allow a training run of"
-"""How the note begins that a training with more time makes obsolete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +78,13 @@ class Settings:
     target: float
     max_seeds: int
     hardware: tuple[Hardware, ...]
-    transforms: Mapping[str, Callable[[nn.Module], nn.Module]] = field(
-        default_factory=dict
-    )
+    transforms: Mapping[str, Callable[[nn.Module], nn.Module]]
 
     def __post_init__(self) -> None:
         check_whole("steps", self.steps, 2)
         check_whole("held_out", self.held_out)
         check_whole("max_seeds", self.max_seeds)
-        for name in ("budget", "target"):
-            value = getattr(self, name)
+        for name, value in (("budget", self.budget), ("target", self.target)):
             check_number(name, value)
             if not value > 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
@@ -103,13 +100,13 @@ class PreflightRun:
 
     def __init__(
         self,
-        source: Any,
+        source: Source,
         settings: Settings,
         findings: Findings,
         *,
         proceed: Continue,
-        on_change: Callable[[], object] = lambda: None,
-        shows_progress: bool = False,
+        on_change: Callable[[], object],
+        shows_progress: bool,
     ) -> None:
         self.settings = settings
         self.findings = findings
@@ -120,10 +117,9 @@ class PreflightRun:
         self._source = source
         self._probes: list[Probe] = []
         self._step_seconds: dict[str, float] = {}
+        # Which a resumption makes again, if they still hold.
         repeated = ("interrupted", "stopped", NOT_TRAINED)
-        findings.notes = [
-            note for note in findings.notes if not note.startswith(repeated)
-        ]
+        findings.notes = [n for n in findings.notes if not n.startswith(repeated)]
 
     @cached_property
     def problem(self) -> Problem:
@@ -133,16 +129,14 @@ class PreflightRun:
 
     def run(self) -> None:
         """All stages that ``findings`` does not have."""
-        threads, hardware = torch.get_num_threads(), self.settings.hardware
+        threads = torch.get_num_threads()
         stages = {
             "trace": self._trace,
             "reference": self._reference,
             "update errors": self._errors,
             "search": self._search,
             "estimates": self._estimate,
-            "forecast": lambda: compile_steps(
-                self.problem, hardware, self.findings, self.budget
-            ),
+            "forecast": self._forecast,
             "training": self._train_finalists,
         }
         try:
@@ -150,6 +144,7 @@ class PreflightRun:
             for note in check_reference(self.problem):
                 self._note(note)
             for name, stage in stages.items():
+                # Training goes on with a larger budget or more seeds.
                 if name not in self.findings.seconds or name == "training":
                     self._say(name)
                     begun = time.perf_counter()
@@ -179,21 +174,15 @@ class PreflightRun:
 
     def _describe(self) -> None:
         """Raises ValueError if the findings to resume are of another preflight."""
-        settings, findings, model = (
-            self.settings,
-            self.findings,
-            self.problem.setup.model,
-        )
-        parameters = list(model.parameters())
+        settings, findings = self.settings, self.findings
+        model = self.problem.setup.model
+        first = next(model.parameters(), torch.empty(0))
         described = {
             "name": type(model).__name__,
-            "parameters": sum(p.numel() for p in parameters),
-            "dtype": "",
-            "device": "",
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "dtype": dtype_name(first.dtype),
+            "device": str(first.device),
         }
-        if parameters:
-            described["dtype"] = str(parameters[0].dtype).removeprefix("torch.")
-            described["device"] = str(parameters[0].device)
         asked = {
             "steps_asked": settings.steps,
             "held_out": settings.held_out,
@@ -207,8 +196,10 @@ class PreflightRun:
                         f"is {before[key]!r}, not {value!r}"
                     )
         self._check_paired(0)
+        # These may change from a preflight to its resumption; the others may not.
         findings.settings |= {"budget": settings.budget, "target": settings.target}
         findings.settings.setdefault("steps", self.problem.steps)
+        # Sums depend on the number of threads, so that paired runs have the same.
         torch.set_num_threads(findings.settings.get("threads", torch.get_num_threads()))
         findings.versions = {
             "fp8": __version__,
@@ -227,12 +218,12 @@ class PreflightRun:
         if not shares(self.findings.products):
             whys = {p.layer: p.why_not for p in self.findings.products}
             whys |= left_alone(self.problem.setup.model)
-            why = (
-                "; ".join(f"{layer}: {why}" for layer, why in whys.items())
-                or "it computes none"
-            )
+            listed = [f"{layer}: {why}" for layer, why in whys.items()]
             name = self.findings.model["name"]
-            raise ValueError(f"no matrix product of this {name} can be cast: {why}")
+            raise ValueError(
+                f"no matrix product of this {name} can be cast: "
+                + ("; ".join(listed) or "it computes none")
+            )
 
     def _reference(self) -> None:
         self._fit()
@@ -244,7 +235,8 @@ class PreflightRun:
             raise ValueError(f"the {became}: nothing can be compared with it")
         self._check_moved()
         tenth = max(len(run.losses) // 10, 1)
-        first, last = map(statistics.fmean, (run.losses[:tenth], run.losses[-tenth:]))
+        first = statistics.fmean(run.losses[:tenth])
+        last = statistics.fmean(run.losses[-tenth:])
         if not last < first:
             self._note(
                 f"the reference's loss did not fall: {first:.4g} at first, {last:.4g} at last; "
@@ -256,31 +248,29 @@ class PreflightRun:
         computed with the caller's model."""
         self.problem.check_apart()
         optimizer = self.problem.setup.optimizer
-        if optimizer and not any(
-            group.get("lr", 1.0) for group in optimizer.param_groups
-        ):
+        rates = [1.0]  # of AdamW, which is made without one
+        if optimizer:
+            rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+        if not any(rates):
             self._note(
                 "the optimizer's learning rate is 0, so that nothing was trained: schedules, which "
                 "set it so for a warmup, make no steps here; pass the rate to train at"
             )
         elif unmoved := self.probes[-1].unmoved(self.problem.setup.model):
-            names = ", ".join(unmoved[:3]) + (", ..." if len(unmoved) > 3 else "")
+            names = unmoved[:3] + ["..."] * (len(unmoved) > 3)
             self._note(
                 f"{len(unmoved)} parameters did not move in {self.problem.steps} steps, so that "
-                f"nothing is known of their training: {names}"
+                f"nothing is known of their training: {', '.join(names)}"
             )
 
     def _fit(self) -> None:
         """Sets the number of threads and of steps, by timing a few steps."""
-        settings, problem, threads = (
-            self.settings,
-            self.problem,
-            torch.get_num_threads(),
-        )
-        times = {count: self._step_time(count) for count in {1, threads}}
-        chosen = 1 if times[1] < ONE_THREAD * times[threads] else threads
+        problem, chosen = self.problem, torch.get_num_threads()
+        times = {count: self._step_time(count) for count in {1, chosen}}
+        if times[1] < ONE_THREAD * times[chosen]:
+            chosen = 1
         torch.set_num_threads(chosen)
-        allowed = settings.budget * REFERENCE_PART / times[chosen]
+        allowed = self.settings.budget * REFERENCE_PART / times[chosen]
         steps = max(min(problem.steps, int(allowed)), min(FEWEST_STEPS, problem.steps))
         if steps < problem.steps:
             self._note(f"runs have {steps} of {problem.steps} steps, to fit the budget")
@@ -292,7 +282,8 @@ class PreflightRun:
         torch.set_num_threads(threads)
         timed = self.problem.shortened(TIMED_STEPS)
         train(timed, REFERENCE, on_step=lambda: ticks.append(time.perf_counter()))
-        times = [b - a for a, b in pairwise(ticks[:-1])]  # the last step also evaluates
+        # Without the first, which initializes, and the last, which evaluates.
+        times = [b - a for a, b in pairwise(ticks[:-1])]
         if times:
             return statistics.median(times)
         return 1e-9
@@ -301,21 +292,28 @@ class PreflightRun:
         """A run, of which the reference's first one is stored, with its probes. Raises OutOfTime
         for another that does not end in time."""
         self._check_paired(seed)
-        steps, first = self.problem.steps, (name, seed) == (REFERENCE, 0)
+        steps, first, at = self.problem.steps, (name, seed) == (REFERENCE, 0), []
+        if first:
+            at = sorted({max(steps // 4, 1), steps})
 
         def on_step() -> None:
+            # Without the first run there is nothing to report.
             if not first and self.budget.left < 0:
                 raise OutOfTime
 
         self._say(f"{name}, seed {seed}")
         with quiet():
-            prepare = None if name == REFERENCE else self._preparation(name)
-            at = sorted({max(steps // 4, 1), steps}) if first else ()
             run, snapshots = train(
-                self.problem, name, seed, prepare, snapshots=at, on_step=on_step
+                self.problem,
+                name,
+                seed,
+                self._preparation(name),
+                snapshots=at,
+                on_step=on_step,
             )
         if first:
             self._probes = [Probe(snapshot) for snapshot in snapshots]
+            # A resumed preflight has it, and trains it again for the probes.
             if not any(r.name == name and r.seed == seed for r in self.findings.runs):
                 self.findings.runs.append(run)
         return run
@@ -323,6 +321,7 @@ class PreflightRun:
     def _check_paired(self, seed: int) -> None:
         """Raises ValueError if the file to resume has a run of this seed from another start."""
         for run in self.findings.runs:
+            # 0 stands for runs of files without checksums.
             if run.seed == seed and run.data not in (0, self.problem.data(seed)):
                 raise ValueError(
                     f"seed {seed} has other weights or batches than the run of {run.name} in the "
@@ -356,9 +355,13 @@ class PreflightRun:
     ) -> Candidate:
         """The candidate that keeps some layers, with its update error at each snapshot."""
         policy, name = keeping(recipe, kept), name_of(recipe.name, kept)
-        bits = bits_of(recipe, share)
         candidate = Candidate(
-            name, recipe.name, policy.to_dict(), list(kept), share, bits
+            name,
+            recipe.name,
+            policy.to_dict(),
+            list(kept),
+            share,
+            bits_of(recipe, share),
         )
         for probe in self.probes:
             begun = time.perf_counter()
@@ -372,13 +375,16 @@ class PreflightRun:
         coarse = [c for c in findings.candidates if worst_error(c) > FINE]
         finite = [c for c in coarse if math.isfinite(worst_error(c))]
         new = []
+        # The narrowest first, as they save most. Layers may be at fault for an infinite error, too.
         for candidate in sorted(finite or coarse[-1:], key=lambda c: c.bits):
             recipe = self._recipes[candidate.recipe]
-            if errors := self._layer_errors(recipe, budget):
-                kept, share, _ = choose(recipe, errors, self.probes)
-                if kept and share:
-                    new.append(self._candidate(recipe, kept, share))
-        findings.candidates = findings.candidates + new
+            errors = self._layer_errors(recipe, budget)
+            if not errors:
+                continue
+            kept, share, _ = choose(recipe, errors, self.probes)
+            if kept and share:
+                new.append(self._candidate(recipe, kept, share))
+        findings.candidates += new
 
     def _layer_errors(self, recipe: Recipe, budget: Budget) -> list[LayerError]:
         """Returns the error of casting each layer alone; empty if the budget does not allow all."""
@@ -390,10 +396,9 @@ class PreflightRun:
                     "it was not searched"
                 )
                 return []
-            squared = (
-                self.probes[-1](Policy(None, rules=(LayerRule(layer, recipe),))) ** 2
-            )
-            errors.append(LayerError(layer, squared, part))
+            alone = Policy(None, rules=(LayerRule(layer, recipe),))
+            error = self.probes[-1](alone)
+            errors.append(LayerError(layer, error**2, part))
         return errors
 
     def _estimate(self) -> None:
@@ -401,16 +406,17 @@ class PreflightRun:
         for device in self.settings.hardware:
             variants = [estimate(products, {}, device)]
             for candidate in self.findings.candidates:
-                if candidate.name != BF16:
-                    recipe = self._recipes[candidate.recipe]
-                    cast = {
-                        p.layer: recipe
-                        for p in products
-                        if p.layer not in candidate.kept
-                    }
-                    variants.append(estimate(products, cast, device, candidate.name))
+                if candidate.name == BF16:  # the first
+                    continue
+                cast = {p.layer for p in products} - set(candidate.kept)
+                recipes = dict.fromkeys(cast, self._recipes[candidate.recipe])
+                variants.append(estimate(products, recipes, device, candidate.name))
             forecasts.append(Forecast(device.name, "estimate", tuple(variants)))
         self.findings.forecasts = forecasts
+
+    def _forecast(self) -> None:
+        hardware = self.settings.hardware
+        compile_steps(self.problem, hardware, self.findings, self.budget)
 
     def _train_finalists(self) -> None:
         """Trains the recipe of `fp8.convert`, the finalists and the transforms: all to the first
@@ -418,13 +424,10 @@ class PreflightRun:
         for pairs in (FIRST_LOOK, self.settings.max_seeds):
             self._train_policies(min(pairs, self.settings.max_seeds))
             for name in self._with_transforms():
+                # A transform is another package's, and need not take this model.
                 try:
                     self._train([name], min(pairs, self.settings.max_seeds))
-                except (
-                    ValueError,
-                    TypeError,
-                    RuntimeError,
-                ) as error:  # of the transform
+                except (ValueError, TypeError, RuntimeError) as error:
                     self._note(f"{name} was not trained: {described(error)}")
         for run in self.findings.runs:
             if run.name == REFERENCE and not math.isfinite(run.held_out):
@@ -434,9 +437,8 @@ class PreflightRun:
 
     def _train_policies(self, pairs: int) -> None:
         """If all finalists are worse, the next ones are trained, while there is time."""
-        self._train(
-            [PLAIN.name, *(c.name for c in finalists(self.findings).values())], pairs
-        )
+        first = [c.name for c in finalists(self.findings).values()]
+        self._train([PLAIN.name, *first], pairs)
         while not recommended(self.findings):
             untried = finalists(self.findings).values()
             new = [c.name for c in untried if c.outcome == "not trained"]
@@ -467,10 +469,8 @@ class PreflightRun:
         for name, transform in self.settings.transforms.items():
             if name not in known:
                 share = sum(shares(self.findings.products).values())
-                candidate = Candidate(
-                    name, getattr(transform, "recipe", AUTO), share=share
-                )
-                self.findings.candidates.append(candidate)
+                recipe = getattr(transform, "recipe", AUTO)
+                self.findings.candidates.append(Candidate(name, recipe, share=share))
         return list(self.settings.transforms)
 
     def _has_time(self, names: Collection[str]) -> bool:
@@ -484,9 +484,13 @@ class PreflightRun:
             return max(times)
         steps = self._step_seconds.get(name, 0.0) * self.problem.steps
         reference = self.findings.runs[0].seconds
-        return max(steps, reference * (1 if name == REFERENCE else SIMULATED))
+        if name != REFERENCE:
+            reference *= SIMULATED
+        return max(steps, reference)
 
-    def _preparation(self, name: str) -> Prepare:
+    def _preparation(self, name: str) -> Prepare | None:
+        if name == REFERENCE:
+            return None
         if name in self.settings.transforms:
             return transformed(self.settings.transforms[name])
         policy = next(c.policy for c in self.findings.candidates if c.name == name)

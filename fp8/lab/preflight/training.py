@@ -293,7 +293,7 @@ def _checksum(value: object) -> int:
         data: bytes | memoryview = repr(tuple(tensor.shape)).encode()
         with suppress(RuntimeError, TypeError, NotImplementedError):
             flat = tensor.detach().cpu().resolve_conj().resolve_neg().flatten()
-            data = memoryview(flat.view(torch.uint8).numpy())
+            data = flat.view(torch.uint8).numpy().data
         checksum = zlib.crc32(data, checksum)
     return checksum
 
