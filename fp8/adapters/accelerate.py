@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,8 +27,8 @@ from .transformer_engine import TERecipe, delayed_scaling, format_of, te_recipe
 __all__ = ["prepare"]
 
 # Objects of Accelerate, which may not be installed.
-Accelerator: TypeAlias = Any
-Kwargs: TypeAlias = Any
+Accelerator = Any
+Kwargs = Any
 
 # Options of TERecipeKwargs that MXFP8 block scaling does not have -> their defaults.
 _NOT_OF_MXFP8: dict[str, Any] = {

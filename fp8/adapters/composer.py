@@ -9,7 +9,7 @@ The tests do not run it in the Trainer: Composer requires an older torch.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..common.libraries import need
 from ..training.low_precision_norms import apply_low_precision_layernorm
@@ -17,8 +17,8 @@ from ..training.low_precision_norms import apply_low_precision_layernorm
 __all__ = ["LowPrecisionLayerNorm"]
 
 # composer.core.Algorithm and State, which may not be installed.
-Algorithm: TypeAlias = Any
-State: TypeAlias = Any
+Algorithm = Any
+State = Any
 
 
 def LowPrecisionLayerNorm(apply_at: Enum | None = None) -> Algorithm:

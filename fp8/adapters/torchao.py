@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +20,8 @@ from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 __all__ = ["ao_config", "convert", "revert"]
 
 # torchao's Float8LinearConfig and CastConfig, which may not be installed.
-Config: TypeAlias = Any
-CastConfig: TypeAlias = Any
+Config = Any
+CastConfig = Any
 
 _GRANULARITIES = {"tensor": "TENSORWISE", "row": "AXISWISE"}
 

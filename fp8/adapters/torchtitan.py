@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
@@ -28,8 +28,8 @@ from ..recipes.recipe import AUTO, Recipe
 __all__ = ["FP8Converter"]
 
 # A dataclass of torchtitan, which may not be installed, and a class of it.
-Config: TypeAlias = Any
-Kind: TypeAlias = Any
+Config = Any
+Kind = Any
 
 
 def FP8Converter(

@@ -11,7 +11,7 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,9 @@ from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 __all__ = ["convert", "delayed_scaling", "revert", "te_recipe"]
 
 # A recipe of TransformerEngine, its Format, and a layer: the library may not be installed.
-TERecipe: TypeAlias = Any
-TEFormat: TypeAlias = Any
-TELayer: TypeAlias = Any
+TERecipe = Any
+TEFormat = Any
+TELayer = Any
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 # Recipe -> the sizes of a weight and the number of tokens must be multiples of this; others: 16
@@ -400,7 +400,7 @@ def _padded(
 
 
 # Names and modules that one layer replaces.
-_Group: TypeAlias = dict[str, Any]
+_Group = dict[str, Any]
 
 # Activation -> TransformerEngine's name; its "gelu" is the approximation by tanh.
 _ACTIVATIONS = {nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu"}

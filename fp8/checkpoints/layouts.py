@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ __all__ = ["INPUTS", "LAYOUTS", "NAMES", "Entry", "Layout"]
 
 
 # What JSON holds.
-Config: TypeAlias = dict[str, Any]
+Config = dict[str, Any]
 
 
 class Entry(NamedTuple):

@@ -10,7 +10,7 @@ result to the memory format of the input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..common.compiler import in_memory
 from ..torch_internals.autograd_functions import apply, same
 
 # torch declares no attributes of the context of an autograd function.
-Context: TypeAlias = Any
+Context = Any
 
 # Channels that compiled code sums at once, each contiguous in memory.
 BLOCK = 16

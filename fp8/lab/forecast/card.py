@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # A node of autograd's graph, which has attributes that torch's Node does not declare.
-Node: TypeAlias = Any
+Node = Any
 
 
 class Card(NamedTuple):

@@ -9,7 +9,7 @@ import re
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 # Objects of inductor: its GraphLowering, and its nodes, buffers and arguments of kernels. They are
 # private, and differ between versions.
-Lowering: TypeAlias = Any
-Node: TypeAlias = Any
+Lowering = Any
+Node = Any
 
 # Kinds of kernels beside those of products, which are "fp8", "bf16" and "fp32".
 TRITON, ATTENTION, OTHER = "triton", "attention", "other"

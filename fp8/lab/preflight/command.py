@@ -6,7 +6,6 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from ..hardware import HARDWARE
 from ..setups import from_function, place
@@ -16,18 +15,18 @@ from .verdict import decide
 
 ABOUT = "whether a model trains in FP8, and what that saves"
 
-DEFAULTS: dict[str, Any] = {
+# Option -> its default; the command that continues repeats others.
+DEFAULTS = {
     "steps": 200,
     "target": 0.01,
     "recipes": None,
     "hardware": ["h100", "b200"],
     "out": "preflight.html",
 }
-"""Option -> its default; the command that continues repeats others."""
+# Seconds by default, and for --demo. Imports and the page take some seconds more.
 BUDGET, DEMO_BUDGET = 540.0, 180.0
-"""Seconds by default, and for ``--demo``. Imports and the page take some seconds more."""
+# The largest number of pairs of runs by default.
 SEEDS = 32
-"""The largest number of pairs of runs by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     recipes = f"recipes to compare ({' '.join(RECIPES_TRIED)})"
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help=recipes)
-    hardware = f"accelerators of the estimates ({' '.join(DEFAULTS['hardware'])})"
+    hardware = "accelerators of the estimates (h100 b200)"
     parser.add_argument("--hardware", nargs="+", choices=HARDWARE, help=hardware)
     parser.add_argument("--out", help="page (%(default)s)")
     parser.set_defaults(**DEFAULTS)
@@ -104,12 +103,12 @@ def _command(options: argparse.Namespace, seconds: float, seeds: int) -> str:
     for name, default in DEFAULTS.items():
         value = getattr(options, name)
         if value != default:
-            words += [
-                f"--{name}",
-                *map(str, value if isinstance(value, list) else [value]),
-            ]
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
     words += ["--resume", "--budget", f"{seconds:g}"]
-    return shlex.join(words + (["--seeds", str(seeds)] if seeds != SEEDS else []))
+    if seeds != SEEDS:
+        words += ["--seeds", str(seeds)]
+    return shlex.join(words)
 
 
 def _written(result: Preflight, out: Path, figures: Path) -> str:

@@ -12,16 +12,8 @@ from torch.nn import functional as F
 
 from .training import Setup
 
-SOURCES = (
-    "argparse",
-    "ast",
-    "collections",
-    "datetime",
-    "functools",
-    "inspect",
-    "typing",
-)
-"""Modules of the standard library whose source is the text."""
+# Modules of the standard library whose source is the text.
+SOURCES = "argparse ast collections datetime functools inspect typing".split()
 
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 64, 4, 2, 64, 16
 
@@ -53,7 +45,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(_Block() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 256, bias=False)
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.tokens.weight, std=0.02)  # GPT-2's
 
     def forward(self, ids: Tensor) -> Tensor:
         """The mean cross entropy of each token after the first. ids: (batch, length + 1), int64."""

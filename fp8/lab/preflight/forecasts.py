@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from .training import Problem
 # The part of the budget for the compiler.
 FORECAST_PART = 1 / 5
 
-Question: TypeAlias = tuple[Hardware, list[Policy]]
+Question = tuple[Hardware, list[Policy]]
 
 
 def compile_steps(

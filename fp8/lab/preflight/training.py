@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ Prepare = Callable[[nn.Module, Optimizer], "tuple[nn.Module, Optimizer]"]
 """Changes a model and its optimizer before a run, in place or not."""
 
 # Setup, a tuple of its fields, or a function that returns either.
-Source: TypeAlias = Any
+Source = Any
 
 
 @dataclass(frozen=True)

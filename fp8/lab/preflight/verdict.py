@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...adapters.policies import as_code
-from ...formats.format import FORMATS
+from ...formats.format import get_format
 from ...recipes.policy import Policy
 from ...recipes.recipe import RECIPES
 from ..forecast.result import Forecast
 from ..hardware import BF16
-from .findings import Candidate, Findings
+from .findings import Candidate, Findings, Verdict
 from .paired_runs import ERROR, FIRST_LOOK, LOOKS, MARGIN, REFERENCE, Gap, seeds_needed
 from .search import AS_GOOD, FAILED, FINE, finalists, recommended, worst_error
 
@@ -36,24 +36,20 @@ def recipe_in_words(name: str) -> str:
     cast = RECIPES[name].input if name in RECIPES else None
     if cast is None:
         return f"recipe {name}"
-    bits = FORMATS[cast.format].bits if cast.format in FORMATS else 16
-    return f"recipe {name} ({bits}-bit numbers {SCALES.get(cast.scaling, '')})".replace(
-        " )", ")"
-    )
+    words = [f"{get_format(cast.format).bits}-bit numbers", SCALES.get(cast.scaling)]
+    return f"recipe {name} ({' '.join(filter(None, words))})"
 
 
 def decide(findings: Findings, proceed: Continue) -> None:
     """Writes the verdict: of the recommended candidates or, without one, of those to try."""
-    verdict, untried = findings.verdict, finalists(findings)
-    best = recommended(findings)
+    untried, best = finalists(findings), recommended(findings)
     candidate = next(iter((best or untried).values()), None)
-    verdict.recommended = bool(best)
-    verdict.policy = {} if candidate is None else candidate.policy
-    verdict.code = (
-        {} if candidate is None else as_code(Policy.from_dict(candidate.policy))
-    )
+    findings.verdict = verdict = Verdict(recommended=bool(best))
+    if candidate is not None:
+        verdict.policy = candidate.policy
+        verdict.code = as_code(Policy.from_dict(candidate.policy))
+        verdict.reasons = _reasons(findings, candidate)
     verdict.savings = _savings(findings, best or untried, bool(best))
-    verdict.reasons = _reasons(findings, candidate)
     if best and candidate is not None:
         verdict.answer = _yes(candidate, _precision(findings))
     elif candidate is None and any(c.outcome in FAILED for c in findings.candidates):
@@ -64,33 +60,30 @@ def decide(findings: Findings, proceed: Continue) -> None:
 
 def _precision(findings: Findings) -> str:
     """The reference's dtype."""
-    name = str(findings.model.get("dtype"))
-    if name == "bfloat16":
-        return BF16
-    return name
+    return str(findings.model.get("dtype")).replace("bfloat16", BF16)
 
 
 def _yes(candidate: Candidate, precision: str) -> str:
-    within = candidate.outcome == "within chance"
-    chance = "; the loss differs by less than from seed to seed" if within else ""
-    answer = "Yes, with"
+    answer, chance = "Yes, with", ""
+    if candidate.outcome == "within chance":
+        chance = "; the loss differs by less than from seed to seed"
     if candidate.kept:
         answer = f"Yes, but keep {_layers(candidate.kept)} in {precision}; all other layers with"
     return f"{answer} {recipe_in_words(candidate.recipe)}{chance}."
 
 
 def _layers(names: Sequence[str]) -> str:
-    *first, last = names if len(names) < 4 else [*names[:3], f"{len(names) - 3} more"]
-    if first:
-        return f"{', '.join(first)} and {last}"
-    return last
+    if len(names) > 3:
+        names = [*names[:3], f"{len(names) - 3} more"]
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _no(findings: Findings) -> str:
-    failed = (c for c in findings.candidates if c.outcome in FAILED)
-    gaps = (
-        f"{c.name} {'diverges' if c.gap is None else f'{c.gap:+.4f}'}" for c in failed
-    )
+    gaps = []
+    for row in findings.candidates:
+        if row.outcome in FAILED:
+            gap = "diverges" if row.gap is None else f"{row.gap:+.4f}"
+            gaps.append(f"{row.name} {gap}")
     return f"No: every recipe that was trained ends with a higher loss ({', '.join(gaps)})."
 
 
@@ -99,30 +92,27 @@ def _not_decided(
 ) -> str:
     seeds, seconds = _missing(findings, untried)
     minutes = max(math.ceil(seconds / 60), 1)
-    time = f"{minutes} more minute{'s' if minutes > 1 else ''}"
-    return (
-        f"Not decided: run {time} with this command: {proceed(60.0 * minutes, seeds)}"
-    )
+    time, command = f"{minutes} more minute", proceed(60.0 * minutes, seeds)
+    if minutes > 1:
+        time += "s"
+    return f"Not decided: run {time} with this command: {command}"
 
 
 def _missing(findings: Findings, untried: Iterable[Candidate]) -> tuple[int, float]:
     """About how many seeds decide about the next candidate, and the seconds that they take."""
-    settings, seconds = (
-        findings.settings,
-        {run.name: run.seconds for run in findings.runs},
-    )
+    settings = findings.settings
+    seconds = {run.name: run.seconds for run in findings.runs}
     if REFERENCE not in seconds:
         return FIRST_LOOK, float(settings.get("budget", 60.0))
     started = [row for row in findings.candidates if row.outcome == "not decided"]
     least = max(settings["target"], settings["chance"])
+    reference = seconds[REFERENCE]
     seeds, missing = FIRST_LOOK, list[float]()
     for row in (*started, *untried):
         if row.outcome not in AS_GOOD:
-            needed, each = (
-                _seeds(row, least),
-                seconds.get(row.name, SIMULATED * seconds[REFERENCE]),
-            )
-            missing.append((needed - row.seeds) * (each + seconds[REFERENCE]))
+            needed = _seeds(row, least)
+            each = seconds.get(row.name, SIMULATED * reference)
+            missing.append((needed - row.seeds) * (each + reference))
             seeds = max(seeds, needed)
     return seeds, MARGIN * min(missing, default=0.0)
 
@@ -131,14 +121,13 @@ def _seeds(row: Candidate, tolerance: float) -> int:
     following = min((seeds for seeds in LOOKS if seeds > row.seeds), default=max(LOOKS))
     if row.gap is None or row.low is None or row.high is None:
         return following
-    needed = seeds_needed(
-        Gap(row.gap, row.low, row.high, row.seeds), tolerance - max(row.gap, 0)
-    )
-    return max(needed, following)
+    # The upper end falls below the tolerance when half the interval is what the mean leaves of it.
+    found = Gap(row.gap, row.low, row.high, row.seeds)
+    return max(seeds_needed(found, tolerance - max(row.gap, 0)), following)
 
 
+# The time of a run with simulated casts, relative to the reference's, before one was timed.
 SIMULATED = 3.0
-"""The time of a run with simulated casts, relative to the reference's, before one was timed."""
 
 
 def _savings(
@@ -146,28 +135,30 @@ def _savings(
 ) -> list[str]:
     """What the candidate of each device saves; one line for devices that agree."""
     several = len({candidate.name for candidate in shown.values()}) > 1
-    saved = {
-        row.hardware: _saving(row, shown[row.hardware].name, several)
-        for row in findings.forecasts  # the compiler's after the estimates
-        if row.hardware in shown and shown[row.hardware].name in row
-    }
-    lines = [
-        f"On {' and '.join(device for device in saved if saved[device] == text)}{text}"
-        for text in dict.fromkeys(saved.values())
-    ]
-    if decided:
-        return lines
-    return [f"If it trains as well: {line}" for line in lines]
+    saved: dict[str, str] = {}
+    # The compiler's forecasts follow the estimates, and take their place.
+    for row in findings.forecasts:
+        if row.hardware in shown and shown[row.hardware].name in row:
+            saved[row.hardware] = _saving(row, shown[row.hardware].name, several)
+    begin = "On" if decided else "If it trains as well: On"
+    lines = []
+    for text in dict.fromkeys(saved.values()):
+        devices = [device for device in saved if saved[device] == text]
+        lines.append(f"{begin} {' and '.join(devices)}{text}")
+    return lines
 
 
 def _saving(forecast: Forecast, name: str, several: bool) -> str:
-    policy = f" with {name}" if several else ""
+    policy = saves = memory = ""
+    if several:
+        policy = f" with {name}"
     step, basis = "the matrix products of a training step are", "estimate"
     if forecast.source == "compiler":
         step, basis = "a training step is", "forecast from the compiler's code"
     speedup = 1 / forecast.ratio(name)
-    saves = "" if speedup > 1 else "no time is saved: "
-    memory, low, high = "", forecast[name].saved, forecast.variants[0].saved
+    if speedup <= 1:
+        saves = "no time is saved: "
+    low, high = forecast[name].saved, forecast.variants[0].saved
     if low < high:
         memory = (
             "; what it saves for the backward pass takes "
@@ -185,15 +176,13 @@ def bytes_in_words(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _reasons(findings: Findings, candidate: Candidate | None) -> list[str]:
-    if candidate is None:
-        return []
-    lines = [_by_training(findings, candidate)]
-    slower = {
-        row.hardware: f"{len(layers)} of {len(row[candidate.name].layers)} layers on {row.hardware}"
-        for row in findings.forecasts
-        if candidate.name in row and (layers := row.slower(candidate.name))
-    }
+def _reasons(findings: Findings, candidate: Candidate) -> list[str]:
+    lines, name = [_by_training(findings, candidate)], candidate.name
+    slower = {}
+    for row in findings.forecasts:
+        if name in row and row.slower(name):
+            count, total = len(row.slower(name)), len(row[name].layers)
+            slower[row.hardware] = f"{count} of {total} layers on {row.hardware}"
     if slower:
         lines.append(
             f"Slower than in bf16 are {' and '.join(slower.values())}: their products are so small "
@@ -209,11 +198,12 @@ def _by_training(findings: Findings, candidate: Candidate) -> str:
             f"{worst_error(candidate):.0%} (its update error); up to {FINE:.0%} is expected to "
             "train as well. It was not trained yet."
         )
-    runs = f"{candidate.seeds} pair{'s' if candidate.seeds > 1 else ''} of runs"
+    pairs = "pairs" if candidate.seeds > 1 else "pair"
+    where = "above" if candidate.gap >= 0 else "below"
     text = (
         f"Trained with {candidate.name} from the same weights on the same batches, the loss ends "
-        f"{abs(candidate.gap):.4f} {'above' if candidate.gap >= 0 else 'below'} that of the model "
-        f"in {_precision(findings)} ({runs})."
+        f"{abs(candidate.gap):.4f} {where} that of the model in {_precision(findings)} "
+        f"({candidate.seeds} {pairs} of runs)."
     )
     if candidate.low is None or candidate.high is None:
         return f"{text} Fewer than {FIRST_LOOK} pairs do not tell a difference from chance."

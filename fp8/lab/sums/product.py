@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from ...torch_internals.flop_counter import SUMMED, count_flops
 from .dot import dot
 
 # torch declares no attributes of the context of an autograd function.
-Context: TypeAlias = Any
+Context = Any
 
 
 @in_graph
