@@ -216,7 +216,12 @@ def _check(
     first: dict[int, str] = {}
     for name, parts in names.items():
         other = first.setdefault(id(targets[name]), name)
-        if not _are_equal(tensors, parts, names[other]):
+        theirs = names[other]
+        both = parts.keys() & theirs.keys()
+        equal = (
+            tensors[parts[p]].float().equal(tensors[theirs[p]].float()) for p in both
+        )
+        if parts.keys() != theirs.keys() or not all(equal):
             raise ValueError(
                 f"{other} and {name} are one parameter, with unlike tensors here"
             )
@@ -239,18 +244,6 @@ def _check(
             raise ValueError(
                 f"{name} is on the meta device and in no checkpoint: give it memory"
             )
-
-
-def _are_equal(
-    tensors: Mapping[str, Tensor],
-    a: Mapping[str, str],
-    b: Mapping[str, str],
-) -> bool:
-    """Whether a file has equal tensors under two names. a, b: of `names_in`."""
-    if a.keys() != b.keys():
-        return False
-    pairs = ((tensors[a[part]].float(), tensors[b[part]].float()) for part in a)
-    return all(torch.equal(*pair) for pair in pairs)
 
 
 def _value(

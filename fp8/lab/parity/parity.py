@@ -178,6 +178,7 @@ def parity(
         )
     trainer = None if train is None else _policy(train)
     engine = _policy(rollout)
+    # Copies, as the effect of a layer is measured by putting one of ours in the place of theirs.
     ours, theirs = (_under(model, policy, ids[0]) for policy in (trainer, engine))
     wanted = _logits(ours, ids, None)
 
@@ -256,6 +257,7 @@ def _logits(
     model: nn.Module, prompts: Sequence[Tensor], cache: str | None
 ) -> list[Tensor]:
     logits = []
+    # Stochastic rounding draws the same bits for both.
     with evaluating(model), seeded(0):
         for ids in prompts:
             options = {}
@@ -299,6 +301,7 @@ def _measures(
         # The ratio is 1 where both are -Inf.
         ratio = torch.where(log_q == log_p, 0.0, log_q - log_p)
         divergences.append(-_expected(log_p, ratio).flatten())
+        # E[(train / rollout)**2] over tokens of the engine: E[train / rollout] over the trainer's.
         squares.append(_expected(log_q, ratio.exp()).flatten())
         changes.append((rollout.argmax(-1) != train.argmax(-1)).flatten())
         of_tokens = -ratio[..., :-1, :].gather(-1, ids[..., 1:, None]).squeeze(-1)
@@ -314,6 +317,7 @@ def _measures(
 def _expected(log_p: Tensor, value: Tensor) -> Tensor:
     """The expected ``value`` under a distribution; values at probability zero do not count."""
     p = log_p.exp()
+    # 0 * Inf is NaN: of a token that has a logit of -Inf.
     return torch.where(p == 0, 0.0, p * value).sum(-1)
 
 

@@ -102,16 +102,10 @@ class Setup:
             raise ValueError("the optimizer has none of the model's parameters")
 
 
-def _as_setup(value: object) -> Setup:
-    """A `Setup` from a Setup, or a tuple (model, batches[, loss[, optimizer]])."""
-    if isinstance(value, Setup):
-        return value
-    if isinstance(value, tuple | list) and 2 <= len(value) <= 4:
-        return Setup(*value)
-    raise TypeError(
-        "a setup is (model, batches), (model, batches, loss) or (model, batches, loss, "
-        f"optimizer), got {type(value).__name__}"
-    )
+_NO_SETUP = (
+    "a setup is (model, batches), (model, batches, loss) or (model, batches, loss, "
+    "optimizer), got {}"
+)
 
 
 @dataclass
@@ -233,7 +227,11 @@ class Problem:
             with seeded(seed):
                 if anew:  # once, as another call may return something else
                     value = with_seed(self._source, seed)
-                given = _as_setup(value)
+                given = value
+                if isinstance(value, tuple | list) and 2 <= len(value) <= 4:
+                    given = Setup(*value)
+                if not isinstance(given, Setup):
+                    raise TypeError(_NO_SETUP.format(type(value).__name__))
                 if not seed:
                     self._note_callers(given.model)
                 setup = _own(given, anew)

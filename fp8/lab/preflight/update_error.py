@@ -44,7 +44,12 @@ class Probe:
         self._moments = [snapshot.second_moments.get(name) for name in self._leaves]
         self._new = 1 - snapshot.beta2
         self._reference = self._gradients()
-        self._complete(snapshot.seen)
+        if self.in_steps:
+            # Parameters without a second moment beside others (Muon) have the mean square of their
+            # gradient.
+            for i, gradient in enumerate(self._reference):
+                if self._moments[i] is None:
+                    self._moments[i] = snapshot.seen * gradient.square().mean()
         pairs = zip(self._reference, self._moments, strict=True)
         self._norm = sum(self._squared(g, g, v) for g, v in pairs)
         if not self._norm or not math.isfinite(self._norm):
@@ -81,15 +86,6 @@ class Probe:
     def in_steps(self) -> bool:
         """Whether errors are in units of the optimizer's step; else in those of the gradient."""
         return any(moment is not None for moment in self._moments)
-
-    def _complete(self, seen: float) -> None:
-        """Parameters without a second moment beside others (Muon) have the mean square of their
-        gradient."""
-        if not self.in_steps:
-            return
-        for i, gradient in enumerate(self._reference):
-            if self._moments[i] is None:
-                self._moments[i] = seen * gradient.square().mean()
 
     def _squared(self, x: Tensor, gradient: Tensor, before: Tensor | None) -> float:
         """The squared norm of ``x`` / sqrt(v). before: v without ``gradient``."""

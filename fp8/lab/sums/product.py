@@ -104,7 +104,8 @@ class _Summed(Function):
         how, history, saved = ctx.how, ctx.history, saved_tensors(ctx)
         casts = casts_of(how.casts)
         _, s_a, s_b = how.scales
-        da = db = dbias = g = None
+        da = db = dbias = None
+        g = None
         if ctx.needs_input_grad[0]:
             signs = rotation_signs(casts.grad_for_a, grad)
             label = how.label("grad")
@@ -209,7 +210,8 @@ def _summed(
     that are passed as transposes."""
     # In the order of their memory, as the compiler fails on casts of one tensor in two orders.
     a, b = _as_used(a, b, transposed)
-    left, right = QuantizedOperand(a, a_scale), QuantizedOperand(b, b_scale)
+    left = QuantizedOperand(a, a_scale)
+    right = QuantizedOperand(b, b_scale)
     return _product(left, right, cast_of(of_a), cast_of(of_b), sums)
 
 
