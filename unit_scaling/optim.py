@@ -22,6 +22,7 @@ from fp8.common.validation import check_name, check_number
 from fp8.torch_internals.decorators import untraced
 from fp8.warnings import OptimizerWarning, warn_once
 
+from .common.calls import Args
 from .parameter import ParameterData, Tags, has_parameter_data
 from .rules.rates import (
     LR_MULT,
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 LrScale = Callable[[ParameterData], float]
+Group = dict[str, Any]
 
 
 def lr_scale_func_adam(param: ParameterData) -> float:
@@ -83,7 +85,7 @@ def scaled_parameters(
     allow_non_unit_scaling_params: bool = False,
     *,
     lr_mult: LrMult | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Group]:
     """Returns parameter groups for any torch optimizer: one for each learning rate.
 
     Args:
@@ -226,7 +228,7 @@ def _multiplied(scale: LrScale, mult: LrMult, param: ParameterData) -> float:
     return scale(param) * multiplier(mult, param)
 
 
-def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
+def _as_groups(params: ParamsT) -> list[Group]:
     """Groups of parameters or (name, parameter) pairs."""
     entries: list[Any] = (
         [params] if isinstance(params, (Tensor, dict)) else list(params)
@@ -238,7 +240,7 @@ def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
 
 
 def _by_scale(
-    group: dict[str, Any], lr_scale_func: LrScale, allow_untagged: bool
+    group: Group, lr_scale_func: LrScale, allow_untagged: bool
 ) -> Iterable[tuple[float, list[Any]]]:
     by_scale: dict[float, list[Any]] = {}
     for index, entry in enumerate(group["params"]):
@@ -301,7 +303,7 @@ class _Key(NamedTuple):
     """What the split of a group depends on. ids: of the parameters. tags: the fields of each."""
 
     ids: tuple[int, ...]
-    tags: list[tuple[Any, ...]]
+    tags: list[Args]
     eps: Any
 
 
@@ -318,9 +320,9 @@ class _Split(NamedTuple):
     """A group of the user, what its split depends on, and the groups that torch steps: one for each
     rate and eps."""
 
-    given: dict[str, Any]
+    given: Group
     key: _Key
-    parts: list[dict[str, Any]]
+    parts: list[Group]
 
     def set_numbers(self) -> None:
         """Gives the parts the entries that the user's group has now."""
@@ -388,7 +390,7 @@ class _UnitScaled(torch.optim.Optimizer):
             params = [p for group in self.param_groups for p in group["params"]]
             _default_rate(settings.rule, params)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Adds a parameter group, as in torch.optim.
 
         Raises ValueError for a parameter whose learning rate is not known.
@@ -460,7 +462,7 @@ class _UnitScaled(torch.optim.Optimizer):
             split.set_numbers()
             self._splits.append(split)
 
-    def _parts_of(self, group: dict[str, Any], kept: set[int]) -> list[dict[str, Any]]:
+    def _parts_of(self, group: Group, kept: set[int]) -> list[dict[str, Any]]:
         """Records the factors of each parameter in the group, which untagged ones keep, and those
         in ``kept``."""
         names, lr_scales, eps_scales = (
@@ -471,7 +473,7 @@ class _UnitScaled(torch.optim.Optimizer):
         if len(lr_scales) not in (0, len(group["params"])):
             # As after DeepSpeed has flattened all parameters of a group into one: no rate is known.
             lr_scales, allow_untagged, kept = {}, False, set()
-        parts: dict[tuple[float, float], dict[str, Any]] = {}
+        parts: dict[tuple[float, float], Group] = {}
         records: list[tuple[float, float]] = []
         for i, p in enumerate(group["params"]):
             name = names.get(i, f"number {i}")
@@ -494,13 +496,13 @@ class _UnitScaled(torch.optim.Optimizer):
             {"params": [], "mup_lr_scale": 1.0, "mup_eps_scale": 1.0}
         ]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Group:
         """Returns the state, as in torch.optim. Each group has the factors of lr and eps of its
         parameters."""
         self._update_splits()
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Group) -> None:
         """Loads a state_dict. The saved factors of a parameter hold until its tags change.
 
         Raises ValueError for a state_dict of another optimizer, such as torch's and those of
@@ -528,7 +530,7 @@ class _UnitScaled(torch.optim.Optimizer):
         text: str = super(_UnitScaled, shown).__repr__()
         return text
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Group:
         own = {"_settings": self._settings, "_splits": [], "_loaded": self._loaded}
         return {**super().__getstate__(), **own}
 

@@ -21,7 +21,7 @@ them; `restore_tags` does so for a model of `unit_scale`, and for others after `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, get_args
@@ -35,6 +35,7 @@ from fp8.common.validation import check_module, check_name, check_whole
 
 from .checks.first_call import check_weights_at_first_call, skip_weight_check
 from .checks.optimizers import check_optimizers
+from .common.calls import Args, Function
 
 __all__ = [
     "MupType",
@@ -325,7 +326,7 @@ def _deepcopy(reference: TensorWeakRef, memo: dict[int, Any]) -> nn.Parameter:
     return tag(copy, *tags_of(parameter))
 
 
-def _reduce(reference: TensorWeakRef, protocol: Any) -> tuple[Any, ...]:
+def _reduce(reference: TensorWeakRef, protocol: Any) -> Args:
     p: Any = reference()
     return _rebuild, (p.data, p.requires_grad, *tags_of(p))
 
@@ -336,7 +337,7 @@ def _rebuild(data: Tensor, requires_grad: bool, *tags: Any) -> nn.Parameter:
 
 
 #: Methods of a tagged parameter; the first argument is a weak reference to it.
-_METHODS: dict[str, Callable[..., Any]] = {
+_METHODS: dict[str, Function] = {
     "__deepcopy__": _deepcopy,
     "__reduce_ex__": _reduce,
 }

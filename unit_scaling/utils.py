@@ -91,7 +91,7 @@ def analyse_module(
     recurse_modules: bool = True,
     syntax_highlight: bool = True,
     autowrap_modules: tuple[ModuleType, ...] = (math, einops, functional),
-    autowrap_functions: tuple[Callable[..., Any], ...] = (),
+    autowrap_functions: tuple[Callable[..., object], ...] = (),
 ) -> str:
     """Returns the code of ``module`` with the standard deviation of each tensor and its gradient.
 
@@ -167,7 +167,7 @@ def _scales(node: fx.Node) -> str:
     )
 
 
-_SYMBOLS: dict[Callable[..., Any], str] = {
+_SYMBOLS: dict[Callable[..., object], str] = {
     operator.add: "+",
     operator.sub: "-",
     operator.mul: "*",

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from fp8.torch_internals.decorators import taken_as_constant
 
-T = TypeVar("T")
+from .calls import T
 
 
 def constant(fn: Callable[..., T], *args: Any) -> T:

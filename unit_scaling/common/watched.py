@@ -7,18 +7,16 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from reprlib import repr as short
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from torch import Size, Tensor
 
-Fn = TypeVar("Fn", bound=Callable[..., Any])
+from .calls import Args, Fn, Function, Kwargs
 
-Watcher = Callable[
-    [Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
-]
+Watcher = Callable[[Function, Function, Args, Kwargs], Any]
 
 #: Functions (the watched function, its body, args, kwargs) -> result that make the call instead of
 #: the body; only the last is used. `unit_scaling.verify` and others see the functions that a model
@@ -68,9 +66,9 @@ _METHODS: dict[Any, str] = {
 
 def check_arguments(
     name: str,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    function: Function,
+    args: Args,
+    kwargs: Kwargs,
 ) -> None:
     """Raises TypeError, replacing the current error, if an argument does not fit its annotation.
 

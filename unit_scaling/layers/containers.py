@@ -6,11 +6,12 @@ u-muP divides learning rates in a stack of layers by the square root of its dept
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
+from ..common.calls import Function
 from ..parameter import remember_tags, tag, tagged_parameters
 
 __all__ = ["DepthModuleList", "DepthSequential"]
@@ -56,7 +57,7 @@ class _DepthContainer(nn.Module):
         return self.extend(modules)  # type: ignore[operator]
 
 
-def _resizing(name: str) -> Callable[..., Any]:
+def _resizing(name: str) -> Function:
     """A method of torch's container that changes its size."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..common.calls import Args, Function, Kwargs
 from ..constraints import checked_constraint
 from ..parameter import MupType, TaggedModule
 from ..rules.table import find_op
@@ -33,19 +34,19 @@ class Scaled(nn.Module):
     """
 
     #: The function in `unit_scaling.functional`.
-    op: ClassVar[Callable[..., Any]]
+    op: ClassVar[Function]
     #: Whether our arguments come before torch's.
     _leads: ClassVar[bool] = False
     #: Our arguments, of those that ``op`` has.
     _ours: ClassVar[tuple[Parameter, ...]] = (MULT, CONSTRAINT)
     #: Defaults that differ from those of the base class.
-    _defaults: ClassVar[Mapping[str, Any]] = {}
+    _defaults: ClassVar[Kwargs] = {}
     #: All arguments of the constructor.
     _arguments: ClassVar[Signature]
 
     def __init_subclass__(
         cls,
-        op: Callable[..., Any] | None = None,
+        op: Function | None = None,
         like: Sequence[Parameter] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -110,9 +111,7 @@ class Scaled(nn.Module):
         return type(self).op(*args, **arguments)
 
 
-def _with_signature(
-    theirs: Callable[..., Any], ours: Callable[..., Any]
-) -> Callable[..., Any]:
+def _with_signature(theirs: Function, ours: Function) -> Function:
     @wraps(theirs)
     def forward(self: Scaled, *inputs: Any, **named: Any) -> Any:
         return ours(self, *inputs, **named)
@@ -126,12 +125,12 @@ class _Substitute(TorchFunctionMode):
     file: the module of the row: other calls of torch are not scaled.
     """
 
-    def __init__(self, file: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, file: str, settings: Kwargs) -> None:
         super().__init__()
         self.file, self.settings = file, settings
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Any, types: Any, args: Args = (), kwargs: Any = None
     ) -> Any:
         op = find_op(func)
         if op is None or op.fn.__module__ != self.file:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..common.calls import Function, Kwargs
 from ..core.functional import logarithmic_interpolation
 from ..rules.elementwise import elementwise_scales
 from ..rules.table import Scales, row, tie
@@ -65,10 +66,10 @@ Args:
 def _activation(
     name: str,
     fn: Callable[..., Tensor],
-    settings: dict[str, Any] | None = None,
+    settings: Kwargs | None = None,
     *,
     rule: Callable[[float, str | None], Scales] | None = None,
-    replaces: Sequence[Callable[..., Any]] | None = None,
+    replaces: Sequence[Function] | None = None,
 ) -> Callable[..., Tensor]:
     """Adds the row of an elementwise function. settings: the arguments of ``fn`` after the first,
     and their defaults. rule: by default the factors are computed from ``fn``."""

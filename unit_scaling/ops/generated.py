@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator as operators
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature, signature
-from typing import Any, ParamSpec, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..common.calls import Args, Fn, Function, Kwargs
 from ..common.constant import specialised
 from ..rules.table import Scales, row
 from ..scale import scale_output, written_to
@@ -21,17 +22,14 @@ REQUIRED: Any = Parameter.empty
 #: The arguments of every op with a constraint, after torch's.
 CONSTRAINT = {"constraint": "to_output_scale"}
 
-F = TypeVar("F", bound=Callable[..., Any])
-P = ParamSpec("P")
-
 
 def described(
-    function: F,
+    function: Fn,
     name: str,
     documentation: str | None,
-    arguments: Mapping[str, Any],
-    *of_types: Callable[..., Any],
-) -> F:
+    arguments: Kwargs,
+    *of_types: Function,
+) -> Fn:
     """Returns ``function`` with this name, docstring and signature.
 
     arguments: name -> default or `REQUIRED`, in order. of_types: functions whose annotations it
@@ -54,21 +52,19 @@ def described(
     return function
 
 
-def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+def defaults_of(function: Function) -> Kwargs:
     """Name -> default or `REQUIRED` of each argument, for `described`."""
     return {p.name: p.default for p in signature(function).parameters.values()}
 
 
-def by_name(
-    name: str, names: Sequence[str], args: Sequence[Any], named: Mapping[str, Any]
-) -> dict[str, Any]:
+def by_name(name: str, names: Sequence[str], args: Args, named: Kwargs) -> Kwargs:
     """The arguments of a call, after an input, by name, without their defaults."""
     if len(args) > len(names):
         raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
     return {**dict(zip(names, args, strict=False)), **named}
 
 
-def spellings(*names: str, operator: str = "") -> list[Callable[..., Any]]:
+def spellings(*names: str, operator: str = "") -> list[Function]:
     """Every torch function of these names, in place (with _) or not, and Python's operators."""
     spaces = (functional, torch, Tensor, torch.special)
     spelled = [
@@ -81,13 +77,13 @@ def spellings(*names: str, operator: str = "") -> list[Callable[..., Any]]:
 
 
 def unary(
-    fn: Callable[..., Any],
+    fn: Function,
     rule: Callable[..., Scales],
     about: str,
-    settings: Mapping[str, Any],
+    settings: Kwargs,
     *,
     name: str = "",
-    replaces: Sequence[Callable[..., Any]] | None = None,
+    replaces: Sequence[Function] | None = None,
 ) -> Callable[..., Tensor]:
     """Adds the row of a torch function of one tensor, and returns the unit-scaled function.
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +17,11 @@ from torch.nn import functional as F
 
 from fp8.common.validation import check_name
 
+from ..common.calls import Kwargs, P
 from ..rules.table import Scales, row
 from ..scale import scale_each, value_with_gradient
 from .activations import softmax_scales
 from .arithmetic import shares
-from .generated import P
 
 _REDUCTIONS = ("mean", "none", "sum")
 
@@ -52,7 +51,7 @@ def _loss_row(
 
 def _unit_loss(
     loss: Callable[..., Tensor],
-    arguments: dict[str, Any],
+    arguments: Kwargs,
     s: Scales,
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> Tensor:
@@ -128,7 +127,7 @@ def cross_entropy(
     """
     scale = cross_entropy_scales(input, label_smoothing)["input"]
     logits = input if mult == 1.0 else input * mult
-    arguments: dict[str, Any] = {
+    arguments: Kwargs = {
         "target": target,
         "weight": weight,
         "size_average": size_average,

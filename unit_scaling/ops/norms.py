@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..common.calls import P
 from ..rules.batch import row_scale
 from ..rules.table import Scales, positional, row
 from ..scale import scale_each
-from .generated import P, by_name, defaults_of, described
+from .generated import by_name, defaults_of, described
 
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:

@@ -8,13 +8,14 @@ outputs per input.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..common.calls import Function, Kwargs
 from ..common.constant import constant
 from ..rules.quadrature import largest_square
 from ..rules.table import Scales, tie
@@ -83,7 +84,7 @@ _SIZE = {"output_size": REQUIRED}
 
 #: torch's name, with or without the number of dimensions -> torch's arguments after the first, and
 #: the documentation of the rule.
-_KINDS: dict[str, tuple[dict[str, Any], str]] = {
+_KINDS: dict[str, tuple[Kwargs, str]] = {
     "avg_pool1d": (_AVERAGE, _MEAN),
     "avg_pool": ({**_AVERAGE, "divisor_override": None}, _MEAN),
     "max_pool": (_LARGEST, _MAX),
@@ -98,7 +99,7 @@ Args:
 """
 
 
-def _pool(kind: str, dims: int) -> Callable[..., Any]:
+def _pool(kind: str, dims: int) -> Function:
     """Adds the row of a pool."""
     name, averages, adapts = f"{kind}{dims}d", "avg" in kind, "adaptive" in kind
 
@@ -136,7 +137,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
     return unary(getattr(F, name), rule, about, settings, name=name)
 
 
-def _three(kind: str) -> list[Callable[..., Any]]:
+def _three(kind: str) -> list[Function]:
     return [_pool(kind, dims) for dims in (1, 2, 3)]
 
 

@@ -21,6 +21,7 @@ from fp8.products.matmul import linear as linear_product
 from fp8.products.matmul import matmul as matrix_product
 from fp8.products.matmul import to_autocast_dtype
 
+from ..common.calls import Kwargs
 from ..rules.batch import row_scale
 from ..rules.table import Scales, positional, row, tie
 from ..scale import scale_each
@@ -201,7 +202,7 @@ def _torch_grouped_mm(
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> dict[str, Any]:
+) -> Kwargs:
     if bias is not None or (out_dtype is not None and out_dtype != mat_a.dtype):
         raise TypeError(
             "unit-scaled grouped_mm has no bias and no other out_dtype, as torch's"
@@ -385,7 +386,7 @@ def _factors(
     return tie(constraint, **factors)
 
 
-def _torch_einsum(*args: Any) -> dict[str, Any]:
+def _torch_einsum(*args: Any) -> Kwargs:
     equation, (left, *others) = as_equation(args)
     right = others[0] if others else None
     return {

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.calls import Kwargs
 from ..rules.batch import row_scale
 from ..rules.table import Scales, positional, row
 from .dropouts import dropout as unit_dropout
@@ -127,7 +128,7 @@ _NAMED = positional(
 )
 
 
-def _unpacked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+def _unpacked(*args: Any, **kwargs: Any) -> Kwargs:
     """The arguments of a layer by name. torch has others for a packed sequence."""
     if len(args) > 3 and not isinstance(args[3], bool):
         raise NotImplementedError(

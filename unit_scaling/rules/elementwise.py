@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.calls import Args, Kwargs
 from ..common.constant import constant, specialised
 from ..scale import scale_output
 from .quadrature import normal_means
@@ -66,8 +67,8 @@ def unit_scaled(fn: Elementwise) -> Elementwise:
 
 def elementwise_scales(
     fn: Elementwise,
-    settings: tuple[Any, ...] = (),
-    named: dict[str, Any] | None = None,
+    settings: Args = (),
+    named: Kwargs | None = None,
     mult: float = 1.0,
     constraint: str | None = "to_output_scale",
 ) -> Scales:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
+from ..common.calls import Args, Fn, Function, Kwargs
 from ..common.watched import watched
 from ..constraints import apply_constraint
 
@@ -22,9 +23,7 @@ from ..constraints import apply_constraint
 Scales = dict[str, float]
 
 #: A function with torch's signature that returns the keyword arguments of the unit-scaled op.
-Adapter = Callable[..., dict[str, Any]]
-
-Fn = TypeVar("Fn", bound=Callable[..., Any])
+Adapter = Callable[..., Kwargs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +32,14 @@ class Op:
 
     name: str
     #: The unit-scaled operation, ``unit_scaling.functional.<name>``.
-    fn: Callable[..., Any]
+    fn: Function
     #: (arguments of ``fn`` by name) -> `Scales`. Reads shapes only, and the mask of attention.
     rule: Callable[..., Scales]
     #: Every torch callable that ``fn`` replaces, the plainest first; () if torch has none.
-    replaces: tuple[Callable[..., Any], ...]
+    replaces: tuple[Function, ...]
     #: For members of ``replaces`` whose arguments differ from those of ``fn``, of products and
     #: norms: what a model calls of other ops is not scaled.
-    adapters: Mapping[Callable[..., Any], Adapter] = field(default_factory=dict)
+    adapters: Mapping[Function, Adapter] = field(default_factory=dict)
 
     @property
     def constrainable(self) -> bool:
@@ -49,10 +48,10 @@ class Op:
 
     def bind(
         self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        func: Callable[..., Any] | None = None,
-    ) -> dict[str, Any]:
+        args: Args,
+        kwargs: Kwargs,
+        func: Function | None = None,
+    ) -> Kwargs:
         """Returns the keyword arguments of ``fn`` for a call of the torch function ``func``.
 
         func: one of ``replaces``, by default the first. Raises TypeError for arguments that do not
@@ -77,10 +76,10 @@ class Op:
 
     def call(
         self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         *,
-        func: Callable[..., Any] | None = None,
+        func: Function | None = None,
         **settings: Any,
     ) -> Tensor:
         """Returns the unit-scaled result of the call ``func(*args, **kwargs)`` of a torch function.
@@ -94,10 +93,10 @@ class Op:
 
     def scales(
         self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         *,
-        func: Callable[..., Any] | None = None,
+        func: Function | None = None,
         **settings: Any,
     ) -> Scales:
         """Returns the factors that `call` applies, without computing the op."""
@@ -111,11 +110,11 @@ class Op:
 #: All unit-scaled operations by name.
 OPS: dict[str, Op] = {}
 
-_SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {}
-_BY_FUNCTION: dict[Callable[..., Any], Op] = {}
+_SIGNATURES: dict[Function, tuple[str, ...]] = {}
+_BY_FUNCTION: dict[Function, Op] = {}
 
 
-def find_op(func: Callable[..., Any] | None) -> Op | None:
+def find_op(func: Function | None) -> Op | None:
     """Returns the row that replaces a torch function, or None."""
     return _BY_FUNCTION.get(func)  # type: ignore[arg-type]
 
@@ -131,7 +130,7 @@ def tie(constraint: str | None, **scales: float) -> Scales:
 
 
 def positional(
-    names: str, defaults: Mapping[str, Any] | None = None, **renamed: str | None
+    names: str, defaults: Kwargs | None = None, **renamed: str | None
 ) -> Adapter:
     """Returns an adapter of a torch function that differs from the op in its arguments.
 
@@ -140,7 +139,7 @@ def positional(
     """
     order = names.split()
 
-    def adapter(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def adapter(*args: Any, **kwargs: Any) -> Kwargs:
         if len(args) > len(order):
             raise TypeError(
                 f"at most {len(order)} arguments are allowed, {len(args)} were given"
@@ -158,8 +157,8 @@ def positional(
 def row(
     rule: Callable[..., Scales],
     *,
-    replaces: Sequence[Callable[..., Any]] = (),
-    adapters: Mapping[Callable[..., Any], Adapter] | None = None,
+    replaces: Sequence[Function] = (),
+    adapters: Mapping[Function, Adapter] | None = None,
 ) -> Callable[[Fn], Fn]:
     """Adds the decorated function, `watched`, to `OPS` under its own name.
 

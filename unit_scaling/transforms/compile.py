@@ -14,13 +14,14 @@ from fp8.common.step import unwrapped
 from fp8.common.validation import check_module
 
 from ..checks.optimizers import remember_copy
+from ..common.calls import Function
 from .install import Scope, find_scope, install, is_in_fsdp
 from .record.probe import unseen
 
 M = TypeVar("M", bound=nn.Module)
 
 
-Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
+Backend = Callable[[GraphModule, list[Tensor]], Function]
 """A `torch.compile` backend: takes a graph and example inputs, returns a callable."""
 
 
@@ -40,7 +41,7 @@ class Compile(Scope):
     def start(self, model: nn.Module) -> None:
         model.compile(backend=self._compiled if self.backends else "inductor")
 
-    def _compiled(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def _compiled(self, graph: GraphModule, inputs: list[Tensor]) -> Function:
         result: Any = graph
         for backend in self.backends:
             if not isinstance(result, GraphModule):

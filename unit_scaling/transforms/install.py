@@ -9,7 +9,6 @@ names, parameters, hooks and signature. Every entry point runs transformed, also
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -21,16 +20,11 @@ from fp8.common.step import unwrapped
 from fp8.frame import Stack
 from fp8.torch_internals.stance import outside_compiler
 
+from ..common.calls import Args, Function, Given, Kwargs
 from ..common.graph_breaks import GraphBreaks, warn_of_break
 
-Call = Callable[..., Any]
+Call = Function
 """A module's forward: ``call()`` uses the original arguments, ``call((args, kwargs))`` others."""
-
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Given = tuple[Args, Kwargs]
-"""The positional and the keyword arguments of a call."""
 
 
 class Scope:
@@ -100,7 +94,7 @@ class _Transformed(GraphBreaks, Mixin, nn.Module):
 
     def around(
         self,
-        forward: Callable[..., Any],
+        forward: Function,
         args: Args,
         kwargs: Kwargs,
         scopes: tuple[tuple[Any, str], ...] | None = None,

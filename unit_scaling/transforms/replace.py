@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from fp8.common.step import is_in_place
 from fp8.torch_internals.hidden_functions import called
 
-from .install import Args, Given, Kwargs, Scope
+from ..common.calls import Args, Function, Given, Kwargs
+from .install import Scope
 from .record.calls import Calls
 from .record.kinds import name_of, names_of
 
-Function = Callable[..., Any]
 Replacements = Mapping[Function, Function]
 
 

@@ -17,9 +17,10 @@ from fp8.recipes.cast import Cast
 from fp8.recipes.recipe import OPERANDS, Recipe
 from fp8.warnings import ConvertWarning
 
+from ..common.calls import Given
 from ..formats import FPFormat
 from .compile import M, copied
-from .install import Given, Scope, find_scope, install
+from .install import Scope, find_scope, install
 from .values.pending import is_unit_scaled
 
 

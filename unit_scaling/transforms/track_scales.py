@@ -22,8 +22,9 @@ from fp8.frame import Stack
 from fp8.torch_internals.decorators import untraced
 from fp8.torch_internals.stance import outside_compiler
 
+from ..common.calls import Args, Function, Given, Kwargs
 from .compile import M, copied
-from .install import Args, Call, Given, Kwargs, Scope, install, is_exported
+from .install import Call, Scope, install, is_exported
 from .record.calls import mapped, tensors_in
 from .record.kinds import name_of
 from .record.probe import Observer, is_observed, unseen
@@ -117,7 +118,7 @@ class Metrics:
 
 # The graph
 
-_OPERATORS: dict[str, Callable[..., Any]] = {
+_OPERATORS: dict[str, Function] = {
     **{name_of(method): function for function, method in OPERATORS.items()},
     "pow": operator.pow,
     "neg": operator.neg,
@@ -143,7 +144,7 @@ class Tap(Observer):
             int, tuple[str, str]
         ] = {}  # id -> (name of the node, name in the model)
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
-        self._parts: dict[Callable[..., Any], str] = {}
+        self._parts: dict[Function, str] = {}
         for kind in ("parameters", "buffers"):
             for name, tensor in getattr(module, f"named_{kind}")():
                 *path, leaf = name.split(".")
@@ -177,16 +178,14 @@ class Tap(Observer):
         for handle in self._handles:
             handle.remove()
 
-    def call_part(
-        self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def call_part(self, path: str, forward: Function, *args: Any, **kwargs: Any) -> Any:
         """Calls the forward of a submodule, as one node."""
         self._parts[forward] = path
         if self.sees():
             return self.see(forward, args, kwargs)
         return forward(*args, **kwargs)
 
-    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         if function == _REQUIRE_GRAD and args[0].requires_grad:
             return None  # already set, and cannot be set on a result computed from an input
         with unseen():
@@ -211,7 +210,7 @@ class Tap(Observer):
 
         return mapped(node_of, value)
 
-    def _call(self, function: Callable[..., Any], args: Args, kwargs: Any) -> Node:
+    def _call(self, function: Function, args: Args, kwargs: Any) -> Node:
         name = name_of(function)
         if function in self._parts:
             return self.graph.call_module(self._parts[function], args, kwargs)
@@ -390,9 +389,7 @@ def prune_same_scale_tensors(graph: Graph, rtol: float = 2**-16) -> Graph:
     return _pruned(graph, same)
 
 
-def prune_selected_nodes(
-    graph: Graph, targets: Iterable[Callable[..., Any] | str]
-) -> Graph:
+def prune_selected_nodes(graph: Graph, targets: Iterable[Function | str]) -> Graph:
     """Returns a copy of a graph without the nodes that call one of ``targets``. Their readers get
     other arguments as in `prune_non_float_tensors`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from fp8.common.validation import check_module
 
+from ..common.calls import Args, Function, T
 from .compile import Backend, Compile, M, with_scope
 from .install import find_scope
 
@@ -22,13 +23,11 @@ __all__ = [
     "torch_nn_modules_to_user_modules",
 ]
 
-T = TypeVar("T")
-
 
 def apply_transform(
     module: M,
     backend: Backend,
-    non_recurse_functions: Sequence[Callable[..., Any]] = (),
+    non_recurse_functions: Sequence[Function] = (),
 ) -> M:
     """Returns a copy of ``module`` whose graphs are passed through ``backend`` before they run.
 
@@ -65,8 +64,8 @@ def patch_to_expand_modules(fn: Callable[..., T]) -> Callable[..., T]:
 def replace_node_with_function(
     graph: Graph,
     source: Node,
-    target_fn: Callable[..., Any],
-    args: tuple[Any, ...] | None = None,
+    target_fn: Function,
+    args: Args | None = None,
     kwargs: dict[Any, Any] | None = None,
     keep_type_expr: bool = True,
 ) -> None:

@@ -38,8 +38,9 @@ from fp8.torch_internals.stance import outside_compiler
 
 from ..checks.first_call import skip_checks
 from ..checks.ranges import RANGES, Measurement, diagnosis
+from ..common.calls import Args, Function, Kwargs
 from ..common.constant import in_own_thread
-from .install import Args, Kwargs, is_sharded
+from .install import is_sharded
 from .record.calls import Slot, tensors_in
 from .record.kinds import (
     ATTENTION,
@@ -321,7 +322,7 @@ class Watch(Observer):
         self._products: list[_Product] = []
         self._origins = WeakTensorKeyDictionary()
 
-    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         kind = kind_of(function)
         arguments = (*tensors_in(args), *tensors_in(kwargs))
         tensors = [debug_unwrap(t) for _, t in arguments]
@@ -364,7 +365,7 @@ class Watch(Observer):
         return f"{kind} in {self.path or 'the model itself'}"
 
     def _note(
-        self, function: Callable[..., Any], kind: str, count: int, multiplies: bool
+        self, function: Function, kind: str, count: int, multiplies: bool
     ) -> None:
         """Notes a call that is one of several products, or one that no recipe casts."""
         if kind in RECURRENT or (kind == "einsum" and count > 2):

@@ -23,7 +23,7 @@ from fp8.torch_internals.calling_function import function_of
 from fp8.torch_internals.hidden_functions import called
 from fp8.torch_internals.running_calls import python_frames
 
-from ..install import Args, Given, Kwargs
+from ...common.calls import Args, Function, Given, Kwargs
 from .kinds import (
     CONSTANT,
     PRODUCTS,
@@ -76,7 +76,7 @@ class CallNode:
     kind: str
     name: str
     path: str = ""
-    function: Callable[..., Any] | None = None
+    function: Function | None = None
     inputs: list[Input] = field(default_factory=list)
     args: Args = ()
     kwargs: Kwargs = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Calls(EarlyMode):
         self._busy = False
 
     @abstractmethod
-    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         """Makes a call of the model and returns its result."""
 
     def sees(self) -> bool:
@@ -134,7 +134,7 @@ class Calls(EarlyMode):
 
     def __torch_function__(
         self,
-        function: Callable[..., Any],
+        function: Function,
         types: Any,
         args: Args = (),
         kwargs: Any = None,
@@ -150,7 +150,7 @@ class Calls(EarlyMode):
             return run_within(self, function, args, kwargs)
         return self.see(function, args, kwargs)
 
-    def see(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def see(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         """`observe`, during which no call is seen."""
         self._busy = True
         try:
@@ -203,7 +203,7 @@ class Pass(LocatedCalls):
     def name(self, parameter: Tensor, name: str) -> None:
         """Takes a tensor for a parameter from now on, whatever calls have made it."""
 
-    def place(self, function: Callable[..., Any]) -> Place:
+    def place(self, function: Function) -> Place:
         """The place of a call that is about to run."""
         path, kind = self.path, kind_of(function)
         return Place(path, kind, self._counts[path, kind])
@@ -259,7 +259,7 @@ class Recorder(Pass):
             self._parameters[id(parameter)] = name
             self._node_of.pop(id(parameter), None)
 
-    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = canonical(function, args, kwargs)
         # Reading an attribute of a tensor passes through the modes that are active, too.
         with torch.DisableTorchFunction():
@@ -275,7 +275,7 @@ class Recorder(Pass):
         return output
 
     def _node(
-        self, place: Place, function: Callable[..., Any], args: Args, kwargs: Kwargs
+        self, place: Place, function: Function, args: Args, kwargs: Kwargs
     ) -> CallNode:
         arguments = (*tensors_in(args), *tensors_in(kwargs))
         inputs = [self._input(slot, t) for slot, t in arguments]

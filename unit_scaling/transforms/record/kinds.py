@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 from fp8.common.step import is_in_place
 
 from ... import functional as _rows  # noqa: F401 - fills OPS
+from ...common.calls import Args, Function, Given, Kwargs
 from ...rules.table import OPS
 
 
@@ -98,13 +98,13 @@ _ALIASES = {
 """Name of a function or attribute -> its kind, where they differ."""
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Function) -> str:
     """The name of a function; of an attribute (``x.real``), that of its property."""
     name: str = getattr(function, "__name__", str(function))
     return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
 
 
-def kind_of(function: Callable[..., Any]) -> str:
+def kind_of(function: Function) -> str:
     """The kind of the calls of a function."""
     if function in KINDS:
         return KINDS[function]
@@ -114,7 +114,7 @@ def kind_of(function: Callable[..., Any]) -> str:
     return _ALIASES.get(name, name)
 
 
-def _spellings(kind: str) -> list[Callable[..., Any]]:
+def _spellings(kind: str) -> list[Function]:
     spaces = (torch, torch.Tensor, F, torch.linalg)
     named = [
         getattr(space, name, None) for name in (kind, f"{kind}_") for space in spaces
@@ -122,7 +122,7 @@ def _spellings(kind: str) -> list[Callable[..., Any]]:
     return [function for function in named if callable(function)]
 
 
-KINDS: dict[Callable[..., Any], str] = {
+KINDS: dict[Function, str] = {
     **{
         f: kind
         for kind in sorted(PRODUCTS | RECURRENT | EMBEDDINGS)
@@ -133,9 +133,7 @@ KINDS: dict[Callable[..., Any], str] = {
 """Torch callable -> kind, for those with a rule. That of others is their name, see `kind_of`."""
 
 
-def canonical(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def canonical(function: Function, args: Args, kwargs: Kwargs) -> Given:
     """Moves keyword arguments to positions where possible."""
     names = names_of(function)
     while len(args) < len(names) and names[len(args)] in kwargs:
@@ -145,21 +143,19 @@ def canonical(
     return args, kwargs
 
 
-def names_of(function: Callable[..., Any]) -> tuple[str, ...]:
+def names_of(function: Function) -> tuple[str, ...]:
     """The argument names of a function that is written in Python; () for others."""
     return _NAMES.get(function, ())
 
 
-def writes(
-    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any
-) -> bool:
+def writes(function: Function, name: str, args: Args, kwargs: Any) -> bool:
     """Whether a call with `canonical` arguments writes its result into one of them."""
     names = names_of(function)
     place = names.index("inplace") if "inplace" in names else len(args)
     return is_in_place(name, kwargs) or (place < len(args) and bool(args[place]))
 
 
-_NAMES: dict[Callable[..., Any], tuple[str, ...]] = {
+_NAMES: dict[Function, tuple[str, ...]] = {
     function: function.__code__.co_varnames[: function.__code__.co_argcount]
     for function in (*KINDS, *vars(F).values())
     if isinstance(function, FunctionType)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import nn
 from fp8.common.step import running_modules
 from fp8.frame import FRAMES, framed
 
+from ...common.calls import Args, Function, Kwargs
 from ...common.watched import watched_by
-from ..install import Args, Kwargs
 from .calls import LocatedCalls
 
 unseen = torch.DisableTorchFunction
@@ -30,7 +30,7 @@ def is_observed() -> bool:
     return FRAMES.items[-1].observer is not None
 
 
-def _watch(function: Any, body: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _watch(function: Any, body: Function, args: Args, kwargs: Kwargs) -> Any:
     """As in `WATCHERS`: passes a call to the innermost observer of the calling thread."""
     observer = FRAMES.items[-1].observer
     if not observer or not observer.sees():

@@ -23,7 +23,8 @@ from fp8.common.step import (
 from fp8.torch_internals.running_calls import apart
 from fp8.torch_internals.stance import outside_compiler
 
-from ..install import Args, Given, Kwargs, is_in_fsdp
+from ...common.calls import Args, Function, Given, Kwargs
+from ..install import is_in_fsdp
 from ..record.calls import Pass, Place, results_of
 from ..record.kinds import canonical
 from ..record.values import has_scale, is_any, is_strided, size_of
@@ -53,7 +54,7 @@ class Sizes(Pass):
         results = [t for t in tensors_within(output) if has_scale(t) and is_strided(t)]
         self.has_nan = any(is_any(t.isnan()) for t in results)
 
-    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         with torch.DisableTorchFunction():
             place = self.place(function)
             if place in self._set_at:

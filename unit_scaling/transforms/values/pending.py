@@ -27,8 +27,9 @@ from fp8.torch_internals.decorators import untraced
 from fp8.torch_internals.pipelining import in_shape_inference
 from fp8.warnings import ScaleWarning, warn_once
 
+from ...common.calls import Args, Given, Kwargs
 from ...parameter import has_parameter_data, remember_tags, retag, tags_of
-from ..install import Args, Given, Kwargs, is_in_fsdp
+from ..install import is_in_fsdp
 from ..record.calls import tensors_in
 from ..record.probe import unobserved
 from ..record.values import has_values, rms_of

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from fp8.common.dtensor import part_of
 from fp8.common.report import LEFT_ALONE, Row
 
+from ...common.calls import Args, Given, Kwargs, T
 from ...ops.recurrent import GRU_FACTOR, LSTM_FACTOR, RELU_FACTOR, TANH_FACTOR
 from ...parameter import Tags, tags_of
 from ...rules.rates import fan_in
-from ..install import Args, Given, Kwargs
 from ..record.calls import Input, Place, Recorder, Slot, tensors_in
 from ..record.kinds import EMBEDDINGS, RECURRENT, is_added
 from ..record.values import has_scale, is_any, rms_of
@@ -44,8 +44,6 @@ from .passes import Sizes, read_size, reshard, run_pass
 from .ranks import agreed
 from .sources import Holder, Sources
 from .streams import weighted_branches
-
-T = TypeVar("T")
 
 LOWEST, HIGHEST = 2.0**-12, 2.0**4
 """A number outside of these is reported."""
