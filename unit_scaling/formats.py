@@ -60,6 +60,7 @@ class FPFormat:
     @property
     def format(self) -> Format:
         """The format for functions of `fp8`."""
+        # One more than in IEEE 754, as in unit-scaling 0.3.5 (arXiv 2206.02915).
         bias = 2 ** (self.exponent_bits - 1)
         return Format(
             name=f"E{self.exponent_bits}M{self.mantissa_bits}",

@@ -21,10 +21,10 @@ them; `restore_tags` does so for a model of `unit_scale`, and for others after `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, get_args
+from typing import Any, NamedTuple, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,8 @@ from fp8.common.validation import check_module, check_name, check_whole
 
 from .checks.first_call import check_weights_at_first_call, skip_weight_check
 from .checks.optimizers import check_optimizers
-from .common.calls import Args, Function
+from .common.calls import Args, Function, Kwargs
+from .rules.rates import MupType, ParameterData
 
 __all__ = [
     "MupType",
@@ -51,8 +52,6 @@ __all__ = [
     "tags_of",
 ]
 
-MupType = Literal["weight", "bias", "norm", "output"]
-
 
 class Tags(NamedTuple):
     """The tags of a parameter, in the order of the arguments of `tag`."""
@@ -64,20 +63,6 @@ class Tags(NamedTuple):
     mup_stacked: bool = False
     mup_fan_in: int | None = None
     mup_pending: bool = False
-
-
-class ParameterData(Protocol):
-    """A tagged parameter."""
-
-    mup_type: MupType
-    mup_scaling_depth: int | None
-    mup_scale: float
-    mup_divisor: float | None
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def numel(self) -> int: ...
 
 
 def Parameter(
@@ -104,75 +89,63 @@ def tag(
     parameter: nn.Parameter,
     mup_type: MupType,
     mup_scaling_depth: int | None = None,
-    mup_scale: float | None = None,
-    mup_divisor: float | None = None,
-    mup_stacked: bool | None = None,
-    mup_fan_in: int | None = None,
-    mup_pending: bool | None = None,
+    **others: Any,
 ) -> nn.Parameter:
     """Tags ``parameter`` in place and returns it; the tags are those of this module.
 
-    None leaves mup_scale, and the tags after it, as they are.
+    others: mup_scale, mup_divisor, mup_stacked, mup_fan_in and mup_pending; by default those that
+    the parameter has.
 
     Raises:
         TypeError: ``parameter`` is not a tensor, or ``mup_scaling_depth`` not an int or None.
-        ValueError: any other value is invalid.
+        ValueError: any other value, or the name of a tag, is invalid.
     """
-    check_name("mup_type", mup_type, get_args(MupType))
-    check_optimizers()
     if not isinstance(parameter, Tensor):
         raise TypeError(
             f"tag: a parameter must be a Tensor, got {type(parameter).__name__}"
         )
-    if mup_scaling_depth is not None:
-        check_whole("mup_scaling_depth", mup_scaling_depth)
-    others = {
-        "mup_scale": mup_scale,
-        "mup_divisor": mup_divisor,
-        "mup_stacked": mup_stacked,
-        "mup_fan_in": mup_fan_in,
-        "mup_pending": mup_pending,
-    }
-    attributes: dict[str, Any] = tags_of(parameter)._asdict()
-    attributes |= {name: value for name, value in others.items() if value is not None}
-    attributes |= {"mup_type": mup_type, "mup_scaling_depth": mup_scaling_depth}
-    scale = attributes["mup_scale"]
-    if not (0 < scale < math.inf):
-        raise ValueError(f"mup_scale must be positive and finite: got {scale}")
-    if type(parameter) is nn.Parameter:
-        # torch copies and pickles a plain Parameter without its attributes. These methods replace
-        # its own on this instance. The reference is weak, so that they keep nothing alive.
-        self = TensorWeakRef(parameter)
-        attributes |= {name: partial(method, self) for name, method in _METHODS.items()}
-    for name, value in attributes.items():
-        setattr(parameter, name, value)
+    others |= {"mup_type": mup_type, "mup_scaling_depth": mup_scaling_depth}
+    set_tags(parameter, tags_of(parameter)._replace(**others))
     return parameter
 
 
 def tags_of(parameter: Tensor | ParameterData) -> Tags:
     """The tags of a parameter; missing ones have the values of a weight."""
-    tags = {
-        name: getattr(parameter, name)
-        for name in Tags._fields
-        if hasattr(parameter, name)
+    tags = Tags("weight")
+    known: Kwargs = {
+        name: getattr(parameter, name, old) for name, old in tags._asdict().items()
     }
-    return Tags(**{"mup_type": "weight", **tags})
+    return tags._replace(**known)
+
+
+def set_tags(parameter: nn.Parameter, tags: Tags) -> None:
+    """Sets all tags of a parameter. Raises as `tag`."""
+    check_name("mup_type", tags.mup_type, get_args(MupType))
+    if tags.mup_scaling_depth is not None:
+        check_whole("mup_scaling_depth", tags.mup_scaling_depth)
+    if not (0 < tags.mup_scale < math.inf):
+        raise ValueError(f"mup_scale must be positive and finite: got {tags.mup_scale}")
+    check_optimizers()
+    vars(parameter).update(tags._asdict())
+    if type(parameter) is nn.Parameter:
+        # torch copies and pickles a plain Parameter without its attributes. These methods replace
+        # its own on this instance. The reference is weak, so that they keep nothing alive.
+        self = TensorWeakRef(parameter)
+        for name, method in _METHODS.items():
+            setattr(parameter, name, partial(method, self))
 
 
 def retag(parameter: nn.Parameter, tags: Tags) -> None:
-    """Sets all tags of a parameter, a divisor of None too."""
-    tag(parameter, *tags)
-    parameter.mup_divisor = tags.mup_divisor  # type: ignore[attr-defined]
+    """Sets all tags of a parameter of a module of torch. Its copies have none if torch is set to
+    swap parameters: it cannot swap a tensor that has a weak reference."""
+    set_tags(parameter, tags)
     if torch.__future__.get_swap_module_params_on_conversion():
-        # torch cannot swap a tensor that has a weak reference. Its copies have no tags then.
-        for name in _METHODS:
-            parameter.__dict__.pop(name, None)
+        _remove(parameter, _METHODS)
 
 
-def _untag(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        for name in (*Tags._fields, *_METHODS):
-            parameter.__dict__.pop(name, None)
+def _remove(parameter: nn.Parameter, names: Iterable[str]) -> None:
+    for name in names:
+        vars(parameter).pop(name, None)
 
 
 def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:  # type: ignore[type-var, unused-ignore]
@@ -193,9 +166,9 @@ class TaggedModule(nn.Module):
 
     def tag_parameters(self, kind: MupType) -> None:
         """Tags the module's own parameters, biases as "bias" and others as ``kind``."""
-        names = [name for name, _ in self.named_parameters(recurse=False)]
         self.mup_tags = {
-            name: Tags("bias" if "bias" in name else kind) for name in names
+            name: Tags("bias" if "bias" in name else kind)
+            for name, _ in self.named_parameters(recurse=False)
         }
         self.restore_tags()
         check_weights_at_first_call(self)
@@ -256,7 +229,7 @@ def set_depth(stack: nn.Module, depth: int) -> None:
     """
     check_module("set_depth", stack)
     for parameter, tags in tagged_parameters(stack):
-        tag(parameter, tags.mup_type, depth)
+        set_tags(parameter, tags._replace(mup_scaling_depth=depth))
     remember_tags(stack)
 
 
@@ -289,9 +262,8 @@ def restore_tags(model: nn.Module) -> None:
             if not parametrize.is_parametrized(module, name):
                 continue
             shape = getattr(module, name).shape
-            for part in module.get_submodule(f"parametrizations.{name}").parameters(
-                recurse=False
-            ):
+            owner = module.get_submodule(f"parametrizations.{name}")
+            for part in owner.parameters(recurse=False):
                 if not has_parameter_data(part):
                     kind = before.mup_type if part.shape == shape else "norm"
                     retag(part, before._replace(mup_type=kind, mup_divisor=None))
@@ -306,14 +278,15 @@ def _restore(module: nn.Module, tags: dict[str, Tags]) -> None:
     is_root = any("." in name for name in tags)
     for name, parameter in module.named_parameters(recurse=is_root):
         if name in tags and not has_parameter_data(parameter):
-            tag(parameter, *tags[name])
+            set_tags(parameter, tags[name])
 
 
 @contextmanager
 def _keeping_tags(module: nn.Module) -> Iterator[None]:
     tags = _tags(module)
     if torch.__future__.get_swap_module_params_on_conversion():
-        _untag(module)  # torch cannot swap a tensor that has a weak reference
+        for parameter in module.parameters(recurse=False):
+            _remove(parameter, (*Tags._fields, *_METHODS))  # see `retag`
     try:
         yield
     finally:
@@ -323,17 +296,20 @@ def _keeping_tags(module: nn.Module) -> Iterator[None]:
 def _deepcopy(reference: TensorWeakRef, memo: dict[int, Any]) -> nn.Parameter:
     parameter: Any = reference()
     copy: nn.Parameter = nn.Parameter.__deepcopy__(parameter, memo)
-    return tag(copy, *tags_of(parameter))
+    set_tags(copy, tags_of(parameter))
+    return copy
 
 
-def _reduce(reference: TensorWeakRef, protocol: Any) -> Args:
+def _reduce(reference: TensorWeakRef, protocol: object) -> Args:
     p: Any = reference()
     return _rebuild, (p.data, p.requires_grad, *tags_of(p))
 
 
 def _rebuild(data: Tensor, requires_grad: bool, *tags: Any) -> nn.Parameter:
     """Unpickles a tagged parameter. Hooks are not pickled, as in torch."""
-    return tag(nn.Parameter(data, requires_grad), *tags)
+    parameter = nn.Parameter(data, requires_grad)
+    set_tags(parameter, Tags(*tags))
+    return parameter
 
 
 #: Methods of a tagged parameter; the first argument is a weak reference to it.

@@ -24,6 +24,7 @@ __all__ = ["scale_bwd", "scale_fwd"]
 class _Scale(Function):
     """``y = fwd * x`` with ``dx = bwd * dy``. Supports double backward, forward mode and vmap."""
 
+    # torch.func refuses functions without setup_context, as that of 0.3.5 is.
     generate_vmap_rule = True
 
     @staticmethod

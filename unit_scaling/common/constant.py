@@ -13,7 +13,7 @@ from fp8.torch_internals.decorators import taken_as_constant
 from .calls import T
 
 
-def constant(fn: Callable[..., T], *args: Any) -> T:
+def constant(fn: Callable[..., T], *args: object) -> T:
     """Returns ``fn(*args)``, computed at the first call with these arguments and cached.
 
     fn: computes numbers, possibly with torch. args: hashable, no tensors. It runs in its own
@@ -24,11 +24,11 @@ def constant(fn: Callable[..., T], *args: Any) -> T:
 
 
 @taken_as_constant
-def _constant(fn: Callable[..., T], *args: Any) -> T:
+def _constant(fn: Callable[..., T], *args: object) -> T:
     return _cached(fn, *args)
 
 
-def in_own_thread(fn: Callable[..., T], *args: Any) -> T:
+def in_own_thread(fn: Callable[..., T], *args: object) -> T:
     """Runs ``fn(*args)`` in its own thread, without the modes and transforms of the caller's."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(fn, *args).result()

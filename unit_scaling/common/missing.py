@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from functools import cache, partial
+from functools import partial
 from typing import NoReturn
 
 from torch import nn
@@ -76,14 +76,12 @@ def names(row: str) -> list[str]:
     ).split()
 
 
-def _key(name: str) -> str:
-    """What the names of a module and of its function have in common: of CTCLoss and ctc_loss."""
-    return name.replace("_", "").lower()
+def bare_name(name: str) -> str:
+    """What the names of a module and of its function have in common: of KLDivLoss and kl_div."""
+    return name.replace("_", "").lower().removesuffix("loss")
 
 
-@cache
-def _table() -> dict[str, str]:
-    return {_key(name): what for what, row in MISSING.items() for name in names(row)}
+_TABLE = {bare_name(name): what for what, row in MISSING.items() for name in names(row)}
 
 
 def _in_torch(name: str) -> str | None:
@@ -98,11 +96,9 @@ def advice(name: str) -> str:
     for module, called in MODULES.items():
         if name in sys.modules[module].__all__:
             return f"use {called}.{name}"
-    torchs, base = (
-        _in_torch(name),
-        name.removeprefix("Lazy").removesuffix("_with_indices"),
-    )
-    what = _table().get(_key(name)) or _table().get(_key(base), OTHERWISE)
+    torchs = _in_torch(name)
+    base = name.removeprefix("Lazy").removesuffix("_with_indices")
+    what = _TABLE.get(bare_name(name)) or _TABLE.get(bare_name(base), OTHERWISE)
     if name.startswith("_") or (torchs is None and "{torch}" in what):
         return ""
     base = base.removesuffix("_")

@@ -16,7 +16,7 @@ from torch import Size, Tensor
 
 from .calls import Args, Fn, Function, Kwargs
 
-Watcher = Callable[[Function, Function, Args, Kwargs], Any]
+Watcher = Callable[[Function, Function, Args, Kwargs], object]
 
 #: Functions (the watched function, its body, args, kwargs) -> result that make the call instead of
 #: the body; only the last is used. `unit_scaling.verify` and others see the functions that a model
@@ -43,7 +43,7 @@ def watched(body: Fn) -> Fn:
     space = "U." if ".ops." in body.__module__ else ""
 
     @functools.wraps(body)
-    def fn(*args: Any, **kwargs: Any) -> Any:
+    def fn(*args: object, **kwargs: object) -> object:
         try:
             if WATCHERS:
                 return WATCHERS[-1](fn, body, args, kwargs)
@@ -56,7 +56,7 @@ def watched(body: Fn) -> Fn:
 
 
 #: A type -> the method of all values that are accepted for it.
-_METHODS: dict[Any, str] = {
+_METHODS: dict[object, str] = {
     Tensor: "__torch_function__",
     int: "__index__",
     float: "__float__",
@@ -86,16 +86,16 @@ def check_arguments(
         return
     hints = get_type_hints(function)
     for argument, value in arguments.items():
-        hint = Any if argument == "constraint" else hints.get(argument, Any)
-        if not _fits(value, hint):
+        hint = hints.get(argument, object)
+        if argument != "constraint" and not _fits(value, hint):
             wanted = hint.__name__ if isinstance(hint, type) else hint
             got = f"{type(value).__name__} {short(value)}"
             raise TypeError(f"{name}: {argument} must be {wanted}, got {got}") from None
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     """Whether a value fits a type; True for unsupported types."""
-    kind = get_origin(hint) or hint
+    kind: Any = get_origin(hint) or hint
     if kind in (Union, types.UnionType):
         return any(_fits(value, choice) for choice in get_args(hint))
     if kind in _METHODS:

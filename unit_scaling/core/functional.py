@@ -49,12 +49,8 @@ def rms(
     >>> rms(torch.tensor([1.0, -7.0]))
     tensor(5.)
     """
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    mean = (
-        wide.square().mean()
-        if dims is None
-        else wide.square().mean(tuple(dims), keepdim)
-    )
+    squares = x.to(torch.promote_types(x.dtype, torch.float32)).square()
+    mean = squares.mean() if dims is None else squares.mean(tuple(dims), keepdim)
     return (mean + eps).sqrt().to(x.dtype)
 
 
@@ -136,6 +132,7 @@ def transformer_residual_scaling_rule(
         check_number(name, value)
         if not value >= 0:
             raise ValueError(f"{name} is at least 0, got {value!r}")
+    # The mean square of both weights is residual_mult**2 (u-muP, appendix G).
     mlp = residual_mult * math.sqrt(2 / (1 + residual_attn_ratio**2))
     attention = residual_attn_ratio * mlp
 

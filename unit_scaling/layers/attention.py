@@ -53,14 +53,13 @@ class MHSA(nn.Module):
                 f"heads must divide hidden_size {hidden_size}: got {heads}"
             )
         self.heads = heads
-        self.kv_heads = heads if kv_heads is None else kv_heads
+        self.kv_heads = heads
+        if kv_heads is not None:
+            self.kv_heads = kv_heads
         if self.kv_heads < 1 or heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads {heads}: got {kv_heads}")
-        self.dropout_p = dropout_p
-        self.is_causal = is_causal
-        self.mult = mult
-        self.rotary_base = rotary_base
-        self.context_length = context_length
+        self.dropout_p, self.is_causal, self.mult = dropout_p, is_causal, mult
+        self.rotary_base, self.context_length = rotary_base, context_length
         width = hidden_size // heads
         self.linear_qkv = Linear(hidden_size, (heads + 2 * self.kv_heads) * width)
         self.linear_o = Linear(hidden_size, hidden_size)
@@ -71,12 +70,14 @@ class MHSA(nn.Module):
         qkv = self.linear_qkv(input).unflatten(-1, (sum(groups), -1)).transpose(-3, -2)
         query, key, value = qkv.split(groups, dim=-3)
         if self.rotary_base is not None:
-            query, key = (U.rotary(t, base=self.rotary_base) for t in (query, key))
+            query = U.rotary(query, base=self.rotary_base)
+            key = U.rotary(key, base=self.rotary_base)
         attended = U.scaled_dot_product_attention(
             query,
             key,
             value,
-            dropout_p=self.dropout_p if self.training else 0.0,
+            # In training alone, unlike in 0.3.5.
+            dropout_p=self.dropout_p * self.training,
             is_causal=self.is_causal,
             mult=self.mult,
             enable_gqa=self.kv_heads != self.heads,
@@ -85,8 +86,10 @@ class MHSA(nn.Module):
         return self.linear_o(attended.transpose(-3, -2).flatten(-2))
 
     def extra_repr(self) -> str:
-        grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
-        return f"heads={self.heads}, is_causal={self.is_causal}{grouped}"
+        text = f"heads={self.heads}, is_causal={self.is_causal}"
+        if self.kv_heads != self.heads:
+            text += f", kv_heads={self.kv_heads}"
+        return text
 
 
 class MultiheadAttention(
@@ -142,16 +145,15 @@ class MultiheadAttention(
             raise ValueError(
                 "is_causal is a hint about attn_mask: give the mask as well"
             )
-        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        weights: Any = (
-            separate if self.in_proj_weight is None else (self.in_proj_weight,)
-        )
+        weights: Any = (self.in_proj_weight,)
+        if self.in_proj_weight is None:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         operands = (query, key, value, weights, self.in_proj_bias)
         q, k, v = self._heads(*projections(*operands, U.linear))
         mask = self._mask(q, k, attn_mask, key_padding_mask)
         # with padding, fewer keys than a causal mask shows: the rule counts them
         causal = is_causal and key_padding_mask is None
-        settings = (self.dropout if self.training else 0.0, causal, self.mult)
+        settings = (self.dropout * self.training, causal, self.mult)
         length = self.context_length
         probabilities = None
         if need_weights:
@@ -170,8 +172,10 @@ class MultiheadAttention(
             )
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if query.dim() == 2:
-            return out.squeeze(0), probabilities
-        return out if self.batch_first else out.transpose(0, 1), probabilities
+            out = out.squeeze(0)
+        elif not self.batch_first:
+            out = out.transpose(0, 1)
+        return out, probabilities
 
     def _heads(self, *tensors: Tensor) -> list[Tensor]:
         if tensors[0].dim() == 2:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..common.calls import Function
-from ..parameter import remember_tags, tag, tagged_parameters
+from ..parameter import remember_tags, set_tags, tagged_parameters
 
 __all__ = ["DepthModuleList", "DepthSequential"]
 
@@ -21,9 +21,10 @@ def _multiply_depth(root: nn.Module, old: int | None, new: int | None) -> None:
     """Replaces the factor ``old`` in the depth of every parameter in ``root`` by ``new``; None is
     no container."""
     for parameter, tags in tagged_parameters(root):
-        depth = (tags.mup_scaling_depth or 1) // (old or 1) * (new or 1)
-        inside = None if new is None and depth == 1 else depth
-        tag(parameter, *tags._replace(mup_scaling_depth=inside))
+        depth: int | None = (tags.mup_scaling_depth or 1) // (old or 1) * (new or 1)
+        if new is None and depth == 1:
+            depth = None
+        set_tags(parameter, tags._replace(mup_scaling_depth=depth))
     remember_tags(root)
 
 
@@ -51,7 +52,7 @@ class _DepthContainer(nn.Module):
         entries: list[Any] = list(self._modules.items())[index]
         if isinstance(self, nn.Sequential):
             return nn.Sequential(OrderedDict(entries))
-        return nn.ModuleList(module for _, module in entries)
+        return nn.ModuleList(dict(entries).values())
 
     def __iadd__(self, modules: Iterable[nn.Module]) -> Any:
         return self.extend(modules)  # type: ignore[operator]
@@ -60,7 +61,7 @@ class _DepthContainer(nn.Module):
 def _resizing(name: str) -> Function:
     """A method of torch's container that changes its size."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: object, **kwargs: object) -> object:
         self._set_factor(None)
         result = getattr(super(_DepthContainer, self), name)(*args, **kwargs)
         self._set_factor(max(len(self), 1))

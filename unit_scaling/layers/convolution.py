@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import functional as U
 from .scaled import Product
 
 __all__ = [
@@ -22,6 +21,7 @@ __all__ = [
 class _Convolution(Product):
     def forward(self: Any, input: Tensor) -> Any:
         """Pads ``input``, if not with zeros, and returns ``op`` of it."""
+        # torch pads such input in its forward; 0.3.5 pads it twice, to 66 for 64.
         run = super().forward if self.padding_mode == "zeros" else self.substituted
         return run(input)
 
@@ -34,7 +34,7 @@ class _Transposed(Product):
         return self.substituted(input, output_size)
 
 
-class Conv1d(_Convolution, nn.Conv1d, op=U.conv1d):
+class Conv1d(_Convolution, nn.Conv1d):
     """`unit_scaling.functional.conv1d` as a module.
 
     Input is (batch, in_channels, length) or (in_channels, length). Initial values, ``constraint``,
@@ -44,8 +44,8 @@ class Conv1d(_Convolution, nn.Conv1d, op=U.conv1d):
 
 
 # fmt: off
-class Conv2d(_Convolution, nn.Conv2d, op=U.conv2d): ...
-class Conv3d(_Convolution, nn.Conv3d, op=U.conv3d): ...
-class ConvTranspose1d(_Transposed, nn.ConvTranspose1d, op=U.conv_transpose1d): ...
-class ConvTranspose2d(_Transposed, nn.ConvTranspose2d, op=U.conv_transpose2d): ...
-class ConvTranspose3d(_Transposed, nn.ConvTranspose3d, op=U.conv_transpose3d): ...
+class Conv2d(_Convolution, nn.Conv2d): ...
+class Conv3d(_Convolution, nn.Conv3d): ...
+class ConvTranspose1d(_Transposed, nn.ConvTranspose1d): ...
+class ConvTranspose2d(_Transposed, nn.ConvTranspose2d): ...
+class ConvTranspose3d(_Transposed, nn.ConvTranspose3d): ...

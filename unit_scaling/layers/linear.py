@@ -16,7 +16,7 @@ from .scaled import Product
 __all__ = ["Linear", "LinearReadout"]
 
 
-class Linear(Product, nn.Linear, op=U.linear):
+class Linear(Product, nn.Linear):
     """`unit_scaling.functional.linear` as a module.
 
     Input is (..., in_features), output (..., out_features). The weight (out_features, in_features)

@@ -25,7 +25,7 @@ class _Recurrent(Normal):
     forward = Normal.substituted
 
 
-class LSTM(_Recurrent, nn.LSTM, op=U.lstm, like=_LAYER):
+class LSTM(_Recurrent, nn.LSTM, like=_LAYER):
     """`unit_scaling.functional.lstm` as a module: `torch.nn.LSTM` with weights at unit scale.
 
     Arguments, input, states and results are those of torch, without ``proj_size``. Weights are
@@ -35,5 +35,5 @@ class LSTM(_Recurrent, nn.LSTM, op=U.lstm, like=_LAYER):
 
 
 # fmt: off
-class GRU(_Recurrent, nn.GRU, op=U.gru, like=_LAYER): ...
+class GRU(_Recurrent, nn.GRU, like=_LAYER): ...
 class RNN(_Recurrent, nn.RNN, op=U.rnn_tanh, like=[*_LAYER[:3], _NONLINEARITY, *_LAYER[3:]]): ...

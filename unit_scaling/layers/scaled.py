@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .. import functional
 from ..common.calls import Args, Function, Kwargs
+from ..common.missing import bare_name
 from ..constraints import checked_constraint
 from ..parameter import MupType, TaggedModule
 from ..rules.table import find_op
@@ -25,9 +27,11 @@ WEIGHT_MUP_TYPE = MULT.replace(
 
 _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
+_FUNCTIONS = {bare_name(name): vars(functional)[name] for name in functional.__all__}
+
 
 class Scaled(nn.Module):
-    """Makes torch's module call ``op``: ``class Dropout1d(Scaled, nn.Dropout1d, op=U.dropout1d)``.
+    """Makes torch's module call ``op``: ``class Dropout1d(Scaled, nn.Dropout1d)``.
 
     The constructor has torch's arguments and the ``mult`` and ``constraint`` of ``op``, which
     become attributes. Attributes that are named like an argument of ``op`` are passed to it.
@@ -50,9 +54,13 @@ class Scaled(nn.Module):
         like: Sequence[Parameter] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Sets the signature of the class. like: torch's arguments, by default those of the last
-        base class."""
+        """Sets the signature of the class. op: by default the function of its name, for a class of
+        torch. like: torch's arguments, by default those of the last base class."""
         super().__init_subclass__(**kwargs)
+        base: Any = cls.__bases__[-1]
+        if base.__module__.startswith("torch."):
+            name = bare_name(cls.__name__)
+            op = op or _FUNCTIONS.get(name, _FUNCTIONS.get(name[:-2]))
         if op is None:
             if "__init__" in vars(cls):
                 _, *parameters = signature(cls.__init__).parameters.values()
@@ -63,23 +71,18 @@ class Scaled(nn.Module):
             cls.__doc__ or f"`unit_scaling.functional.{op.__name__}` as a module."
         )
         known = signature(op).parameters
-        base: Any = cls.__bases__[-1]
-        cls._ours = tuple(
-            p for p in cls._ours if p.name in known or p is WEIGHT_MUP_TYPE
-        )
-        names = [p.name for p in cls._ours]
+        ours = [p for p in cls._ours if p.name in known or p is WEIGHT_MUP_TYPE]
+        cls._ours = tuple(ours)
+        names = [p.name for p in ours]
         theirs = [
             p
             for p in like or signature(base).parameters.values()
             if p.kind not in _VARIABLE and p.name not in names
         ]
-        both = [*theirs, *cls._ours]
-        if cls._leads:
-            both = [*cls._ours, *theirs]
-        parameters = [
-            p.replace(default=cls._defaults.get(p.name, p.default)) for p in both
-        ]
-        cls._arguments = Signature(parameters)
+        both = ours + theirs if cls._leads else theirs + ours
+        cls._arguments = Signature(
+            [p.replace(default=cls._defaults.get(p.name, p.default)) for p in both]
+        )
         cls.__signature__ = cls._arguments  # type: ignore[attr-defined]
         if cls.forward in (Scaled.forward, Weighted.substituted):
             cls.forward = _with_signature(base.forward, cls.forward)  # type: ignore[method-assign]
@@ -89,11 +92,9 @@ class Scaled(nn.Module):
         bound.apply_defaults()
         arguments = bound.arguments
         ours = {p.name: arguments.pop(p.name) for p in self._ours}
+        checked_constraint(ours.get("constraint"))
         super().__init__(**arguments)
-        for name, value in ours.items():
-            setattr(
-                self, name, checked_constraint(value) if name == "constraint" else value
-            )
+        vars(self).update(ours)
         of_op = signature(self.op).parameters
         self._settings = tuple(name for name in of_op if hasattr(self, name))
         self._places = tuple(
@@ -113,7 +114,7 @@ class Scaled(nn.Module):
 
 def _with_signature(theirs: Function, ours: Function) -> Function:
     @wraps(theirs)
-    def forward(self: Scaled, *inputs: Any, **named: Any) -> Any:
+    def forward(self: Scaled, *inputs: object, **named: object) -> object:
         return ours(self, *inputs, **named)
 
     return forward
@@ -130,12 +131,16 @@ class _Substitute(TorchFunctionMode):
         self.file, self.settings = file, settings
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Args = (), kwargs: Any = None
-    ) -> Any:
-        op = find_op(func)
+        self,
+        func: Function,
+        types: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> object:
+        op, kwargs = find_op(func), kwargs or {}
         if op is None or op.fn.__module__ != self.file:
-            return func(*args, **(kwargs or {}))
-        return op.call(args, kwargs or {}, func=func, **self.settings)
+            return func(*args, **kwargs)
+        return op.call(args, kwargs, func=func, **self.settings)
 
 
 class Activation(Scaled):

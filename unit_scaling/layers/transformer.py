@@ -64,9 +64,7 @@ class TransformerLayer(nn.Module):
         **attention: Any,
     ) -> None:
         super().__init__()
-        self.dropout_p = dropout_p
-        self.mhsa_tau = mhsa_tau
-        self.mlp_tau = mlp_tau
+        self.dropout_p, self.mhsa_tau, self.mlp_tau = dropout_p, mhsa_tau, mlp_tau
         self.mhsa_norm = RMSNorm(hidden_size)
         self.mhsa = MHSA(hidden_size, heads, is_causal, dropout_p, **attention)
         self.mlp_norm = RMSNorm(hidden_size)
@@ -96,13 +94,13 @@ class TransformerStack(DepthSequential):
         residual_scaling: ResidualScalingFn = transformer_residual_scaling_rule(),  # noqa: B008
         **kwargs: Any,
     ) -> None:
-        branches = 2 * layers
         self.keeps_rates = getattr(residual_scaling, "keeps_rates", False)
-        taus = [residual_scaling(index, branches) for index in range(branches)]
-        pairs = zip(taus[::2], taus[1::2], strict=True)
-        super().__init__(
-            *(TransformerLayer(**kwargs, mhsa_tau=a, mlp_tau=m) for a, m in pairs)
-        )
+        taus = [residual_scaling(index, 2 * layers) for index in range(2 * layers)]
+        parts = []
+        for mhsa_tau, mlp_tau in zip(taus[::2], taus[1::2], strict=True):
+            layer = TransformerLayer(**kwargs, mhsa_tau=mhsa_tau, mlp_tau=mlp_tau)
+            parts.append(layer)
+        super().__init__(*parts)
 
 
 class TransformerDecoder(nn.Sequential):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.calls import Function, Kwargs
+from ..common.calls import Function
 from ..core.functional import logarithmic_interpolation
 from ..rules.elementwise import elementwise_scales
 from ..rules.table import Scales, row, tie
@@ -64,27 +64,27 @@ Args:
 
 
 def _activation(
-    name: str,
     fn: Callable[..., Tensor],
-    settings: Kwargs | None = None,
-    *,
     rule: Callable[[float, str | None], Scales] | None = None,
     replaces: Sequence[Function] | None = None,
+    name: str = "",
+    **theirs: object,
 ) -> Callable[..., Tensor]:
-    """Adds the row of an elementwise function. settings: the arguments of ``fn`` after the first,
-    and their defaults. rule: by default the factors are computed from ``fn``."""
-    theirs = settings or {}
+    """Adds the row of an elementwise function. rule: by default the factors are computed from
+    ``fn``. name: by default that of ``fn``. theirs: the arguments of ``fn`` after the first, and
+    their defaults."""
 
     def computed(
         mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any
     ) -> Scales:
         return elementwise_scales(fn, (), named, mult, constraint)
 
-    described(computed, f"{name}_scales", _RULE.format(name=name), {**_OURS, **theirs})
-    about = _DOCUMENTATION.format(
-        name=name, arguments=", ".join(["mult * input", *theirs])
-    )
-    settings = {**_OURS, **theirs, "inplace": False}
+    name = name or fn.__name__.strip("_")
+    settings = {**_OURS, **theirs}
+    described(computed, f"{name}_scales", _RULE.format(name=name), settings)
+    arguments = ", ".join(["mult * input", *theirs])
+    about = _DOCUMENTATION.format(name=name, arguments=arguments)
+    settings["inplace"] = False
     return unary(fn, rule or computed, about, settings, name=name, replaces=replaces)
 
 
@@ -92,18 +92,19 @@ def gelu_scales(
     mult: float = 1.0, constraint: str | None = "to_output_scale"
 ) -> Scales:
     """Interpolated between x/2 and relu; fitted weights 1/4 and 1/4."""
-    output = _gated_scale(1 / 4, mult, _RELU_STD)
-    return tie(
-        constraint, output=output, input=_gated_scale(1 / 4, mult, _RELU_GRAD_RMS)
-    )
+    return _between_half_and_relu(mult, constraint, 1 / 4)
 
 
 def silu_scales(
     mult: float = 1.0, constraint: str | None = "to_output_scale"
 ) -> Scales:
     """Interpolated between x/2 and relu; fitted weights 1/4 and 1."""
+    return _between_half_and_relu(mult, constraint, 1)
+
+
+def _between_half_and_relu(mult: float, constraint: str | None, fit: float) -> Scales:
     output = _gated_scale(1 / 4, mult, _RELU_STD)
-    return tie(constraint, output=output, input=_gated_scale(1, mult, _RELU_GRAD_RMS))
+    return tie(constraint, output=output, input=_gated_scale(fit, mult, _RELU_GRAD_RMS))
 
 
 def _relu_squared(input: Tensor) -> Tensor:
@@ -111,30 +112,30 @@ def _relu_squared(input: Tensor) -> Tensor:
     return torch.relu(input).square()
 
 
-abs = _activation("abs", torch.abs, replaces=spellings("abs", "absolute"))
-cos = _activation("cos", torch.cos)
-elu = _activation("elu", F.elu, {"alpha": 1.0})
-erf = _activation("erf", torch.erf)
-exp = _activation("exp", torch.exp)
-gelu = _activation("gelu", F.gelu, {"approximate": "none"}, rule=gelu_scales)
-hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
-hardswish = _activation("hardswish", F.hardswish)
-hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0})
-leaky_relu = _activation("leaky_relu", F.leaky_relu, {"negative_slope": 0.01})
+abs = _activation(torch.abs, replaces=spellings("abs", "absolute"))
+cos = _activation(torch.cos)
+elu = _activation(F.elu, alpha=1.0)
+erf = _activation(torch.erf)
+exp = _activation(torch.exp)
+gelu = _activation(F.gelu, gelu_scales, approximate="none")
+hardsigmoid = _activation(F.hardsigmoid)
+hardswish = _activation(F.hardswish)
+hardtanh = _activation(F.hardtanh, min_val=-1.0, max_val=1.0)
+leaky_relu = _activation(F.leaky_relu, negative_slope=0.01)
 # Losses use log-probabilities, so the transform does not scale them.
-logsigmoid = _activation("logsigmoid", F.logsigmoid, replaces=())
-mish = _activation("mish", F.mish)
-relu = _activation("relu", torch.relu)
-relu6 = _activation("relu6", F.relu6)
-relu_squared = _activation("relu_squared", _relu_squared, replaces=())
-selu = _activation("selu", F.selu)
-sigmoid = _activation("sigmoid", torch.sigmoid, replaces=spellings("sigmoid", "expit"))
-silu = _activation("silu", F.silu, rule=silu_scales)
-sin = _activation("sin", torch.sin)
-softplus = _activation("softplus", F.softplus, {"beta": 1.0, "threshold": 20.0})
-softsign = _activation("softsign", F.softsign)
-square = _activation("square", torch.square)
-tanh = _activation("tanh", torch.tanh)
+logsigmoid = _activation(F.logsigmoid, replaces=(), name="logsigmoid")
+mish = _activation(F.mish)
+relu = _activation(torch.relu)
+relu6 = _activation(F.relu6)
+relu_squared = _activation(_relu_squared, replaces=())
+selu = _activation(F.selu)
+sigmoid = _activation(torch.sigmoid, replaces=spellings("sigmoid", "expit"))
+silu = _activation(F.silu, silu_scales)
+sin = _activation(torch.sin)
+softplus = _activation(F.softplus, beta=1.0, threshold=20.0)
+softsign = _activation(F.softsign)
+square = _activation(torch.square)
+tanh = _activation(torch.tanh)
 
 
 # Gated units: a value times an activation of another one. The gradients of both are tied.
@@ -215,9 +216,9 @@ glu = unary(
 
 def _softmax_dim(input: Tensor, dim: int | None) -> int:
     """The dimension, with the default of `torch.nn.functional.softmax`."""
-    if dim is not None:
-        return dim
-    return 0 if input.ndim in (0, 1, 3) else 1
+    if dim is None:
+        return int(input.ndim not in (0, 1, 3))
+    return dim
 
 
 def softmax_scales(

@@ -28,7 +28,12 @@ def shares(*operands: Tensor) -> list[float]:
     return [float(((t.numel() or 1) / size) ** 0.5) for t in operands]
 
 
-def _binary(fn: Callable[..., Tensor], input: Any, other: Any, s: Scales) -> Tensor:
+def _binary(
+    fn: Callable[..., Tensor],
+    input: Any,
+    other: Any,
+    s: Scales,
+) -> Tensor:
     """``fn(input, other)`` with the factors of ``s``, which are 1 for numbers; one pass if those of
     the operands are equal."""
     if s["input"] == s["other"]:
@@ -56,13 +61,11 @@ def add_scales(
     first, second, number = 1.0, 1.0, False
     if input.shape != other.shape:
         first, second = shares(input, other)
-        number = (
-            max(input.numel(), other.numel()) > 1 == min(input.numel(), other.numel())
-        )
+        sizes = (input.numel(), other.numel())
+        number = max(sizes) > 1 == min(sizes)
     output = 1.0 if number else (1 + alpha * alpha) ** -0.5
-    return tie(
-        constraint, output=output, input=first, other=second / (abs(alpha) or 1.0)
-    )
+    second /= abs(alpha) or 1.0
+    return tie(constraint, output=output, input=first, other=second)
 
 
 def _is_float(value: Number) -> TypeGuard[Tensor]:
@@ -212,6 +215,7 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
             in `residual_add`, which ends the branch.
     """
     branch, skip = _weights(tau)
+    # Where the branch begins, as in 0.3.5: gradients inside of it have RMS 1.
     return scale_each(input, 1.0, branch), scale_each(input, 1.0, skip)
 
 

@@ -22,10 +22,13 @@ torch.finfo(dtype).min, or the -1e4 and -1e9 of older models."""
 def _mean_square(length: int, is_causal: bool) -> float:
     """The mean square of a uniform average of uncorrelated rows: of all, or of those so far if
     causal, about log(length)/length."""
+    # log(1) is 0: unit-scaling 0.3.5 refuses a prompt of one token.
     if length <= 1:
         return 1.0
-    # log2, which stays symbolic in a graph; with log, each length would be compiled
-    return (math.log2(length) * math.log(2) if is_causal else 1.0) / length
+    if is_causal:
+        # log2, which stays symbolic in a graph; with log, each length would be compiled
+        return math.log2(length) * math.log(2) / length
+    return 1.0 / length
 
 
 def _masked_mean_square(mask: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
@@ -36,7 +39,9 @@ def _masked_mean_square(mask: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
     A finite bias is a logit, which a model may learn; a factor that depends on it would add a term
     to its gradient.
     """
-    shown = mask.detach() if mask.dtype == torch.bool else mask.detach() > HIDDEN
+    shown = mask.detach()
+    if mask.dtype != torch.bool:
+        shown = shown > HIDDEN
     seen = shown.expand(*mask.shape[:-1], keys).sum(-1, dtype=dtype)
     sees = seen > 0
     mean = (sees / seen.clamp(min=1)).sum() / sees.sum().clamp(min=1)
@@ -45,9 +50,8 @@ def _masked_mean_square(mask: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
         return mean
     # u-muP, and unit-scaling 0.3.5 for is_causal, approximate the sum of 1/n up to keys, which is
     # about log(keys) + 0.58, by the logarithm: a causal mask has the factor of is_causal.
-    causal = (
-        seen == torch.ones_like(seen).cumsum(-1)
-    ).all()  # not arange: it is no DTensor
+    ordinal = torch.ones_like(seen).cumsum(-1)  # not arange: it is no DTensor
+    causal = (seen == ordinal).all()
     return torch.where(causal, _mean_square(keys, True), mean)
 
 
@@ -69,9 +73,13 @@ def scaled_dot_product_attention_scales(
     is_causal or context_length gives that number. Source: u-muP, arXiv 2407.17465, appendix B.
     """
     width = query.shape[-1]
-    length = value.shape[-2] if context_length is None else context_length
-    std = mult * (1 / width if scale is None else scale) * math.sqrt(width)
+    length = value.shape[-2]
+    if scale is None:
+        scale = 1 / width
+    std = mult * scale * math.sqrt(width)
     alpha = 1 / (1 + 4 / std**2) if std else 0.0
+    if context_length is not None:
+        length = context_length
     average: Any = _mean_square(length, is_causal)
     if attn_mask is not None and not is_causal and context_length is None:
         dtype = torch.promote_types(value.dtype, torch.float32)
@@ -119,12 +127,15 @@ def scaled_dot_product_attention(
     """
     if context_length is not None and context_length < 1:
         raise ValueError(f"context_length must be 1 or more, got {context_length}")
+    if scale is None:
+        scale = 1 / query.shape[-1]
     settings = (dropout_p, is_causal, mult, scale, context_length)
     s = scaled_dot_product_attention_scales(query, value, *settings)
-    temperature = mult * (1 / query.shape[-1] if scale is None else scale)
-    options = (dropout_p, is_causal and attn_mask is None, temperature, enable_gqa)
+    options = (dropout_p, is_causal and attn_mask is None, mult * scale, enable_gqa)
     fused = is_fused(query, key, value, attn_mask, dropout_p, enable_gqa)
-    grad_scale = None if fused else _score_grad_scale(s, value, context_length)
+    grad_scale = None
+    if not fused:
+        grad_scale = _score_grad_scale(s, value, context_length)
     mask = _divided(attn_mask, grad_scale)
     output = attention(
         query, key, value, mask, *options, unit=True, grad_scale=grad_scale
@@ -145,21 +156,18 @@ def _score_grad_scale(s: Scales, value: Tensor, context_length: int | None) -> f
     """The power of two that brings the gradient of the scores to about the RMS of the output's: P *
     (G @ value.T), less its mean, with P the probabilities, whose mean square times the number of
     keys s["output"] brings to 1, and G the gradient. A number: s is that of no mask."""
-    keys = value.shape[-2] if context_length is None else context_length
-    ratio = math.sqrt(max(1, value.shape[-1]) / max(1, keys)) / s["output"]
+    keys, width = value.shape[-2:]
+    if context_length is not None:
+        keys = context_length
+    ratio = math.sqrt(max(1, width) / max(1, keys)) / s["output"]
     return 2.0 ** -round(math.log2(ratio))
 
 
 def _divided(mask: Tensor | None, grad_scale: float | None) -> Tensor | None:
     """``mask``, whose gradient is that of the scores without ``grad_scale``."""
-    if (
-        grad_scale is None
-        or grad_scale == 1.0
-        or mask is None
-        or not mask.requires_grad
-    ):
-        return mask
-    return scale_bwd(mask, 1 / grad_scale)
+    if mask is not None and mask.requires_grad and grad_scale not in (None, 1.0):
+        return scale_bwd(mask, 1 / grad_scale)
+    return mask
 
 
 def attention_with_weights(
@@ -179,12 +187,13 @@ def attention_with_weights(
     grad_scale = _score_grad_scale(s, value, context_length)
     options = (dropout_p, False, mult / query.shape[-1])
     mask = _divided(attn_mask, grad_scale)
-    how: Any = {"unit": True, "grad_scale": grad_scale}
-    output, weights = by_products(query, key, value, mask, *options, **how)
-    s = scaled_dot_product_attention_scales(query, value, *settings, attn_mask)
-    return _scaled(output, s), weights if grad_scale == 1.0 else scale_bwd(
-        weights, grad_scale
+    output, weights = by_products(
+        query, key, value, mask, *options, unit=True, grad_scale=grad_scale
     )
+    s = scaled_dot_product_attention_scales(query, value, *settings, attn_mask)
+    if grad_scale != 1.0:
+        weights = scale_bwd(weights, grad_scale)
+    return _scaled(output, s), weights
 
 
 def rotary_scales() -> Scales:
@@ -217,7 +226,8 @@ def rotary(
         positions = torch.arange(length, device=input.device)
     exponents = torch.arange(0, width, 2, device=input.device, dtype=dtype) / width
     angles = positions.to(dtype).unsqueeze(-1) * base**-exponents
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     first, second = input.to(dtype).chunk(2, dim=-1)
     rotated = torch.cat(
         (first * cos - second * sin, second * cos + first * sin), dim=-1

@@ -12,21 +12,23 @@ from torch.nn import functional as F
 
 from fp8.products.convolution import conv, conv_transpose
 
+from ..common.calls import T
 from ..rules.batch import row_scale
 from ..rules.table import Scales, row, tie
 from ..scale import scale_each
-from .generated import REQUIRED, by_name, defaults_of, described
+from .generated import CONSTRAINT, REQUIRED, by_name, defaults_of, described
 from .products import SQRT, ScalePower, inverse
 
 Ints = int | Sequence[int]
 
 
-def each(value: Ints, dims: int) -> list[int]:
-    """One setting for each dimension; a number applies to all."""
-    values = [value] if isinstance(value, int) else list(value)
-    if len(values) == 1:
-        return values * dims
-    return values
+def each(value: T | Sequence[T], dims: int) -> list[T]:
+    """One setting for each dimension; one that is no sequence applies to all."""
+    if not isinstance(value, Sequence):
+        return [value] * dims
+    if len(value) == 1:
+        return [*value] * dims
+    return [*value]
 
 
 def conv_scales(
@@ -48,24 +50,21 @@ def conv_scales(
     """
     fan_out, fan_in, *kernel = weight.shape
     dims = len(kernel)
-    pads = each(0 if isinstance(padding, str) else padding, dims)
-    sizes = (
-        input.shape[-dims:],
-        kernel,
-        each(stride, dims),
-        pads,
-        each(dilation, dims),
-    )
-    positions, uses = [], []
-    for length, k, step, pad, gap in zip(*sizes, strict=True):
-        room = (
-            length
-            if padding == "same"
-            else (length + 2 * pad - gap * (k - 1) - 1) // step + 1
-        )
+    pads = padding
+    if isinstance(pads, str):
+        pads = 0
+    settings = [each(setting, dims) for setting in (stride, pads, dilation)]
+    positions = []
+    uses = []
+    for length, k, step, pad, gap in zip(
+        input.shape[-dims:], kernel, *settings, strict=True
+    ):
+        room = (length + 2 * pad - gap * (k - 1) - 1) // step + 1
+        if padding == "same":
+            room = length
         positions.append(max(room, 1))  # not 0, which is divided by
         uses.append(k * min(1 / step, positions[-1] / max(length, 1)))
-    batch = input.shape[0] if input.ndim == dims + 2 else 1
+    batch = math.prod(input.shape[: -dims - 1])
     grad = row_scale(batch * math.prod(positions), scale_power[2])
     tied = tie(
         constraint,
@@ -91,7 +90,7 @@ def conv_transpose_scales(
     fan_in, out, *kernel = weight.shape
     dims = len(kernel)
     taps = math.prod(kernel)
-    batch = input.shape[0] if input.ndim == dims + 2 else 1
+    batch = math.prod(input.shape[: -dims - 1])
     grad = row_scale(batch * math.prod(input.shape[-dims:]), scale_power[2])
     steps = math.prod(each(stride, dims))
     tied = tie(
@@ -118,18 +117,26 @@ def _convolution(dims: int, transposed: bool = False) -> Callable[..., Tensor]:
     """Adds the row of a convolution."""
     fn: Callable[..., Tensor] = conv
     rule: Callable[..., Scales] = conv_scales
-    name, weight_has = f"conv{dims}d", "out, in / groups"
+    name = f"conv{dims}d"
+    weight_has = "out, in / groups"
     if transposed:
-        fn, rule = conv_transpose, conv_transpose_scales
-        name, weight_has = f"conv_transpose{dims}d", "in, out / groups"
-    kernel_has = ("input", "weight", "scales", "unit")
-    settings = {
-        key: value for key, value in defaults_of(fn).items() if key not in kernel_has
-    }
-    settings |= {"constraint": "to_output_scale", "scale_power": SQRT}
-    names, read = tuple(settings), tuple(signature(rule).parameters)[2:]
+        fn = conv_transpose
+        rule = conv_transpose_scales
+        name = f"conv_transpose{dims}d"
+        weight_has = "in, out / groups"
+    settings = defaults_of(fn)
+    for ours in ("input", "weight", "scales", "unit"):
+        del settings[ours]
+    settings |= {**CONSTRAINT, "scale_power": SQRT}
+    names = tuple(settings)
+    read = tuple(signature(rule).parameters)[2:]
 
-    def op(input: Tensor, weight: Tensor, *args: Any, **named: Any) -> Tensor:
+    def op(
+        input: Tensor,
+        weight: Tensor,
+        *args: Any,
+        **named: Any,
+    ) -> Tensor:
         theirs = by_name(name, names, args, named)
         s = rule(input, weight, **{key: theirs[key] for key in read if key in theirs})
         bias = theirs.pop("bias", None)

@@ -12,6 +12,7 @@ from .generated import unary
 
 def dropout_scales(p: float = 0.5, training: bool = True) -> Scales:
     """Zeroing a fraction p and dividing by 1 - p multiplies the RMS by 1/sqrt(1 - p)."""
+    # No dropout in evaluation, no factor: 0.3.5 has 0.7 there for p = 0.5.
     scale = math.sqrt(1 - p) if training and p < 1 else 1.0
     return {"output": scale, "input": scale}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator as operators
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature, signature
+from itertools import product
 from typing import Any, get_type_hints
 
 import torch
@@ -18,6 +19,8 @@ from ..scale import scale_output, written_to
 
 #: Stands for the default of an argument without a default.
 REQUIRED: Any = Parameter.empty
+
+_KIND = Parameter.POSITIONAL_OR_KEYWORD
 
 #: The arguments of every op with a constraint, after torch's.
 CONSTRAINT = {"constraint": "to_output_scale"}
@@ -37,17 +40,15 @@ def described(
     """
     function.__name__ = function.__qualname__ = name
     function.__doc__ = documentation
-    hints = {
-        key: hint for other in of_types for key, hint in get_type_hints(other).items()
-    }
+    hints: Kwargs = {}
+    for other in of_types:
+        hints.update(get_type_hints(other))
     function.__annotations__ = {key: hints[key] for key in arguments if key in hints}
-    kind = Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [
-        Parameter(
-            key, kind, default=default, annotation=hints.get(key, Parameter.empty)
-        )
-        for key, default in arguments.items()
-    ]
+    parameters = []
+    for key, default in arguments.items():
+        hint = hints.get(key, Parameter.empty)
+        parameter = Parameter(key, _KIND, default=default, annotation=hint)
+        parameters.append(parameter)
     function.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return function
 
@@ -57,7 +58,12 @@ def defaults_of(function: Function) -> Kwargs:
     return {p.name: p.default for p in signature(function).parameters.values()}
 
 
-def by_name(name: str, names: Sequence[str], args: Args, named: Kwargs) -> Kwargs:
+def by_name(
+    name: str,
+    names: Sequence[str],
+    args: Args,
+    named: Kwargs,
+) -> Kwargs:
     """The arguments of a call, after an input, by name, without their defaults."""
     if len(args) > len(names):
         raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
@@ -66,14 +72,15 @@ def by_name(name: str, names: Sequence[str], args: Args, named: Kwargs) -> Kwarg
 
 def spellings(*names: str, operator: str = "") -> list[Function]:
     """Every torch function of these names, in place (with _) or not, and Python's operators."""
+    # A model may use any of them: 0.3.5 leaves torch.relu and x.softmax() unscaled, silently.
     spaces = (functional, torch, Tensor, torch.special)
-    spelled = [
-        (space, name + mark) for mark in ("", "_") for name in names for space in spaces
-    ]
+    all_names = [*names, *(f"{name}_" for name in names)]
+    spelled = list(product(all_names, spaces))
     if operator:
-        spelled += [(Tensor, f"__{mark}{operator}__") for mark in ("", "i")]
-        spelled += [(operators, mark + operator) for mark in ("", "i")]
-    return [getattr(space, name) for space, name in spelled if hasattr(space, name)]
+        of_tensor = [f"__{operator}__", f"__i{operator}__"]
+        spelled += product(of_tensor, [Tensor])
+        spelled += product([operator, f"i{operator}"], [operators])
+    return [getattr(space, name) for name, space in spelled if hasattr(space, name)]
 
 
 def unary(
@@ -94,32 +101,45 @@ def unary(
     "inplace" (the result is written into ``input``). replaces: by default the `spellings`.
     """
     name = name or fn.__name__
-    first, *others = signature(rule).parameters
-    reads_input, read = first == "input", (first, *others)
+    read = tuple(signature(rule).parameters)
+    reads_input = "input" in read
     names = tuple(settings)
     defaults = {key: value for key, value in settings.items() if value is not REQUIRED}
 
     def op(input: Tensor, *args: Any, **named: Any) -> Any:
-        mult, inplace, factors, theirs = 1.0, False, {}, {}
+        mult = 1.0
+        inplace = False
+        factors = {}
+        theirs = {}
         if args or named:
             theirs = {**defaults, **by_name(name, names, args, named)}
             theirs = {key: specialised(value) for key, value in theirs.items()}
             factors = {key: theirs[key] for key in read if key in theirs}
-            mult, inplace = theirs.pop("mult", 1.0), theirs.pop("inplace", False)
+            mult = theirs.pop("mult", 1.0)
+            inplace = theirs.pop("inplace", False)
             theirs.pop("constraint", None)
         if not (input.dtype.is_floating_point or input.dtype.is_complex):
             return written_to(input if inplace else None, fn(input, **theirs))
-        s = rule(input, **factors) if reads_input else rule(**factors)
-        x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
-        output = fn(x if mult == 1.0 else x * mult, **theirs)
-        values = output[0] if isinstance(output, tuple) else output
-        scaled = scale_output(values, s["output"] / mult, s["input"] / mult)
+        if reads_input:
+            factors["input"] = input
+        s = rule(**factors)
+        scales = (s["output"] / mult, s["input"] / mult)
+        x = input
+        if mult != 1.0:
+            x = input * mult
+        elif inplace:
+            x = input.clone()  # autograd may save it
+        output = fn(x, **theirs)
         if isinstance(output, tuple):
-            return (scaled, *output[1:])
+            values, indices = output
+            return scale_output(values, *scales), indices
+        output = scale_output(output, *scales)
         if inplace:
-            return input.copy_(scaled)
-        return scaled
+            return input.copy_(output)
+        return output
 
+    if replaces is None:
+        replaces = spellings(name)
     described(op, name, about, {"input": REQUIRED, **settings}, op, fn, rule)
     op.__module__ = rule.__module__
-    return row(rule, replaces=spellings(name) if replaces is None else replaces)(op)
+    return row(rule, replaces=replaces)(op)

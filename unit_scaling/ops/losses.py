@@ -36,7 +36,8 @@ def _loss_row(
 ) -> Callable[P, Tensor]:
     """Adds a loss to `OPS`, with the name, arguments and value of torch's loss ``theirs``, and the
     gradients of the sum over examples, times the factors of ``rule``."""
-    arguments, read = signature(theirs), signature(rule).parameters
+    arguments = signature(theirs)
+    read = signature(rule).parameters
 
     @wraps(theirs)
     def loss(*args: P.args, **kwargs: P.kwargs) -> Tensor:
@@ -56,35 +57,36 @@ def _unit_loss(
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> Tensor:
     kind = arguments.pop("reduction", "mean")
-    size_average, reduce = (
-        arguments.pop("size_average", None),
-        arguments.pop("reduce", None),
-    )
+    size_average = arguments.pop("size_average", None)
+    reduce = arguments.pop("reduce", None)
     if reduce is False:
         kind = "none"
-    elif size_average is not None or reduce is not None:
-        kind = "sum" if size_average is False else "mean"
+    elif size_average is False:
+        kind = "sum"
+    elif size_average or reduce:
+        kind = "mean"
     elif kind not in allowed:  # compiled code guards on a call
         check_name("reduction", kind, allowed)
     _, scale, *others = s.values()
     if any(other != scale for other in others):
         scaled = {n: scale_each(arguments[n], 1.0, s[n]) for n in s if n != "output"}
-        arguments, scale = {**arguments, **scaled}, 1.0
+        arguments = {**arguments, **scaled}
+        scale = 1.0
     if kind in ("none", "sum"):
         return scale_each(loss(**arguments, reduction=kind), 1.0, scale)
     total = loss(**arguments, reduction="sum")
-    constants = {
-        k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()
-    }
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            arguments[name] = value.detach()
+    # torch's own mean: with 75 % of examples ignored, 0.3.5 has a quarter of the loss.
     with torch.no_grad():
-        value = loss(**constants, reduction=kind)
+        value = loss(**arguments, reduction=kind)
     return value_with_gradient(value, total, scale)
 
 
-def _class_dim(input: Tensor) -> int:
-    if input.ndim == 1:
-        return 0
-    return 1
+def _classes(input: Tensor) -> int:
+    """The number of classes: the size of the only dimension, or of the second."""
+    return math.prod(input.shape[:2][-1:])
 
 
 def cross_entropy_scales(input: Tensor, label_smoothing: float = 0.0) -> Scales:
@@ -92,12 +94,13 @@ def cross_entropy_scales(input: Tensor, label_smoothing: float = 0.0) -> Scales:
 
     Its RMS over V classes is sqrt(V - 1)/V; label smoothing multiplies it by 1 - label_smoothing.
     """
-    classes = input.shape[_class_dim(input)] if input.ndim else 1
-    scale = classes / math.sqrt(classes - 1) if classes > 1 else 1.0
-    return {
-        "output": 1.0,
-        "input": scale / (1 - label_smoothing) if label_smoothing < 1 else scale,
-    }
+    classes = _classes(input)
+    scale = 1.0
+    if classes > 1:
+        scale = classes / math.sqrt(classes - 1)
+    if label_smoothing < 1:
+        scale /= 1 - label_smoothing
+    return {"output": 1.0, "input": scale}
 
 
 @row(cross_entropy_scales, replaces=(F.cross_entropy,))
@@ -125,9 +128,12 @@ def cross_entropy(
     Raises:
         ValueError: the reduction is unknown.
     """
-    scale = cross_entropy_scales(input, label_smoothing)["input"]
-    logits = input if mult == 1.0 else input * mult
+    s = cross_entropy_scales(input, label_smoothing)
+    if mult != 1.0:
+        input = input * mult
+        s["input"] /= mult or 1.0
     arguments: Kwargs = {
+        "input": input,
         "target": target,
         "weight": weight,
         "size_average": size_average,
@@ -135,19 +141,17 @@ def cross_entropy(
         "reduce": reduce,
         "reduction": reduction,
     }
-    s = {"output": 1.0, "input": scale / mult if mult else scale}
     if target.dtype.is_floating_point or label_smoothing:
-        arguments |= {"input": logits, "label_smoothing": label_smoothing}
+        arguments["label_smoothing"] = label_smoothing
         return _unit_loss(F.cross_entropy, arguments, s)
     # As F.cross_entropy; value and sum share the softmax.
-    arguments["input"] = F.log_softmax(logits, _class_dim(logits))
+    arguments["input"] = F.log_softmax(input, int(input.ndim != 1))
     return _unit_loss(F.nll_loss, arguments, s)
 
 
 def nll_loss_scales(input: Tensor) -> Scales:
     """The gradient of log-probabilities is -1 for the target class and 0 for others."""
-    classes = input.shape[_class_dim(input)] if input.ndim else 1
-    return {"output": 1.0, "input": float((classes or 1) ** 0.5)}
+    return {"output": 1.0, "input": float((_classes(input) or 1) ** 0.5)}
 
 
 nll_loss = _loss_row(
@@ -166,7 +170,7 @@ nll_loss = _loss_row(
 
 def _pair(input: Tensor, target: Tensor, rms: float) -> Scales:
     """1/rms for both operands; a broadcast one sums the gradients of its copies."""
-    first, second = (1.0, 1.0) if input.shape == target.shape else shares(input, target)
+    first, second = shares(input, target)
     return {"output": 1.0, "input": first / rms, "target": second / rms}
 
 
@@ -176,9 +180,8 @@ def _clipped_rms(limit: float) -> float:
     With t = limit / sqrt(2): 2 E[x^2; |x| < t] + limit^2 P(|x| > t).
     """
     t = limit / math.sqrt(2)
-    inside = math.erf(t / math.sqrt(2)) - t * math.sqrt(2 / math.pi) * math.exp(
-        -(t**2) / 2
-    )
+    falls = math.exp(-(t**2) / 2)
+    inside = math.erf(t / math.sqrt(2)) - t * math.sqrt(2 / math.pi) * falls
     return math.sqrt(2 * inside + limit**2 * math.erfc(t / math.sqrt(2)))
 
 

@@ -31,7 +31,7 @@ def rms_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
 
 def channel_norm_scales(input: Tensor) -> Scales:
     """The output has RMS 1; the weight of a channel sums gradients over all other dimensions."""
-    channels = input.shape[1] if input.ndim > 1 else 1
+    channels = math.prod(input.shape[1:2])
     scale = row_scale(input.numel() // (channels or 1), 0.5)
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
 
@@ -48,9 +48,12 @@ def _norm(
     about: the docstring. order: the arguments of the function of ``torch``, to which a last one
     about cuDNN is added. defaults: those of both functions of torch that differ from the op's.
     """
-    name, theirs = fn.__name__, cast("Callable[..., Tensor]", fn)
+    name = fn.__name__
+    theirs = cast("Callable[..., Tensor]", fn)
+    # As in 0.3.5, also for rms_norm, whose default in torch follows from the dtype.
     arguments = {**defaults_of(fn), "eps": 1e-5}
-    names, by_shape = tuple(arguments)[1:], "normalized_shape" in arguments
+    names = tuple(arguments)[1:]
+    by_shape = "normalized_shape" in arguments
 
     def norm(input: Tensor, *args: Any, **named: Any) -> Tensor:
         bound = {"eps": 1e-5, **by_name(name, names, args, named)}
@@ -62,10 +65,11 @@ def _norm(
 
     described(norm, name, about, arguments, fn)
     adapter = positional(
-        f"{order} cudnn_enabled", defaults, cudnn_enabled=None, cudnn_enable=None
+        f"{order} cudnn_enabled", defaults, cudnn_enabled="", cudnn_enable=""
     )
-    forms = [fn, getattr(torch, name)] if defaults else [getattr(torch, name)]
-    adapters = dict.fromkeys(forms, adapter)
+    adapters = {getattr(torch, name): adapter}
+    if defaults:
+        adapters[fn] = adapter
     return cast(
         "Callable[P, Tensor]", row(rule, replaces=(fn,), adapters=adapters)(norm)
     )

@@ -41,23 +41,19 @@ def _sliding(
 ) -> tuple[int, float]:
     """(elements of a window, outputs per input). With ``ceil_mode`` a kernel may exceed its
     input."""
-    kernel = each(kernel_size, dims)
-    steps = each(stride, dims) if stride else kernel  # None and () are the kernel
-    settings = (
-        input.shape[-dims:],
-        kernel,
-        steps,
-        each(padding, dims),
-        each(dilation, dims),
-    )
+    # A stride of None or () is the kernel.
+    settings = (kernel_size, stride or kernel_size, padding, dilation)
+    each_dim = [each(setting, dims) for setting in settings]
     window, ratio = 1, 1.0
-    for size, k, step, pad, d in zip(*settings, strict=True):
+    for size, k, step, pad, d in zip(input.shape[-dims:], *each_dim, strict=True):
         room = size + 2 * pad - d * (k - 1) - 1
         step = step or 1  # torch rejects 0
-        count = (room + step - 1 if ceil_mode else room) // step + 1
+        if ceil_mode:
+            room += step - 1
+        count = room // step + 1
         if ceil_mode and (count - 1) * step >= size + pad:
             count -= 1  # torch drops windows in the right padding
-        window *= min(k, size + 2 * pad if counts_padding else size)
+        window *= min(k, size + 2 * pad * counts_padding)
         ratio *= max(1, count) / max(1, size)
     return window, ratio
 
@@ -66,14 +62,12 @@ def _adaptive(
     dims: int, input: Tensor, output_size: int | Sequence[int | None] | None
 ) -> tuple[float, float]:
     """(elements of a window, outputs per input)."""
-    sizes: Any = [None] * dims
-    if output_size is not None:
-        sizes = each(output_size, dims)  # type: ignore[arg-type]
     window, ratio = 1.0, 1.0
-    for size, wanted in zip(input.shape[-dims:], sizes, strict=True):
-        share = 1.0 if wanted is None else max(1, size) / max(1, wanted)
-        window *= max(1.0, share)
-        ratio /= share
+    for size, wanted in zip(input.shape[-dims:], each(output_size, dims), strict=True):
+        if wanted is not None:
+            share = max(1, size) / max(1, wanted)
+            window *= max(1.0, share)
+            ratio /= share
     return window, ratio
 
 
@@ -101,7 +95,9 @@ Args:
 
 def _pool(kind: str, dims: int) -> Function:
     """Adds the row of a pool."""
-    name, averages, adapts = f"{kind}{dims}d", "avg" in kind, "adaptive" in kind
+    name = f"{kind}{dims}d"
+    averages = "avg" in kind
+    adapts = "adaptive" in kind
 
     def rule(
         input: Tensor,

@@ -45,11 +45,11 @@ def linear_scales(
             f"linear needs a weight of shape (out, in), got {tuple(weight.shape)}"
         )
     fan_out, fan_in = weight.shape
-    grad = row_scale(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
-    output, backward, _ = (
-        scale_power  # without calls of `inverse`: a small product has time for 18
-    )
+    output, backward, batch = scale_power
+    grad = row_scale(math.prod(input.shape[:-1]), batch) * weight_grad_mult
+    # Without calls of `inverse`: a small product has time for 18.
     sums = {"output": (fan_in or 1) ** -output, "input": (fan_out or 1) ** -backward}
+    # A weight ends the graph: its gradient needs no constraint (arXiv 2303.11257, section 4.3).
     return {"weight": grad, "bias": grad, **tie(constraint, **sums)}
 
 
@@ -82,18 +82,20 @@ def linear(
     return _linear(input, weight, bias, s)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, s: Scales) -> Tensor:
+def _linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    s: Scales,
+) -> Tensor:
     # The gradient of the bias has the weight's.
-    scales = (
-        s["output"],
-        s["input"],
-        s["weight"],
-    )
+    scales = (s["output"], s["input"], s["weight"])
     return linear_product(
         input, weight, bias, scales=scales, bias_scale=s["output"], unit=True
     )
 
 
+# u-muP (arXiv 2407.17465), table 2: 1/fan-in in the forward pass alone.
 READOUT: ScalePower = (1.0, 0.5, 0.5)
 
 
@@ -125,9 +127,10 @@ def matmul_scales(
     left: Tensor, right: Tensor, constraint: str | None = "to_output_scale"
 ) -> Scales:
     """1/sqrt of the number of terms of each of the three products, including broadcast batches."""
-    rows = left.shape[-2] if left.ndim > 1 else 1
-    columns = right.shape[-1] if right.ndim > 1 else 1
-    left_batch, right_batch = left.shape[:-2], right.shape[:-2]
+    rows = math.prod(left.shape[-2:-1])  # 1 for a vector
+    columns = _columns(right)
+    left_batch = left.shape[:-2]
+    right_batch = right.shape[:-2]
     left_copies = right_copies = 1
     if left_batch != right_batch:
         total = math.prod(torch.broadcast_shapes(left_batch, right_batch))
@@ -139,6 +142,11 @@ def matmul_scales(
         left=inverse(columns * left_copies),
         right=inverse(rows * right_copies),
     )
+
+
+def _columns(right: Tensor) -> int:
+    """1 for a vector."""
+    return math.prod(right.shape[1:][-1:])
 
 
 #: torch's names of the second operand are "other", "mat2", "vec" or "tensor".
@@ -178,22 +186,22 @@ def grouped_mm_scales(
     has 1/sqrt of the mean number of rows in a group, because shapes do not tell the sizes of
     groups. Two matrices have no weight: all three scales are tied.
     """
-    k, m, n = left.shape[-1], left.shape[-2], right.shape[-1]
+    k = left.shape[-1]
+    m = left.shape[-2]
+    n = right.shape[-1]
     if offs is None:
-        return {
-            "right": row_scale(m),
-            **tie(constraint, output=inverse(k), left=inverse(n)),
-        }
-    tokens = {2: m, 3: n}[left.ndim] if left.ndim != right.ndim else k
-    rows = tokens / (offs.shape[0] or 1)
+        tied = tie(constraint, output=inverse(k), left=inverse(n))
+        return {"right": row_scale(m), **tied}
+    groups = offs.shape[0] or 1
     if left.ndim == right.ndim:
-        sums = {"output": (rows or 1) ** -0.5, "left": inverse(n), "right": inverse(m)}
+        terms = k / groups or 1
+        sums = {"output": terms**-0.5, "left": inverse(n), "right": inverse(m)}
         return tie(constraint, **sums)
-    weight, other, width = (
-        ("right", "left", n) if right.ndim == 3 else ("left", "right", m)
-    )
-    tied = tie(constraint, output=inverse(k), **{other: inverse(width)})
-    return {weight: row_scale(rows), **tied}
+    if right.ndim == 3:
+        tied = tie(constraint, output=inverse(k), left=inverse(n))
+        return {"right": row_scale(m / groups), **tied}
+    tied = tie(constraint, output=inverse(k), right=inverse(m))
+    return {"left": row_scale(n / groups), **tied}
 
 
 def _torch_grouped_mm(
@@ -247,7 +255,8 @@ def addmm_scales(
     The sum of two unit-scaled terms with weights alpha and beta has RMS sqrt(alpha**2 + beta**2).
     "output" is the factor of the product, "input" that of the gradient of the added term.
     """
-    a, b = abs(alpha) or 1.0, abs(beta) or 1.0
+    a = abs(alpha) or 1.0
+    b = abs(beta) or 1.0
     if is_bias(input, mat2):
         grad = row_scale(math.prod(mat1.shape[:-1]))
         fan_in, fan_out = mat2.shape
@@ -262,11 +271,11 @@ def addmm_scales(
         mat2=product["right"] / a,
     )
     # Each element of input receives product elements / input elements gradients.
-    size = (
-        mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.ndim > 1 else 1)
-    )
+    size = mat1.numel() // (mat1.shape[-1] or 1) * _columns(mat2)
     share = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
-    return {"input": 1 / norm if constraint else share, **tied}
+    if constraint:
+        share = 1 / norm
+    return {"input": share, **tied}
 
 
 def is_bias(input: Tensor, mat2: Tensor) -> bool:
@@ -333,7 +342,7 @@ def _parsed(
             "unit-scaled einsum takes an equation, two operands and a tuple of the others: "
             "einsum('ij,jk,kl', a, b, (c,))"
         )
-    operands = [left, *([] if right is None else [right]), *more]
+    operands = [x for x in (left, right, *more) if x is not None]
     equation = equation.replace(" ", "")
     terms = equation.partition("->")[0].split(",")
     if len(terms) != len(operands):
@@ -371,7 +380,8 @@ def _factors(
     sizes: dict[str, int] = {}
     for term, x in zip(terms, operands, strict=True):
         for letter, size in zip(term, x.shape, strict=True):
-            sizes[letter] = size if sizes.get(letter, 1) == 1 else sizes[letter]
+            if sizes.get(letter, 1) == 1:  # torch broadcasts a size of 1
+                sizes[letter] = size
     every = math.prod(list(sizes.values()))
     factors = {"output": inverse(every // (math.prod([sizes[c] for c in output]) or 1))}
     for name, term, x in zip(("left", "right"), terms, operands, strict=False):
@@ -379,22 +389,16 @@ def _factors(
             [size for i, size in enumerate(x.shape) if term.index(term[i]) == i]
         )
         factors[name] = inverse(every // (elements or 1))
-    if (
-        constraint and len(operands) > 2
-    ):  # the table has no factors for further operands
+    # The table has no factors for further operands.
+    if constraint and len(operands) > 2:
         constraint = "to_output_scale"
     return tie(constraint, **factors)
 
 
 def _torch_einsum(*args: Any) -> Kwargs:
     equation, (left, *others) = as_equation(args)
-    right = others[0] if others else None
-    return {
-        "equation": equation,
-        "left": left,
-        "right": right,
-        "more": tuple(others[1:]),
-    }
+    right, *more = others or [None]
+    return {"equation": equation, "left": left, "right": right, "more": tuple(more)}
 
 
 @row(einsum_scales, adapters={torch.einsum: _torch_einsum})

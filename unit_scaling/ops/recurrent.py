@@ -100,27 +100,36 @@ def _layer(
     batch_first: bool = False,
 ) -> tuple[Tensor, ...]:
     """(all outputs of the last layer, the last of each kind of state, layer by layer)."""
-    directions = 2 if bidirectional else 1
+    directions = 1 + bidirectional
     count = len(params) // (num_layers * directions)
     if count not in (2, 4):
         raise NotImplementedError("an LSTM with proj_size has no unit-scaled form")
-    sequence, last = input.transpose(0, 1) if batch_first else input, []
-    states: States = list(hx) if step is _lstm_step else [hx]  # type: ignore[list-item]
+    sequence = input
+    last = []
+    if batch_first:
+        sequence = input.transpose(0, 1)
+    states: States = [hx] if isinstance(hx, Tensor) else list(hx)
     for layer in range(num_layers):
         outputs = []
         for direction in range(directions):
             i = layer * directions + direction
-            ordered = sequence.flip(0) if direction else sequence
             weights = params[i * count : (i + 1) * count]
             start = [s[i] for s in states]
-            output, final = _direction(step, ordered, start, weights)
-            outputs.append(output.flip(0) if direction else output)
+            if direction:
+                sequence = sequence.flip(0)
+            output, final = _direction(step, sequence, start, weights)
+            if direction:
+                output = output.flip(0)
+            outputs.append(output)
             last.append(final)
-        sequence = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
+        sequence = outputs[0]
+        if bidirectional:
+            sequence = torch.cat(outputs, dim=-1)
         if dropout and train and layer < num_layers - 1:
             sequence = unit_dropout(sequence, dropout)
-    output = sequence.transpose(0, 1) if batch_first else sequence
-    return (output, *(torch.stack(kind) for kind in zip(*last, strict=True)))
+    if batch_first:
+        sequence = sequence.transpose(0, 1)
+    return (sequence, *map(torch.stack, zip(*last, strict=True)))
 
 
 _NAMED = positional(

@@ -64,6 +64,7 @@ def row_scale(rows: float, power: float = 0.5) -> float:
     n, averaged_over = 1, 1
     if _OPEN:  # without a block a graph guards nothing else
         block = FRAMES.items[-1].batch or _OPEN[-1]
-        n, averaged_over = block.n, block.averaged_over
+        n = block.n
+        averaged_over = block.averaged_over
     scale: float = averaged_over * (seen * n) ** -power
     return scale

@@ -53,10 +53,8 @@ def unit_scaled(fn: Elementwise) -> Elementwise:
         constraint: str | None = "to_output_scale",
         **named: Any,
     ) -> Tensor:
-        mult, settings = (
-            specialised(mult),
-            tuple([specialised(value) for value in settings]),
-        )
+        mult = specialised(mult)
+        settings = tuple([specialised(value) for value in settings])
         named = {key: specialised(value) for key, value in named.items()}
         s = elementwise_scales(fn, settings, named, mult, constraint)
         output = fn(input if mult == 1.0 else input * mult, *settings, **named)

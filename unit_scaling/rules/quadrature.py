@@ -35,7 +35,11 @@ def _nodes() -> tuple[Tensor, Tensor]:
     return torch.from_numpy(nodes), torch.from_numpy(weights)
 
 
-def _panels(f: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+def _panels(
+    f: Callable[[Tensor], Tensor],
+    low: Tensor,
+    high: Tensor,
+) -> Tensor:
     """The integrals of ``f`` times the density over each panel (low, high): (functions, panels)."""
     nodes, weights = _nodes()
     half = (high - low)[:, None] / 2
@@ -55,7 +59,8 @@ def normal_means(f: Callable[[Tensor], Tensor]) -> list[float]:
     [1.0, 0.5, 0.38208857781]
     """
     edges = torch.arange(-REACH, REACH + 0.25, 0.5, dtype=torch.float64, device="cpu")
-    low, high = edges[:-1], edges[1:]
+    low = edges[:-1]
+    high = edges[1:]
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -64,10 +69,13 @@ def normal_means(f: Callable[[Tensor], Tensor]) -> list[float]:
         size = (total + halves.sum(-1)).clamp_min(torch.finfo(torch.float64).tiny)
         done = ((whole - halves).abs() <= TOLERANCE * size[:, None]).all(0)
         total = total + halves[:, done].sum(-1)
-        low, middle, high = low[~done], middle[~done], high[~done]
+        low = low[~done]
+        middle = middle[~done]
+        high = high[~done]
         if not low.numel():
             return [float(f"{value:.11g}") for value in total.tolist()]
-        low, high = torch.cat([low, middle]), torch.cat([middle, high])
+        low = torch.cat([low, middle])
+        high = torch.cat([middle, high])
         if low.numel() > MAX_PANELS:
             break
     raise ValueError(f"infinite around {low[0].item():.3g}")

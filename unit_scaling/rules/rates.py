@@ -8,15 +8,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 
-Kind = Literal["weight", "bias", "norm", "output", "kernel", "few"]
+MupType = Literal["weight", "bias", "norm", "output"]
+Kind = Literal[MupType, "kernel", "few"]
 """A mup_type, "kernel": a weight of three or more dimensions, or "few", see `multiplier`."""
 
 LrMult = Mapping[Kind, float]
 LrFactors = Mapping[str, Callable[[torch.Size], float]]
+
+
+class ParameterData(Protocol):
+    """A tagged parameter."""
+
+    mup_type: MupType
+    mup_scaling_depth: int | None
+    mup_scale: float
+    mup_divisor: float | None
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def numel(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +126,7 @@ gradients are the true ones, which a mean over many tokens and classes makes as 
 square of 1e-16 is still a normal number of float32."""
 
 
-def eps_scale(param: Any, eps: float | None) -> float:
+def eps_scale(param: ParameterData, eps: float | None) -> float:
     """Returns the factor of Adam's eps, which is in units of the gradient: that of a weight whose
     values have the size mup_scale is 1 / mup_scale times that of one of RMS 1. See `SMALL_EPS`."""
     is_small = eps == TORCHS_EPS and getattr(param, "mup_divisor", None)
@@ -119,7 +134,7 @@ def eps_scale(param: Any, eps: float | None) -> float:
     return (SMALL_EPS / TORCHS_EPS if is_small else 1.0) / unit
 
 
-def lr_scale_for_depth(param: Any) -> float:
+def lr_scale_for_depth(param: ParameterData) -> float:
     """Returns 1 / sqrt(mup_scaling_depth); 1 outside a stack of layers."""
     depth = getattr(param, "mup_scaling_depth", None)
     if depth is None:
@@ -127,7 +142,7 @@ def lr_scale_for_depth(param: Any) -> float:
     return float(depth**-0.5)
 
 
-def lr_scale(rule: str, param: Any) -> float:
+def lr_scale(rule: str, param: ParameterData) -> float:
     """Returns the factor of a rule. Raises ValueError for a mup_type that it does not cover.
 
     A weight w with a tag mup_scale takes the steps of u = w / mup_scale, whose gradient is
@@ -139,7 +154,8 @@ def lr_scale(rule: str, param: Any) -> float:
     readout w = u / n is in proportion to 1 / n, and that of an embedding to its fan-out, the width.
     5 puts the best rates where they are for gradients of RMS 1.
     """
-    row, kind = RULES[rule], param.mup_type
+    row = RULES[rule]
+    kind = param.mup_type
     if kind not in row.factors:
         allowed = ", ".join(map(repr, row.factors))
         raise ValueError(
@@ -153,36 +169,35 @@ def lr_scale(rule: str, param: Any) -> float:
     return row.factors[kind](shape) * lr_scale_for_depth(param) * scale
 
 
-def kind_of(param: Any) -> Kind:
+def kind_of(param: ParameterData) -> Kind:
     """The kind of a parameter."""
-    kind: Kind = param.mup_type
-    dimensions = len(param.shape) - bool(getattr(param, "mup_stacked", False))
-    if kind == "weight" and dimensions > 2:
+    dimensions = len(param.shape) - getattr(param, "mup_stacked", False)
+    if param.mup_type == "weight" and dimensions > 2:
         return "kernel"
-    return kind
+    return param.mup_type
 
 
-def multiplier(mult: LrMult, param: Any) -> float:
+def multiplier(mult: LrMult, param: ParameterData) -> float:
     """Returns the additional factor of a parameter: that of its kind in ``mult``. "few" limits the
     factor 1/sqrt(fan_in) of a weight, 1/4 to that of 16 inputs."""
     factor = mult.get(kind_of(param), 1.0)
+    # By u-muP alone, layers of 1 to 9 inputs changed by up to half in a step.
     if param.mup_type == "weight" and "few" in mult:
         factor *= min(1.0, mult["few"] * fan_in(_shape(param)) ** 0.5)
     return factor
 
 
-def default_rate(rule: str, param: Any) -> float:
+def default_rate(rule: str, param: ParameterData) -> float:
     """Returns the learning rate of a parameter without ``lr``."""
     row = RULES[rule]
     return row.rate * multiplier(row.mult, param) * lr_scale(rule, param)
 
 
-def _shape(param: Any) -> Any:
+def _shape(param: ParameterData) -> torch.Size:
     """The shape of a parameter, (fan-out, fan-in) if it is stored in another layout; of stacked
     ones (experts), that of each."""
-    shape: torch.Size = (
-        param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
-    )
+    stacked: bool = getattr(param, "mup_stacked", False)
+    shape = param.shape[stacked:]
     terms = getattr(param, "mup_fan_in", None)
     if terms is None:
         return shape

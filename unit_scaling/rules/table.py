@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -35,16 +34,21 @@ class Op:
     fn: Function
     #: (arguments of ``fn`` by name) -> `Scales`. Reads shapes only, and the mask of attention.
     rule: Callable[..., Scales]
-    #: Every torch callable that ``fn`` replaces, the plainest first; () if torch has none.
-    replaces: tuple[Function, ...]
-    #: For members of ``replaces`` whose arguments differ from those of ``fn``, of products and
-    #: norms: what a model calls of other ops is not scaled.
-    adapters: Mapping[Function, Adapter] = field(default_factory=dict)
+    #: Every torch callable that ``fn`` replaces, the plainest first; none if torch has none.
+    forms: Mapping[Function, Adapter]
+    #: The arguments of ``fn``, and those of ``rule``.
+    takes: tuple[str, ...]
+    reads: tuple[str, ...]
+
+    @property
+    def replaces(self) -> tuple[Function, ...]:
+        """The keys of ``forms``."""
+        return tuple(self.forms)
 
     @property
     def constrainable(self) -> bool:
         """Whether the op has a ``constraint`` argument."""
-        return "constraint" in inspect.signature(self.fn).parameters
+        return "constraint" in self.takes
 
     def bind(
         self,
@@ -57,22 +61,10 @@ class Op:
         func: one of ``replaces``, by default the first. Raises TypeError for arguments that do not
         fit, as torch does.
         """
-        if func is None:
-            func = self.replaces[0]
-        names = _SIGNATURES[self.fn]
-        named = {name: value for name, value in kwargs.items() if name != "out"}
-        adapter = self.adapters.get(func)
-        if adapter is not None:
-            arguments = adapter(*args, **named)
-        elif len(args) > len(names):
-            raise TypeError(
-                f"{self.name} takes {len(names)} arguments but {len(args)} were given"
-            )
-        else:
-            arguments = {**dict(zip(names, args, strict=False)), **named}
         if kwargs.get("out") is not None:
             raise TypeError(f"unit-scaled {self.name} has no out= argument")
-        return arguments
+        named = {name: value for name, value in kwargs.items() if name != "out"}
+        return self.forms[func or self.replaces[0]](*args, **named)
 
     def call(
         self,
@@ -80,16 +72,16 @@ class Op:
         kwargs: Kwargs,
         *,
         func: Function | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> Tensor:
         """Returns the unit-scaled result of the call ``func(*args, **kwargs)`` of a torch function.
 
         settings: further arguments of ``fn`` (``constraint=None``, ``mult=2.0``). Settings that the
         op does not have are ignored, so that one caller can set the constraint of every op.
         """
-        names = _SIGNATURES[self.fn]
-        extra = {name: value for name, value in settings.items() if name in names}
-        return self.fn(**{**self.bind(args, kwargs, func), **extra})
+        arguments = self.bind(args, kwargs, func)
+        arguments |= {n: value for n, value in settings.items() if n in self.takes}
+        return self.fn(**arguments)
 
     def scales(
         self,
@@ -97,20 +89,16 @@ class Op:
         kwargs: Kwargs,
         *,
         func: Function | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> Scales:
         """Returns the factors that `call` applies, without computing the op."""
         arguments = {**self.bind(args, kwargs, func), **settings}
-        read = _SIGNATURES[self.rule]
-        return self.rule(
-            **{name: arguments[name] for name in read if name in arguments}
-        )
+        return self.rule(**{n: arguments[n] for n in self.reads if n in arguments})
 
 
 #: All unit-scaled operations by name.
 OPS: dict[str, Op] = {}
 
-_SIGNATURES: dict[Function, tuple[str, ...]] = {}
 _BY_FUNCTION: dict[Function, Op] = {}
 
 
@@ -130,26 +118,28 @@ def tie(constraint: str | None, **scales: float) -> Scales:
 
 
 def positional(
-    names: str, defaults: Kwargs | None = None, **renamed: str | None
+    names: str,
+    defaults: Kwargs | None = None,
+    **renamed: str,
 ) -> Adapter:
-    """Returns an adapter of a torch function that differs from the op in its arguments.
+    """Returns the adapter of a torch function.
 
     names: those that it takes by position, separated by spaces. defaults: values that the op needs
-    where the call gives none. renamed: torch's name -> that of the op, or None to leave it out.
+    where the call gives none. renamed: torch's name -> that of the op, or "" to leave it out.
     """
     order = names.split()
 
-    def adapter(*args: Any, **kwargs: Any) -> Kwargs:
+    def adapter(*args: object, **kwargs: object) -> Kwargs:
         if len(args) > len(order):
             raise TypeError(
-                f"at most {len(order)} arguments are allowed, {len(args)} were given"
+                f"it takes {len(order)} arguments but {len(args)} were given: "
+                f"{', '.join(order)}"
             )
-        arguments = {**dict(zip(order, args, strict=False)), **kwargs}
-        ours = {renamed.get(name, name): value for name, value in arguments.items()}
-        return {
-            **(defaults or {}),
-            **{n: value for n, value in ours.items() if n is not None},
-        }
+        arguments = {**(defaults or {})}
+        for name, value in {**dict(zip(order, args, strict=False)), **kwargs}.items():
+            arguments[renamed.get(name, name)] = value
+        arguments.pop("", None)
+        return arguments
 
     return adapter
 
@@ -162,18 +152,19 @@ def row(
 ) -> Callable[[Fn], Fn]:
     """Adds the decorated function, `watched`, to `OPS` under its own name.
 
-    rule: its arguments are some of the function's, with the same names and defaults. replaces,
-    adapters: as in `Op`; functions with an adapter may be omitted from replaces.
+    rule: its arguments are some of the function's, with the same names and defaults. replaces:
+    torch's functions with the same arguments. adapters: others.
     """
 
     def add(body: Fn) -> Fn:
         fn = watched(body)
-        forms = dict(adapters or {})
-        functions = tuple(dict.fromkeys((*replaces, *forms)))
-        op = Op(name=fn.__name__, fn=fn, rule=rule, replaces=functions, adapters=forms)
-        for key in (fn, rule):
-            _SIGNATURES[key] = tuple(inspect.signature(key).parameters)
-        _BY_FUNCTION.update(dict.fromkeys(functions, op))
+        takes, reads = (tuple(inspect.signature(f).parameters) for f in (fn, rule))
+        forms = dict.fromkeys(replaces, positional(" ".join(takes)))
+        forms |= adapters or {}
+        op = Op(
+            name=fn.__name__, fn=fn, rule=rule, forms=forms, takes=takes, reads=reads
+        )
+        _BY_FUNCTION.update(dict.fromkeys(forms, op))
         OPS[op.name] = op
         return fn
 
