@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,7 @@ class Compile(Scope):
     order = 2
     runs = False
 
-    def __init__(
-        self, backends: tuple[Backend, ...] = (), inductor: bool = True
-    ) -> None:
+    def __init__(self, backends: Sequence[Backend] = (), inductor: bool = False):
         self.backends = backends
         self.inductor = inductor
 
@@ -42,7 +40,7 @@ class Compile(Scope):
         model.compile(backend=self._compiled if self.backends else "inductor")
 
     def _compiled(self, graph: GraphModule, inputs: list[Tensor]) -> Function:
-        result: Any = graph
+        result: Function = graph
         for backend in self.backends:
             if not isinstance(result, GraphModule):
                 raise TypeError(
@@ -52,7 +50,7 @@ class Compile(Scope):
         if self.inductor:
             result = torch.compile(result)
 
-        def run(*args: Any) -> Any:
+        def run(*args: object) -> object:
             with unseen():  # the graph already contains the transforms' modes
                 return result(*args)
 
@@ -74,12 +72,13 @@ def compile(module: M) -> M:
         TypeError: ``module`` is not an `nn.Module`.
     """
     check_module("compile", module)
-    scope = find_scope(module, Compile)
-    return with_scope(module, Compile(() if scope is None else scope.backends))
+    return compiled(module, inductor=True)
 
 
-def with_scope(module: M, scope: Compile) -> M:
-    """Returns a copy of ``module`` compiled with the backends of ``scope``."""
+def compiled(module: M, *backends: Backend, inductor: bool = False) -> M:
+    """Returns a copy of ``module`` that is compiled with further backends."""
+    before = find_scope(module, Compile) or Compile()
+    scope = Compile((*before.backends, *backends), inductor or before.inductor)
     result = copied(module, "compile")
     install(result, scope)
     scope.start(unwrapped(result))
@@ -94,6 +93,7 @@ def copied(module: M, transform: str) -> M:
             f"{transform} copies the model, which FSDP has sharded: call it before fully_shard"
         )
     result = deep_copy(module, parameter_hooks=True)
+    # Copies of torch drop what `nn.Module.compile` has set.
     scope = find_scope(result, Compile)
     if scope is not None and unwrapped(result) is result:
         scope.start(result)

@@ -9,7 +9,8 @@ names, parameters, hooks and signature. Every entry point runs transformed, also
 from __future__ import annotations
 
 import inspect
-from typing import Any, cast
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ from fp8.frame import Stack
 from fp8.torch_internals.stance import outside_compiler
 
 from ..common.calls import Args, Function, Given, Kwargs
-from ..common.graph_breaks import GraphBreaks, warn_of_break
+
+S = TypeVar("S")
 
 Call = Function
 """A module's forward: ``call()`` uses the original arguments, ``call((args, kwargs))`` others."""
@@ -42,13 +44,20 @@ class Scope:
         """Whether the next module runs through it: the outermost one, which may be a part."""
         return not self.path.items
 
-    def mode(self, module: nn.Module, path: str, given: Given) -> Any:
+    def mode(
+        self, module: nn.Module, path: str, given: Given
+    ) -> AbstractContextManager[object]:
         """A new mode for a call of the model."""
         raise NotImplementedError
 
     def run(
-        self, call: Call, module: Any, path: str, given: Given, is_eager: bool = False
-    ) -> Any:
+        self,
+        call: Call,
+        module: nn.Module,
+        path: str,
+        given: Given,
+        is_eager: bool = False,
+    ) -> object:
         """Returns ``call()``, the forward of ``module``, with the transform active. is_eager:
         whether this runs outside the compiler already.
 
@@ -59,31 +68,22 @@ class Scope:
         # a helper function would be compiled itself, to True.
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
         if not (is_eager or traced):  # also after a graph break
-            return outside_compiler(lambda: self._eager(call, module, path, given))
+            return outside_compiler(lambda: self.run(call, module, path, given, True))
         mode = self.mode(module, path, given)
-        if traced:
-            module.note_graph(True)
         self.path.items.append(path)
         mode.__enter__()
         try:
-            output = call()
+            return call()
         finally:
             mode.__exit__(None, None, None)
             self.path.items.pop()
-        if traced:
-            module.note_graph(False)
-        return output
-
-    def _eager(self, call: Call, module: Any, path: str, given: Given) -> Any:
-        warn_of_break(module)
-        return self.run(call, module, path, given, is_eager=True)
 
 
-class _Transformed(GraphBreaks, Mixin, nn.Module):
+class _Transformed(Mixin, nn.Module):
     """Base of the generated classes. Each instance holds its scopes and its name in each."""
 
     _attributes = ("_scopes", "mup_tags")
-    _scopes: tuple[tuple[Any, str], ...] = ()
+    _scopes: tuple[tuple[Scope, str], ...] = ()
 
     def extra_repr(self) -> str:
         own = cast("nn.Module", super()).extra_repr()
@@ -97,8 +97,8 @@ class _Transformed(GraphBreaks, Mixin, nn.Module):
         forward: Function,
         args: Args,
         kwargs: Kwargs,
-        scopes: tuple[tuple[Any, str], ...] | None = None,
-    ) -> Any:
+        scopes: tuple[tuple[Scope, str], ...] | None = None,
+    ) -> object:
         """Runs the forward through the scopes. Few nested calls: the compiler adds dozens of frames
         for each, and Python's limit is 1000."""
         if scopes is None:
@@ -107,10 +107,10 @@ class _Transformed(GraphBreaks, Mixin, nn.Module):
             scopes = scopes[1:]
         if not scopes:
             return forward(*args, **kwargs)
-        (scope, path), others = scopes[0], scopes[1:]
+        (scope, path), *others = scopes
 
-        def call(given: Given = (args, kwargs)) -> Any:
-            return _Transformed.around(self, forward, *given, others)
+        def call(given: Given = (args, kwargs)) -> object:
+            return _Transformed.around(self, forward, *given, tuple(others))
 
         return scope.run(call, self, path, (args, kwargs))
 
@@ -118,9 +118,10 @@ class _Transformed(GraphBreaks, Mixin, nn.Module):
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP has sharded a submodule or flattened a parameter, or parallelize_module has
     divided one."""
+    parts = model.parameters()
+    flat = "_fsdp_flattened"
     return is_in_fsdp(model) or any(
-        is_dtensor(p) or getattr(p, "_fsdp_flattened", False)
-        for p in model.parameters()
+        is_dtensor(p) or getattr(p, flat, False) for p in parts
     )
 
 
@@ -130,7 +131,7 @@ def is_in_fsdp(model: nn.Module) -> bool:
     return any(hasattr(child, name) for child in model.modules() for name in gathers)
 
 
-def find_scope(model: nn.Module, kind: type) -> Any:
+def find_scope(model: nn.Module, kind: type[S]) -> S | None:
     """The model's scope of a type, or None."""
     scopes = getattr(unwrapped(model), "_scopes", ())
     return next((scope for scope, _ in scopes if isinstance(scope, kind)), None)
@@ -139,24 +140,26 @@ def find_scope(model: nn.Module, kind: type) -> Any:
 def install(model: nn.Module, scope: Scope) -> None:
     """Installs the scope on every module of a `deep_copy`, replacing any other of the same type.
     Raises TypeError for a model whose forward is a generator or a coroutine."""
-    forward = inspect.unwrap(unwrapped(model).forward)
-    is_generator = inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(
-        forward
+    model = unwrapped(model)
+    forward = inspect.unwrap(model.forward)
+    goes_on = (
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+        inspect.iscoroutinefunction,
     )
-    if is_generator or inspect.iscoroutinefunction(forward):
+    if any(question(forward) for question in goes_on):
         raise TypeError(
-            f"the forward of {type(unwrapped(model)).__name__} goes on after its call, where no "
+            f"the forward of {type(model).__name__} goes on after its call, where no "
             "transform is in force: let it return a value, and yield or await around the model"
         )
-    for path, module in unwrapped(model).named_modules():
+    for path, module in model.named_modules():
         if unwrapped(module) is not module:
             continue  # a wrapper of torch.compile; the wrapped module follows
         add_mixin(module, _Transformed)
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
-        gained._scopes = tuple(
-            sorted([*kept, (scope, path)], key=lambda item: item[0].order)
-        )
+        kept.append((scope, path))
+        gained._scopes = tuple(sorted(kept, key=lambda item: item[0].order))
 
 
 def is_exported() -> bool:

@@ -54,7 +54,8 @@ class _Replaced:
 
 
 def _row(function: Function, other: Function) -> _Replaced:
-    names, writes = names_of(function), is_in_place(name_of(function), {})
+    names = names_of(function)
+    writes = is_in_place(name_of(function), {})
     place = names.index("inplace") if "inplace" in names else -1
     return _Replaced(function, other, writes, place, _takes_inplace(other))
 
@@ -73,7 +74,8 @@ class _Replacing(Calls):
         return called(function, args, kwargs)
 
     def _replaced(self, row: _Replaced, args: Args, kwargs: Kwargs) -> Any:
-        given, at = dict(kwargs), row.place
+        given = dict(kwargs)
+        at = row.place
         is_inplace = bool(given.get("inplace", False))
         if not row.passes:
             given.pop("inplace", None)
@@ -88,18 +90,18 @@ class _Replacing(Calls):
         return written.copy_(output)
 
 
-OPERATORS: dict[Function, Function] = {
-    operator.add: torch.Tensor.add,
-    operator.iadd: torch.Tensor.add_,
-    operator.sub: torch.Tensor.sub,
-    operator.isub: torch.Tensor.sub_,
-    operator.mul: torch.Tensor.mul,
-    operator.imul: torch.Tensor.mul_,
-    operator.truediv: torch.Tensor.div,
-    operator.itruediv: torch.Tensor.div_,
-    operator.matmul: torch.Tensor.matmul,
+_METHODS = {
+    "add": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "truediv": "div",
 }
+OPERATORS: dict[Function, Function] = {operator.matmul: torch.Tensor.matmul}
 """An operator -> what a mode sees of it."""
+
+for _name, _method in _METHODS.items():
+    OPERATORS[getattr(operator, _name)] = getattr(torch.Tensor, _method)
+    OPERATORS[getattr(operator, f"i{_name}")] = getattr(torch.Tensor, f"{_method}_")
 
 UNLISTED = (F.hardsigmoid, F.hardswish)
 """Functions that a mode sees, though torch does not list them."""
@@ -112,17 +114,15 @@ SPELLED_BY_METHOD: dict[Function, Function] = {
 it sees the function."""
 
 
-def checked(replace: Any) -> dict[Function, Function]:
+def checked(replace: Replacements | None) -> dict[Function, Function]:
     """The replacements. Raises TypeError for what is not callable, and ValueError for what is not a
     function of torch."""
     if not isinstance(replace, Mapping | None):
         raise TypeError(
             f"replace: a dict of torch function -> function, got {replace!r}"
         )
-    given: dict[Function, Function] = dict(replace or {})
-    functions = {
-        OPERATORS.get(function, function): other for function, other in given.items()
-    }
+    given = dict(replace or {})
+    functions = {OPERATORS.get(each, each): other for each, other in given.items()}
     if not all(map(callable, functions.values())):
         raise TypeError(f"replace: a replacement must be callable, got {replace!r}")
     for function in functions:
@@ -138,11 +138,10 @@ def checked(replace: Any) -> dict[Function, Function]:
     return functions
 
 
-def _is_seen(function: Any) -> bool:
+def _is_seen(function: Function) -> bool:
     listed = torch.overrides.get_overridable_functions().values()
-    if function in SPELLED_BY_METHOD:
-        return False
-    return function in UNLISTED or any(function in each for each in listed)
+    is_listed = any(function in each for each in (UNLISTED, *listed))
+    return is_listed and function not in SPELLED_BY_METHOD
 
 
 def _takes_inplace(function: Function) -> bool:

@@ -32,7 +32,8 @@ class Simulate(Scope):
 
     def __init__(self, casts: Recipe, recipe: Recipe) -> None:
         super().__init__()
-        self.casts, self.recipe = casts, recipe
+        self.casts = casts
+        self.recipe = recipe
 
     @property
     def title(self) -> str:
@@ -65,7 +66,8 @@ def simulate_format(
 
     >>> model = simulate_format(nn.Linear(4, 8), "e4m3", "e5m2")
     """
-    forward, backward = _cast("fwd_format", fwd_format), _cast("bwd_format", bwd_format)
+    forward = _cast("fwd_format", fwd_format)
+    backward = _cast("bwd_format", bwd_format)
     name = f"simulate({fwd_format}, {bwd_format})"
     return _simulate(module, "simulate_format", _recipe(name, forward, backward))
 

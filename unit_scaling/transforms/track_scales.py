@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import debug_unwrap
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from fp8.common.step import as_container, unwrapped
 from fp8.common.validation import check_module, check_name
@@ -88,9 +87,11 @@ class Metrics:
         if x.numel() == 0:
             return Metrics.Data(0.0, 0.0, 0.0, 0.0, 0.0, 0)
         sizes = x.abs()
+        # 0 for a single element, where torch has NaN.
         std = x.std(correction=min(1, x.numel() - 1))
         rms = torch.linalg.vector_norm(x) / x.numel() ** 0.5
         numbers = [sizes.mean(), x.mean().abs(), std, sizes.max(), sizes.min(), rms]
+        # One synchronization of the device for all numbers.
         found = torch.stack([number.double() for number in numbers])
         mean_abs, abs_mean, spread, high, low, rms = debug_unwrap(found).tolist()
         return Metrics.Data(mean_abs, abs_mean, spread, high, low, x.numel(), rms)
@@ -140,9 +141,8 @@ class Tap(Observer):
         self.graph = Graph()
         self._handles: list[Any] = []
         self._nodes: dict[int, Node] = {}
-        self._names: dict[
-            int, tuple[str, str]
-        ] = {}  # id -> (name of the node, name in the model)
+        # id -> (name of the node, name in the model)
+        self._names: dict[int, tuple[str, str]] = {}
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
         self._parts: dict[Function, str] = {}
         for kind in ("parameters", "buffers"):
@@ -157,11 +157,10 @@ class Tap(Observer):
             node = self.graph.placeholder(name)
             with unseen():
                 self._record(node, tensor)
-            node.meta["clean_name"] = (
-                name  # fx renames a placeholder called input to input_1
-            )
+            # fx renames a placeholder called input to input_1.
+            node.meta["clean_name"] = name
 
-    def run(self, model: nn.Module, call: Call) -> Any:
+    def run(self, model: nn.Module, call: Call) -> object:
         """Returns ``call(given)``, a call of the model."""
         with self.of(model):
             output = call(self.given)
@@ -178,7 +177,9 @@ class Tap(Observer):
         for handle in self._handles:
             handle.remove()
 
-    def call_part(self, path: str, forward: Function, *args: Any, **kwargs: Any) -> Any:
+    def call_part(
+        self, path: str, forward: Function, *args: object, **kwargs: object
+    ) -> object:
         """Calls the forward of a submodule, as one node."""
         self._parts[forward] = path
         if self.sees():
@@ -210,7 +211,7 @@ class Tap(Observer):
 
         return mapped(node_of, value)
 
-    def _call(self, function: Function, args: Args, kwargs: Any) -> Node:
+    def _call(self, function: Function, args: Args, kwargs: Kwargs) -> Node:
         name = name_of(function)
         if function in self._parts:
             return self.graph.call_module(self._parts[function], args, kwargs)
@@ -222,7 +223,7 @@ class Tap(Observer):
             return self.graph.call_function(_OPERATORS[name], args)
         return self.graph.call_method(name, args, kwargs)
 
-    def _record(self, node: Node, value: Any) -> None:
+    def _record(self, node: Node, value: object) -> None:
         """Measures the result of a node. Each tensor in a tuple or dict gets its own node."""
         floating = isinstance(value, Tensor) and value.is_floating_point()
         node.meta.update(
@@ -234,26 +235,26 @@ class Tap(Observer):
         if isinstance(value, Tensor):
             self._nodes[id(value)] = node
             self._alive.append(value)
-        elif isinstance(value, list | tuple | dict):
-            for key, item in (
-                value.items() if isinstance(value, dict) else enumerate(value)
-            ):
-                if next(tensors_in(item), None) is not None:
-                    self._record(
-                        self.graph.call_function(operator.getitem, (node, key)), item
-                    )
-        if floating:
-            # Hooks of a wrapper of torch.func are not called.
-            value = debug_unwrap(value)
-            metrics = Metrics(value)
-            node.meta["metrics"] = metrics
-            if value.requires_grad and torch.is_grad_enabled():
-                # The gradient of a part of a split that nothing reads is None.
-                handle = value.register_hook(
-                    lambda g: None if g is None else metrics.set_bwd(g)
-                )
-                if value.is_leaf or node.op == "placeholder":
-                    self._handles.append(handle)
+            if floating:
+                # Hooks of a wrapper of torch.func are not called.
+                self._measure(node, debug_unwrap(value))
+            return
+        if isinstance(value, list | tuple):
+            value = dict(enumerate(value))
+        for key, item in value.items() if isinstance(value, dict) else ():
+            if next(tensors_in(item), None) is not None:
+                part = self.graph.call_function(operator.getitem, (node, key))
+                self._record(part, item)
+
+    def _measure(self, node: Node, value: Tensor) -> None:
+        metrics = node.meta["metrics"] = Metrics(value)
+        if value.requires_grad and torch.is_grad_enabled():
+            # The gradient of a part of a split that nothing reads is None.
+            handle = value.register_hook(
+                lambda g: None if g is None else metrics.set_bwd(g)
+            )
+            if value.is_leaf or node.op == "placeholder":
+                self._handles.append(handle)
 
 
 _in_eager_mode = untraced(
@@ -282,15 +283,15 @@ class Track(Scope):
         path: str,
         given: Given,
         is_eager: bool = False,
-    ) -> Any:
+    ) -> object:
         if path or is_observed() or is_exported():
             return call()
-        eagerly = (
-            _in_eager_mode if torch.compiler.is_dynamo_compiling() else outside_compiler
-        )
+        eagerly = outside_compiler
+        if torch.compiler.is_dynamo_compiling():
+            eagerly = _in_eager_mode
         return eagerly(lambda: self._measured(call, module, given))
 
-    def _measured(self, call: Call, module: nn.Module, given: Given) -> Any:
+    def _measured(self, call: Call, module: nn.Module, given: Given) -> object:
         while self._latest.items:
             self._latest.items.pop().release()
         tap = Tap(module, given)
@@ -343,6 +344,7 @@ def track_scales(module: M) -> M:
     inner: Any = unwrapped(result)
     track = Track()
     install(inner, track)
+    # An attribute of the instance, as in unit-scaling 0.3.5: the class stays the user's.
     inner.scales_graph = track.scales_graph
     return result
 
@@ -383,7 +385,8 @@ def prune_same_scale_tensors(graph: Graph, rtol: float = 2**-16) -> Graph:
         source = _float_input(node)
         if source is None or not _is_float(node):
             return False
-        a, b = source.meta["metrics"], node.meta["metrics"]
+        a = source.meta["metrics"]
+        b = node.meta["metrics"]
         return _close(a.fwd, b.fwd, rtol) and _close(a.bwd, b.bwd, rtol)
 
     return _pruned(graph, same)
@@ -423,28 +426,21 @@ def _pruned(graph: Graph, prune: Callable[[Node], bool], tracked: bool = True) -
 
 
 def _remove(graph: Graph, node: Node) -> None:
-    source = _float_input(node)
-
-    def without(argument: Node) -> Any:
-        if argument is node:
-            return source
-        return argument
-
+    source: Any = _float_input(node)
     for user in list(node.users):
-        user.args = map_arg(user.args, without)
-        user.kwargs = map_arg(user.kwargs, without)
+        user.replace_input_with(node, source)
     graph.erase_node(node)
 
 
 def _is_float(node: Node) -> bool:
-    return bool(node.meta.get("outputs_float_tensor", False))
+    return bool(node.meta.get("outputs_float_tensor"))
 
 
 def _float_input(node: Node) -> Node | None:
     """The only floating-point input of a node; None if there are none or several."""
-    inputs = [source for source in node.all_input_nodes if _is_float(source)]
-    if len(inputs) == 1:
-        return inputs[0]
+    first, *others = [*filter(_is_float, node.all_input_nodes), None]
+    if len(others) == 1:
+        return first
     return None
 
 

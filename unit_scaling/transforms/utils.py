@@ -12,9 +12,8 @@ from torch.fx import Graph, Node
 
 from fp8.common.validation import check_module
 
-from ..common.calls import Args, Function, T
-from .compile import Backend, Compile, M, with_scope
-from .install import find_scope
+from ..common.calls import Args, Function, Kwargs, T
+from .compile import Backend, M, compiled
 
 __all__ = [
     "apply_transform",
@@ -49,11 +48,7 @@ def apply_transform(
     check_module("apply_transform", module)
     for function in non_recurse_functions:
         torch.compiler.allow_in_graph(function)
-    scope = find_scope(module, Compile)
-    before, inductor = (
-        ((), False) if scope is None else (scope.backends, scope.inductor)
-    )
-    return with_scope(module, Compile((*before, backend), inductor))
+    return compiled(module, backend)
 
 
 def patch_to_expand_modules(fn: Callable[..., T]) -> Callable[..., T]:
@@ -66,7 +61,7 @@ def replace_node_with_function(
     source: Node,
     target_fn: Function,
     args: Args | None = None,
-    kwargs: dict[Any, Any] | None = None,
+    kwargs: Kwargs | None = None,
     keep_type_expr: bool = True,
 ) -> None:
     """Replaces a node of ``graph`` with a call of ``target_fn``.
@@ -91,7 +86,7 @@ def replace_node_with_function(
 
 
 @cache
-def _user_class(cls: type) -> type:
+def _user_class(cls: type[nn.Module]) -> type[nn.Module]:
     name = cls.__module__.removeprefix("torch.nn.").replace(".", "_")
     name = f"trivial_subclass_{name}_{cls.__name__}"
     return type(name, (cls,), {"__module__": __name__})

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ from .record.kinds import (
     kind_of,
 )
 from .record.probe import Observer, unseen
-from .record.values import is_strided, rms_of
+from .record.values import is_strided, size_of
 from .values.pending import is_pending, is_unit_scaled
 
 
@@ -89,12 +88,9 @@ class Verification(Rows[Measurement]):
             ValueError: the kind is unknown.
         """
         check_name("kind", kind, RANGES)
-        inside = [
-            row.inside for row in self if row.kind == kind and row.inside is not None
-        ]
-        if inside:
-            return sum(inside) / len(inside)
-        return math.nan
+        found = [row.inside for row in self if row.kind == kind]
+        inside = [each for each in found if each is not None]
+        return sum(inside) / len(inside) if inside else math.nan
 
     def __str__(self) -> str:
         cells = [("module", "call", "tensor", "kind", "scale", "rms", "")]
@@ -115,16 +111,13 @@ class Verification(Rows[Measurement]):
             rows = [row for row in self if row.kind == kind]
             if not rows:
                 continue
-            zeros, inside = (
-                sum(row.inside is each for row in rows) for each in (None, True)
-            )
+            counts = Counter(row.inside for row in rows)
+            zeros = counts[None]
+            by = f"[{low:g}, {high:g}]"
+            if any(row.loss for row in rows):
+                by = "at their scales"
             also = f", {zeros} of zeros" if zeros else ""
-            by = (
-                "at their scales"
-                if any(row.loss for row in rows)
-                else f"[{low:g}, {high:g}]"
-            )
-            yield f"{kind}: {inside} of {len(rows) - zeros} inside {by}{also}"
+            yield f"{kind}: {counts[True]} of {len(rows) - zeros} inside {by}{also}"
 
 
 def verify(
@@ -188,7 +181,7 @@ def verify(
     if is_pending(trial):  # the first call sets its values
         _step(trial, nullcontext(), batch, loss, seed)
     at_output = _step(trial, watch.of(trial), batch, loss, seed)
-    loss_rms = None if is_scaled else max(at_output, default=None)
+    loss_rms = None if is_scaled else max(filter(None, at_output), default=None)
     return Verification(watch.results(), watch.notes, loss_rms)
 
 
@@ -200,7 +193,7 @@ def _step(
     seed: int,
 ) -> list[float]:
     """A training step whose forward pass alone is observed. Returns the RMS of each gradient at the
-    output that is not zero; none for a loss inside the model."""
+    output; none for a loss inside the model."""
     at_output: list[float] = []
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     with seeded(None, devices), torch.enable_grad():
@@ -208,9 +201,7 @@ def _step(
             output = outside_compiler(lambda: call(model, copied(batch)))
         results = [t for t in tensors(output) if t.requires_grad]
         for tensor in results if all(t.dim() for t in results) else ():
-            tensor.register_hook(
-                lambda g: at_output.append(rms_of(g)) if g.any() else None
-            )
+            tensor.register_hook(lambda g: at_output.append(size_of(g)))
         ends, gradients = starts(output, loss, seed)
         if not ends:
             raise ValueError("no tensor in the model's output requires a gradient")
@@ -223,6 +214,9 @@ def _step(
 
 _UNMEASURED = frozenset(["out", "per_sample_weights"])
 """Arguments that are neither added nor operands."""
+
+_HEADS: dict[int | str, str] = {0: "query", 1: "key", 2: "value"}
+"""The operands of attention by position."""
 
 #: Functions of `unit_scaling` that return their input.
 _SAME = {"scale_bwd", "residual_split"}
@@ -273,30 +267,23 @@ class _Product:
 
     def add(self, slot: Slot, tensor: Tensor, origin: _Origin) -> None:
         """Measures an argument, if it is an operand."""
-        if (
-            slot[0] in _UNMEASURED
-            or is_added(self.call, slot)
-            or not _is_measurable(tensor)
-        ):
+        is_read = slot[0] not in _UNMEASURED and not is_added(self.call, slot)
+        if not (is_read and _is_measurable(tensor)):
             return
         state = self.call in RECURRENT and slot not in ((0,), ("input",))
         if state and not (origin.parameter and tensor.dim() > 1):
             return
         known = {operand.label for operand in self.operands}
         is_second = self.call in EMBEDDINGS | LAYERS and slot[0] in (1, "weight")
+        label = "other" if "input" in known else "input"
         if self.call in ATTENTION:
-            label = (
-                slot[0]
-                if isinstance(slot[0], str)
-                else ("query", "key", "value")[slot[0]]
-            )
+            label = str(_HEADS.get(slot[0], slot[0]))
         elif origin.parameter or is_second:
             label = "weight"
-        else:
-            label = "other" if "input" in known else "input"
         judge = None
         if self.casts is not None:
-            index, is_weight = len(self.operands), label == "weight"
+            index = len(self.operands)
+            is_weight = label == "weight"
             judge = partial(self.casts.operand, index=index, is_weight=is_weight)
         self.operands.append(_Operand(label, _measured(tensor, judge), origin))
 
@@ -315,39 +302,30 @@ class Watch(Observer):
         super().__init__()
         self.notes: list[str] = []
         self._scales = scales
-        self._recipes = {
-            path: auto_of(layer) for path, layer in candidates(model).items()
-        }
+        layers = candidates(model)
+        self._recipes = {path: auto_of(layer) for path, layer in layers.items()}
         self._parameters = {id(p) for p in model.parameters()}
         self._products: list[_Product] = []
         self._origins = WeakTensorKeyDictionary()
 
-    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
+    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> object:
         kind = kind_of(function)
         arguments = (*tensors_in(args), *tensors_in(kwargs))
         tensors = [debug_unwrap(t) for _, t in arguments]
         origins = [self._origin(t) for t in tensors]
-        multiplies = (
+        is_product = (
             function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS
         )
-        multiplies = multiplies and "parametrizations" not in self.path.split(".")
+        multiplies = is_product and "parametrizations" not in self.path.split(".")
         self._note(function, kind, len(tensors), multiplies)
         # Products of constants (the angles of rotary embeddings, for example) are not measured.
         known = any(origin.parameter or origin.sources for origin in origins)
+        output: object
         if multiplies and (known or any(t.requires_grad for t in tensors)):
-            if any(
-                inner is not t for inner, (_, t) in zip(tensors, arguments, strict=True)
-            ):
+            if any(debug_unwrap(t) is not t for _, t in arguments):
                 self.notes.append(f"{self._place(kind)} {_MAPPED}")
             with unseen():
-                # A lookup is not cast: its table is judged as the weight of a layer.
-                otherwise = self._recipes.get(
-                    self.path, STATIC if kind in EMBEDDINGS else PLAIN
-                )
-                casts = (
-                    ProductCasts(otherwise, kind, *tensors) if self._scales else None
-                )
-                product = _Product(self.path, kind, casts)
+                product = _Product(self.path, kind, self._casts(kind, tensors))
                 for (slot, tensor), origin in zip(arguments, origins, strict=True):
                     product.add(slot, tensor, origin)
             output = function(*args, **kwargs)
@@ -356,10 +334,17 @@ class Watch(Observer):
             with unseen():
                 output = self._hooked(product, output, tensors)
         else:
-            output, origin = function(*args, **kwargs), self._joined(kind, origins)
+            output = function(*args, **kwargs)
+            origin = self._joined(kind, origins)
         for _, tensor in tensors_in(output):
             self._origins[debug_unwrap(tensor)] = origin
         return output
+
+    def _casts(self, kind: str, tensors: list[Tensor]) -> ProductCasts | None:
+        # A lookup is not cast: its table is judged as the weight of a layer.
+        otherwise = STATIC if kind in EMBEDDINGS else PLAIN
+        recipe = self._recipes.get(self.path, otherwise)
+        return ProductCasts(recipe, kind, *tensors) if self._scales else None
 
     def _place(self, kind: str) -> str:
         return f"{kind} in {self.path or 'the model itself'}"
@@ -392,7 +377,9 @@ class Watch(Observer):
         first = origins[0] if origins and kind in TRANSPARENT | _SAME else _Origin()
         return replace(first, sources=sources)
 
-    def _hooked(self, product: _Product, output: Any, tensors: list[Tensor]) -> Any:
+    def _hooked(
+        self, product: _Product, output: object, tensors: list[Tensor]
+    ) -> object:
         """The result of a product, or a copy of it that measures its gradient: of a view (a linear
         map of three dimensions), gradients pass by once its base is written in place."""
         if isinstance(output, Tensor) and output.requires_grad:
@@ -400,12 +387,10 @@ class Watch(Observer):
             if not passed:
                 output = output.clone()
         # Recurrent ones return states too. Hooks of a wrapper of torch.func are not called.
-        first = next((debug_unwrap(t) for _, t in tensors_in(output)), None)
-        is_measured = (
-            first is not None and first.requires_grad and _is_measurable(first)
-        )
-        if first is not None and is_measured and product.call not in EMBEDDINGS:
-            first.register_hook(product.note)
+        for first in [debug_unwrap(t) for _, t in tensors_in(output)][:1]:
+            is_measured = first.requires_grad and _is_measurable(first)
+            if is_measured and product.call not in EMBEDDINGS:
+                first.register_hook(product.note)
         return output
 
     # Results

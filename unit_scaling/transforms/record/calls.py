@@ -30,6 +30,7 @@ from .kinds import (
     RECURRENT,
     TRANSPARENT,
     canonical,
+    is_added,
     kind_of,
     name_of,
     writes,
@@ -85,23 +86,42 @@ class CallNode:
     value: Value = field(default_factory=Value)
 
     @property
+    def factors(self) -> list[Input]:
+        """The arguments that it multiplies."""
+        return [i for i in self.inputs if i not in self.added]
+
+    @property
+    def added(self) -> list[Input]:
+        """The arguments that it adds."""
+        return [i for i in self.inputs if is_added(self.kind, i.slot)]
+
+    @property
     def tensors(self) -> dict[Slot, Tensor]:
-        return dict((*tensors_in(self.args), *tensors_in(self.kwargs)))
+        return arguments_in(self.args, self.kwargs)
 
 
-def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
+def tensors_in(
+    value: object,
+    slot: Slot = (),
+) -> Iterator[tuple[Slot, Tensor]]:
     """The tensors of arguments with their slots, recursively through lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield slot, value
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from tensors_in(item, (*slot, i))
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from tensors_in(item, (*slot, name))
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    for key, item in value.items() if isinstance(value, dict) else ():
+        yield from tensors_in(item, (*slot, key))
 
 
-def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
+def arguments_in(args: Args, kwargs: Kwargs) -> dict[Slot, Tensor]:
+    """The tensors of a call by their slots."""
+    return dict((*tensors_in(args), *tensors_in(kwargs)))
+
+
+def mapped(
+    change: Callable[[Tensor], object],
+    value: Any,
+) -> Any:
     """``value`` with its tensors changed, recursively through lists, (named) tuples and dicts."""
     if isinstance(value, Tensor):
         return change(value)
@@ -118,14 +138,23 @@ def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
 class Calls(EarlyMode):
     """A torch-function mode that observes each call of a model, and not what that calls in turn. A
     call with an `expansion` is observed as the calls that it is composed of, and an einsum of three
-    or more operands as products of two."""
+    or more operands as products of two.
+
+    paths: those of the modules that are running, outermost first, where the caller knows them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._busy = False
+        self.paths: list[str] = []
+
+    @property
+    def path(self) -> str:
+        """The path of the innermost running module."""
+        return "".join(self.paths[-1:])
 
     @abstractmethod
-    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
+    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> object:
         """Makes a call of the model and returns its result."""
 
     def sees(self) -> bool:
@@ -135,10 +164,10 @@ class Calls(EarlyMode):
     def __torch_function__(
         self,
         function: Function,
-        types: Any,
+        types: object,
         args: Args = (),
-        kwargs: Any = None,
-    ) -> Any:
+        kwargs: Kwargs | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if not self.sees():
             return called(function, args, kwargs)
@@ -150,28 +179,13 @@ class Calls(EarlyMode):
             return run_within(self, function, args, kwargs)
         return self.see(function, args, kwargs)
 
-    def see(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
+    def see(self, function: Function, args: Args, kwargs: Kwargs) -> object:
         """`observe`, during which no call is seen."""
         self._busy = True
         try:
             return self.observe(function, args, kwargs)
         finally:
             self._busy = False
-
-
-class LocatedCalls(Calls):
-    """Calls of known modules. paths: those of the modules that are running, outermost first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.paths: list[str] = []
-
-    @property
-    def path(self) -> str:
-        """The path of the innermost running module."""
-        if self.paths:
-            return self.paths[-1]
-        return ""
 
 
 @dataclass(frozen=True)
@@ -187,7 +201,7 @@ class Place:
     number: int
 
 
-class Pass(LocatedCalls):
+class Pass(Calls):
     """Observes one forward pass of a model."""
 
     def __init__(self) -> None:
@@ -197,7 +211,7 @@ class Pass(LocatedCalls):
     def begin(self, arguments: Given) -> None:
         """Called with the arguments of the model before it runs."""
 
-    def end(self, output: Any, written: restored) -> None:
+    def end(self, output: object, written: restored) -> None:
         """Called with the output of the model. written: knows which parameters it has written."""
 
     def name(self, parameter: Tensor, name: str) -> None:
@@ -205,7 +219,8 @@ class Pass(LocatedCalls):
 
     def place(self, function: Function) -> Place:
         """The place of a call that is about to run."""
-        path, kind = self.path, kind_of(function)
+        path = self.path
+        kind = kind_of(function)
         return Place(path, kind, self._counts[path, kind])
 
     def count(self, place: Place) -> None:
@@ -213,12 +228,14 @@ class Pass(LocatedCalls):
         self._counts[place.path, place.kind] += 1
 
 
-def results_of(place: Place, args: Args, output: Any) -> list[Tensor]:
+def results_of(
+    place: Place,
+    args: Args,
+    output: object,
+) -> list[Tensor]:
     """The tensors that a call computes."""
     if place.kind == "setitem":
         return [args[0]]
-    if isinstance(output, Tensor):
-        return [output]
     return [t for _, t in tensors_in(output)]
 
 
@@ -235,8 +252,7 @@ class Recorder(Pass):
         self.index_of: dict[Place, int] = {}
         self.outputs: list[int] = []  # the nodes of the results
         # The parameters that the model writes, and those that it changes by that.
-        self.written: set[str] = set()
-        self.changed: set[str] = set()
+        self.written = self.changed = set[str]()
         self._node_of: dict[int, int] = {}
         self._makers: dict[Node, int] = {}
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
@@ -244,7 +260,7 @@ class Recorder(Pass):
     def begin(self, arguments: Given) -> None:
         self._inputs = frozenset(id(t) for _, t in tensors_in(arguments))
 
-    def end(self, output: Any, written: restored) -> None:
+    def end(self, output: object, written: restored) -> None:
         named = dict(self._model.named_parameters())
         self.written = {name for name, p in named.items() if written.wrote(p)}
         self.changed = {n for n in self.written if written.changed(named[n])}
@@ -259,81 +275,82 @@ class Recorder(Pass):
             self._parameters[id(parameter)] = name
             self._node_of.pop(id(parameter), None)
 
-    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
+    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> object:
         args, kwargs = canonical(function, args, kwargs)
         # Reading an attribute of a tensor passes through the modes that are active, too.
         with torch.DisableTorchFunction():
             place = self.place(function)
-            node = self._node(place, function, args, kwargs)
+            node = CallNode(place.kind, name_of(function), place.path, function)
+            node.args = args
+            node.kwargs = kwargs
+            node.inputs = [self._input(*each) for each in node.tensors.items()]
+            if isinstance(function, OPERATORS):
+                node.name = str(function)
+            self._describe(node)
         output = function(*args, **kwargs)
         with torch.DisableTorchFunction():
             results = results_of(place, args, output)
             if results:
-                self._add(node, results)
+                self._add(node, function, results)
                 self.index_of[place] = len(self.nodes) - 1
                 self.count(place)
         return output
 
-    def _node(
-        self, place: Place, function: Function, args: Args, kwargs: Kwargs
-    ) -> CallNode:
-        arguments = (*tensors_in(args), *tensors_in(kwargs))
-        inputs = [self._input(slot, t) for slot, t in arguments]
-        named = str if isinstance(function, OPERATORS) else name_of
-        node = CallNode(place.kind, named(function), place.path, function, inputs)
-        node.args, node.kwargs = args, kwargs
-        sources = [self.nodes[i.node].value for i in inputs]
-        is_moved = node.kind in TRANSPARENT and bool(inputs)
-        node.value.origin = sources[0].origin if is_moved else None
-        node.value.computed = _is_computed(node.kind, sources)
-        return node
-
-    def _add(self, node: CallNode, results: list[Tensor]) -> None:
-        """Adds a call that has computed ``results``."""
-        node.inside = running_function()
-        arguments = (*tensors_in(node.args), *tensors_in(node.kwargs))
+    def _describe(self, node: CallNode) -> None:
+        """Describes what a call will compute by its arguments."""
         sources = [self.nodes[i.node].value for i in node.inputs]
-        ids = {id(t) for t in results}
-        assert node.function is not None
-        if writes(node.function, node.name, node.args, node.kwargs):
-            node.written = tuple(slot for slot, t in arguments if id(t) in ids)
-        # Arguments that it returns may be used by themselves.
-        returned = set() if node.written else ids & {id(t) for _, t in arguments}
-        self.nodes.append(node)
-        if ids != returned:
-            self._describe(node, sources, results)
-            self._remember(results, returned)
+        if node.kind in TRANSPARENT and sources:
+            node.value.origin = sources[0].origin
+        node.value.computed = _is_computed(node.kind, sources)
 
-    def _describe(
-        self, node: CallNode, sources: list[Value], results: list[Tensor]
+    def _add(
+        self,
+        node: CallNode,
+        function: Function,
+        results: list[Tensor],
     ) -> None:
+        """Adds a call of a function that has computed ``results``."""
+        node.inside = running_function()
         value = node.value
+        ids = {id(t) for t in results}
+        arguments = node.tensors
+        if writes(function, node.name, node.args, node.kwargs):
+            node.written = tuple(s for s, t in arguments.items() if id(t) in ids)
+        # Arguments that it returns may be used by themselves.
+        returned = ids.intersection(map(id, arguments.values()))
+        if node.written:
+            returned = set()
+        self.nodes.append(node)
+        if ids == returned:
+            return
         value.numel = max(map(Tensor.numel, results))
         value.floating = any(map(has_scale, results))
         differs = value.floating and node.kind not in CONSTANT
-        value.live = differs and any(source.live for source in sources)
+        value.live = differs and any(self.nodes[i.node].value.live for i in node.inputs)
+        # As after unit_scale: sizes that are read of what follows are those of the scaled model.
         is_product = node.kind in PRODUCTS and value.floating and len(results) == 1
         if is_product and is_strided(results[0]) and not node.inside:
             with torch.no_grad():
                 results[0].div_(rms_of(results[0]))
+        self._remember(results, returned)
 
     def _input(self, slot: Slot, tensor: Tensor) -> Input:
-        if id(inner := debug_unwrap(tensor)) in self._parameters:
+        inner = debug_unwrap(tensor)
+        if id(inner) in self._parameters:
             tensor = inner  # which torch.func.grad differentiates by
         maker = tensor.grad_fn
         if maker is not None and self._is_hidden(tensor, maker):
+            # Functions of extensions, and those without gradients inside, make no visible call.
             if maker not in self._makers:
                 self._add_hidden(tensor, maker)
             self._node_of[id(tensor)] = self._makers[maker]
             self._alive.append(tensor)
         if id(tensor) not in self._node_of:
             name = self._parameters.get(id(tensor))
-            value = Value(
-                tensor.numel(), has_scale(tensor), name, name, computed=name is not None
-            )
-            value.live = value.floating and (
-                value.computed or id(tensor) in self._inputs
-            )
+            value = Value(tensor.numel(), has_scale(tensor), name, name)
+            value.computed = name is not None
+            is_read = value.computed or id(tensor) in self._inputs
+            value.live = value.floating and is_read
             self.nodes.append(CallNode("", name or "input", value=value))
             self._remember([tensor])
         return Input(slot, self._node_of[id(tensor)])
@@ -345,9 +362,8 @@ class Recorder(Pass):
         index = self._node_of[id(tensor)]
         if maker.name() == _RECOMPUTES:
             self._makers[maker] = index
-        chosen = (
-            isinstance(maker, BackwardCFunction) and self._makers.get(maker) != index
-        )
+        is_ours = self._makers.get(maker) == index
+        chosen = isinstance(maker, BackwardCFunction) and not is_ours
         return chosen or not self.nodes[index].value.live
 
     def _add_hidden(self, tensor: Tensor, maker: Node) -> None:
@@ -356,13 +372,16 @@ class Recorder(Pass):
             self._input((slot,), t) if isinstance(t, Tensor) else Input((slot,), t)
             for slot, t in enumerate(self._known_before(maker))
         ]
+        module = _module_of(maker)
+        # The functions of torch.distributed move values between processes.
+        is_move = module.startswith("torch.distributed.")
+        kind = "clone" if is_move and len(inputs) == 1 else ""
+        name = maker.name().rstrip("0123456789").removesuffix("Backward")
+        inside = f"the autograd function {name}"
         if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
             name, inside = "copy_", ""  # into a view of the tensor
-        else:
-            name = maker.name().rstrip("0123456789").removesuffix("Backward")
-            ours = package_of(_function_of(maker)) in ("fp8", "unit_scaling")
-            inside = "" if ours or _is_move(maker) else f"the autograd function {name}"
-        kind = "clone" if _is_move(maker) and len(inputs) == 1 else ""
+        elif is_move or module.partition(".")[0] in ("fp8", "unit_scaling"):
+            inside = ""
         value = Value(tensor.numel(), floating=True, live=True)
         value.computed = _is_computed("", [self.nodes[i.node].value for i in inputs])
         node = CallNode(kind, name, self.path, type(maker), inputs, inside=inside)
@@ -373,7 +392,8 @@ class Recorder(Pass):
     def _known_before(self, maker: Node) -> list[int | Tensor]:
         """What autograd derives a function's arguments from: nodes, and leaves of its graph."""
         known: dict[int | Tensor, None] = {}
-        todo, seen = [maker], {maker}
+        todo = [maker]
+        seen = {maker}
         while todo:
             for function, _ in todo.pop().next_functions:
                 if function is None or function in seen:
@@ -388,25 +408,23 @@ class Recorder(Pass):
                     todo.append(function)
         return list(known)
 
-    def _remember(self, tensors: list[Tensor], others: Collection[int] = ()) -> None:
+    def _remember(
+        self,
+        tensors: list[Tensor],
+        others: Collection[int] = (),
+    ) -> None:
         """Records that the tensors come from the latest node, but for the ids in ``others``."""
-        for tensor in tensors:
-            if id(tensor) not in others:
-                self._node_of[id(tensor)] = len(self.nodes) - 1
-                self._alive.append(tensor)
-                if tensor.grad_fn is not None:
-                    self._makers[tensor.grad_fn] = len(self.nodes) - 1
+        latest = len(self.nodes) - 1
+        for tensor in [t for t in tensors if id(t) not in others]:
+            self._node_of[id(tensor)] = latest
+            self._alive.append(tensor)
+            if tensor.grad_fn is not None:
+                self._makers[tensor.grad_fn] = latest
 
 
-def _function_of(maker: Node) -> Any:
-    return getattr(maker, "_forward_cls", None)
-
-
-def _is_move(maker: Node) -> bool:
-    """Whether an autograd function is of torch.distributed, whose functions move values between
-    processes."""
-    module: str = getattr(_function_of(maker), "__module__", None) or ""
-    return module.startswith("torch.distributed.")
+def _module_of(maker: Node) -> str:
+    """The module that defines an autograd function."""
+    return getattr(getattr(maker, "_forward_cls", None), "__module__", None) or ""
 
 
 _RECOMPUTES = "CheckpointFunctionBackward"
@@ -439,9 +457,3 @@ def running_function() -> str:
         if not file.startswith(_LIBRARIES):
             inside = function_of(frame) or inside
     return inside
-
-
-def package_of(function: Any) -> str:
-    """The package that defines a function or a class."""
-    module: str = getattr(getattr(function, "func", function), "__module__", None) or ""
-    return module.partition(".")[0]

@@ -8,7 +8,10 @@ from .calls import CallNode, Input
 from .kinds import PRODUCTS, RECURRENT
 
 
-def reached(starts: Iterable[int], next: Callable[[int], Iterable[int]]) -> set[int]:
+def reached(
+    starts: Iterable[int],
+    next: Callable[[int], Iterable[int]],
+) -> set[int]:
     """All nodes reachable from ``starts`` along ``next``, including ``starts``."""
     found = set(starts)
     todo = list(found)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch.nn import functional as F
 
 from fp8.common.step import is_in_place
 
 from ... import functional as _rows  # noqa: F401 - fills OPS
 from ...common.calls import Args, Function, Given, Kwargs
+from ...ops.generated import spellings
 from ...rules.table import OPS
 
 
@@ -61,7 +61,10 @@ ADDED = {
 """Product -> the position and the name of the argument that it adds to its sum. Others add none."""
 
 
-def is_added(kind: str, slot: tuple[int | str, ...]) -> bool:
+def is_added(
+    kind: str,
+    slot: tuple[int | str, ...],
+) -> bool:
     """Whether the argument in a slot of a call is added (a bias or a mask), not multiplied."""
     return kind in ADDED and slot[0] in ADDED[kind]
 
@@ -75,10 +78,8 @@ NORMS = named("layer_norm rms_norm group_norm batch_norm instance_norm normalize
 GAINS = NORMS - {"normalize"} | {"mul"}
 """Kinds that multiply values by a gain."""
 
-RECURRENT = frozenset(
-    name + cell
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    for cell in ("", "_cell")
+RECURRENT = named(
+    "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 )
 """Kinds that are whole layers with products inside."""
 
@@ -109,28 +110,19 @@ def kind_of(function: Function) -> str:
     if function in KINDS:
         return KINDS[function]
     name = name_of(function).strip("_")
+    # torch names torch.linalg.norm "linalg_norm".
     for namespace in ("linalg_", "fft_", "special_"):
         name = name.removeprefix(namespace)
     return _ALIASES.get(name, name)
 
 
-def _spellings(kind: str) -> list[Function]:
-    spaces = (torch, torch.Tensor, F, torch.linalg)
-    named = [
-        getattr(space, name, None) for name in (kind, f"{kind}_") for space in spaces
-    ]
-    return [function for function in named if callable(function)]
-
-
-KINDS: dict[Function, str] = {
-    **{
-        f: kind
-        for kind in sorted(PRODUCTS | RECURRENT | EMBEDDINGS)
-        for f in _spellings(kind)
-    },
-    **{function: op.name for op in OPS.values() for function in op.replaces},
-}
+KINDS: dict[Function, str] = {}
 """Torch callable -> kind, for those with a rule. That of others is their name, see `kind_of`."""
+
+for _kind in sorted(PRODUCTS | RECURRENT | EMBEDDINGS):
+    KINDS.update(dict.fromkeys(spellings(_kind), _kind))
+for _op in OPS.values():
+    KINDS.update(dict.fromkeys(_op.replaces, _op.name))
 
 
 def canonical(function: Function, args: Args, kwargs: Kwargs) -> Given:
@@ -148,16 +140,22 @@ def names_of(function: Function) -> tuple[str, ...]:
     return _NAMES.get(function, ())
 
 
-def writes(function: Function, name: str, args: Args, kwargs: Any) -> bool:
+def writes(
+    function: Function,
+    name: str,
+    args: Args,
+    kwargs: Any,
+) -> bool:
     """Whether a call with `canonical` arguments writes its result into one of them."""
     names = names_of(function)
     place = names.index("inplace") if "inplace" in names else len(args)
     return is_in_place(name, kwargs) or (place < len(args) and bool(args[place]))
 
 
-_NAMES: dict[Function, tuple[str, ...]] = {
-    function: function.__code__.co_varnames[: function.__code__.co_argcount]
-    for function in (*KINDS, *vars(F).values())
-    if isinstance(function, FunctionType)
-}
+_NAMES: dict[Function, tuple[str, ...]] = {}
 """The argument names of functions written in Python."""
+
+for _function in (*KINDS, *vars(F).values()):
+    if isinstance(_function, FunctionType):
+        _code = _function.__code__
+        _NAMES[_function] = _code.co_varnames[: _code.co_argcount]

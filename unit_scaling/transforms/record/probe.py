@@ -14,7 +14,7 @@ from fp8.frame import FRAMES, framed
 
 from ...common.calls import Args, Function, Kwargs
 from ...common.watched import watched_by
-from .calls import LocatedCalls
+from .calls import Calls
 
 unseen = torch.DisableTorchFunction
 """Disables function modes within the block, so that plans do not count its calls."""
@@ -30,7 +30,12 @@ def is_observed() -> bool:
     return FRAMES.items[-1].observer is not None
 
 
-def _watch(function: Any, body: Function, args: Args, kwargs: Kwargs) -> Any:
+def _watch(
+    function: Any,
+    body: Function,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """As in `WATCHERS`: passes a call to the innermost observer of the calling thread."""
     observer = FRAMES.items[-1].observer
     if not observer or not observer.sees():
@@ -38,7 +43,7 @@ def _watch(function: Any, body: Function, args: Args, kwargs: Kwargs) -> Any:
     return observer.see(function, args, kwargs)
 
 
-class Observer(LocatedCalls):
+class Observer(Calls):
     """Observes a call of a model: torch functions, and what of `unit_scaling` the model calls by
     name, but not what those call in turn."""
 

@@ -33,6 +33,11 @@ def size_of(tensor: Tensor) -> float:
     return 1.0
 
 
+def in_double(tensor: Tensor) -> Tensor:
+    """The values in float64, or in complex128."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
+
+
 def is_any(condition: Tensor) -> bool:
     """Whether an element is true, or not zero."""
     return bool(whole(condition.detach().any()))

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ...parameter import Tags
 from ...rules.table import find_op
-from ..record.calls import CallNode, Input, Recorder, Slot
+from ..record.calls import CallNode, Input, Recorder
 from ..record.flow import Flow, reached
 from ..record.kinds import (
     ATTENTION,
@@ -22,7 +22,6 @@ from ..record.kinds import (
     NORMS,
     RECURRENT,
     TRANSPARENT,
-    is_added,
 )
 from ..record.values import is_strided, rms_of
 from .streams import Branch, find_branches
@@ -33,8 +32,10 @@ class Classes:
 
     def __init__(self, seen: Recorder, tags: Mapping[str, Tags]) -> None:
         self.flow = Flow(seen.nodes)
-        self._nodes, self._tags = seen.nodes, tags
-        self._outputs, self._changed = seen.outputs, seen.changed
+        self._nodes = seen.nodes
+        self._tags = tags
+        self._outputs = seen.outputs
+        self._changed = seen.changed
         scaled = (name for name, each in tags.items() if each.mup_divisor)
         #: The weights and gains that were divided by their RMS.
         self.scaled = frozenset(scaled)
@@ -51,19 +52,25 @@ class Classes:
         # Sums in a loop over a layer (a recurrence, the steps of a solver) have the coefficients of
         # their formula.
         before = self.flow.before
-        loops = [at for at in layers.values() if at[0] in before(at[-1:])]
-        once = {i for at in layers.values() if at not in loops for i in at}
+        # With weights in such sums, a Neural ODE with steps of Runge and Kutta diverged.
+        once: set[int] = set()
+        for at in layers.values():
+            if at[0] not in before(at[-1:]):
+                once.update(at)
         return find_branches(self.flow, frozenset(once))
 
     @cached_property
     def kept(self) -> frozenset[str]:
         """The scaled weights that keep their values: those that a call reads of which `_is_weight`
         is false, those that no call reads, and tables whose rows are `_as_given`."""
-        weights: set[str] = set()
-        values: set[str] = self._as_given() | self._changed
+        weights = set[str]()
+        values = self._as_given() | self._changed
         for index, i, origin in self._reads():
             is_gain = origin in self.scaled and self._tags[origin].mup_type == "norm"
-            (weights if self._is_weight(index, i.slot, is_gain) else values).add(origin)
+            if self._is_weight(index, i, is_gain):
+                weights.add(origin)
+            else:
+                values.add(origin)
         return self.scaled - (weights - values)
 
     @cached_property
@@ -73,20 +80,22 @@ class Classes:
         sizes: dict[str, list[float]] = defaultdict(list)
         others = {*self._changed}
         for index, i, origin in self._reads():
-            node, values = self._nodes[index], self.flow.values(index)
-            joins = node.kind in JOINS or is_added(node.kind, i.slot)
+            node = self._nodes[index]
+            values = self.flow.values(index)
+            joins = node.kind in JOINS or i in node.added
             if joins and values and not node.inside:
-                sizes[origin] += [rms_of(node.tensors[v.slot]) for v in values]
+                tensors = node.tensors
+                sizes[origin] += [rms_of(tensors[value.slot]) for value in values]
             else:
                 others.add(origin)
-        return {
-            n: max(s) for n, s in sizes.items() if n in self.kept and n not in others
-        }
+        kept = self.kept - others
+        return {name: max(found) for name, found in sizes.items() if name in kept}
 
     @cached_property
     def inner(self) -> frozenset[str]:
         """The weights that were taken for the readout and feed products or residual adds."""
-        products = set(filter(self.flow.is_product, range(len(self._nodes))))
+        indices = range(len(self._nodes))
+        products = set(filter(self.flow.is_product, indices))
         mixes = products & self.flow.before(products.union(self._adds))
         inner = (i for index in mixes for i in self._nodes[index].inputs)
         return self._readouts.intersection(map(self.flow.origin, inner))
@@ -96,11 +105,7 @@ class Classes:
         RMS 1."""
         node = self._nodes[index]
         weights = self._weights(node) - self.kept
-        if (
-            node.function is None
-            or node.inside
-            or not (self.flow.is_product(index) and weights)
-        ):
+        if node.inside or not (weights and self.flow.is_product(index)):
             return None
         # A query that is a parameter is an operand: its size is that of logits.
         if node.kind in ATTENTION or not all(map(is_strided, node.tensors.values())):
@@ -124,17 +129,15 @@ class Classes:
 
     def _weights(self, node: CallNode) -> frozenset[str]:
         """The scaled weights among the arguments that a call does not add."""
-        factors = (i for i in node.inputs if not is_added(node.kind, i.slot))
-        return self.scaled.intersection(map(self.flow.origin, factors))
+        return self.scaled.intersection(map(self.flow.origin, node.factors))
 
     def _reads(self) -> Iterator[tuple[int, Input, str]]:
         """The arguments that are parameters, or moved ones: (index of the call, argument, name)."""
         for index, node in enumerate(self._nodes):
             for i in node.inputs:
                 origin = self.flow.origin(i)
-                moves = node.kind in TRANSPARENT and not (
-                    node.inside and i.slot == (0,)
-                )
+                is_given = node.inside and i.slot == (0,)
+                moves = node.kind in TRANSPARENT and not is_given
                 if origin is not None and not moves:
                     yield index, i, origin
 
@@ -143,26 +146,23 @@ class Classes:
         a product with a weight, a norm or a residual add, which bring values to RMS 1. Results
         that other calls read (hidden states) do not count."""
         ends = {i for i in self._outputs if not self.flow.readers[i]}
-        formulas = {i for i in ends if not self._normalizes(i)}
-        found = reached(
-            formulas, lambda i: () if self._normalizes(i) else self.flow.sources[i]
-        )
-        tables = [
-            self._nodes[i] for i in found - ends if self._nodes[i].kind in EMBEDDINGS
-        ]
-        origins = {self.flow.origin(i) for table in tables for i in table.inputs}
+
+        def before(i: int) -> list[int]:
+            return [] if self._normalizes(i) else self.flow.sources[i]
+
+        found = reached((i for i in ends if not self._normalizes(i)), before)
+        inner = (self._nodes[i] for i in found - ends)
+        tables = [node.inputs for node in inner if node.kind in EMBEDDINGS]
+        origins = {self.flow.origin(i) for inputs in tables for i in inputs}
         return {name for name in origins if name is not None}
 
     def _normalizes(self, index: int) -> bool:
-        return (
-            self._nodes[index].kind in NORMS
-            or index in self._adds
-            or self._is_layer(index)
-        )
+        is_norm = self._nodes[index].kind in NORMS
+        return is_norm or index in self._adds or self._is_layer(index)
 
-    def _is_weight(self, index: int, slot: Slot, is_gain: bool) -> bool:
-        """Whether a call multiplies values by a gain, or reads the argument in ``slot`` as the
-        weight of a product or a table."""
+    def _is_weight(self, index: int, i: Input, is_gain: bool) -> bool:
+        """Whether a call multiplies values by a gain, or reads the argument ``i`` as the weight
+        of a product or a table."""
         node = self._nodes[index]
         if node.inside:
             return False
@@ -170,5 +170,5 @@ class Classes:
             return True
         if node.written or find_op(node.function) is None:
             return False
-        product = self.flow.is_product(index) and not is_added(node.kind, slot)
+        product = self.flow.is_product(index) and i in node.factors
         return product or node.kind in EMBEDDINGS

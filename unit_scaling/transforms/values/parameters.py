@@ -19,7 +19,6 @@ from fp8.layers.select import holds_experts, why_quantized
 
 from ...parameter import Tags
 from ...rules.rates import fan_in
-from ..record.calls import package_of
 from ..record.values import is_any
 
 SMALL = 0.5
@@ -48,15 +47,20 @@ def starts_of(model: nn.Module) -> dict[str, Start]:
     readout = _readout(model)
     visited = set[int]()
     for path, module in model.named_modules():
-        if package_of(bare_class(module)) == "unit_scaling":
+        if bare_class(module).__module__.startswith("unit_scaling."):
             continue
-        own = dict(module.named_parameters(recurse=False))
+        own = own_parameters(module)
         # A bias is divided as its weight, which comes first.
         for leaf in sorted(own, key=lambda leaf: "bias" in leaf):
             if id(own[leaf]) not in visited:
                 visited.add(id(own[leaf]))
                 starts[joined(path, leaf)] = _start(module, path, leaf, readout, starts)
     return starts
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module without those of its parts."""
+    return dict(module.named_parameters(recurse=False))
 
 
 def joined(path: str, leaf: str) -> str:
@@ -74,17 +78,16 @@ def _start(
     readout: Tensor | None,
     others: Mapping[str, Start],
 ) -> Start:
-    parameter = dict(module.named_parameters(recurse=False))[leaf]
+    parameter = own_parameters(module)[leaf]
     stacked = holds_experts(module)
     if isinstance(module, ParametrizationList):
         tags = Tags("weight" if parameter.dim() > 1 else "norm")
         return Start(tags, done="unchanged", why="parametrized: keeps its values")
     if parameter.dim() - stacked > 1 and not _is_gain(parameter):
-        tags = Tags("output") if parameter is readout else Tags("weight")
+        tags = Tags("output" if parameter is readout else "weight")
         return _of_weight(parameter, tags._replace(mup_stacked=stacked))
-    if leaf.endswith("bias") or leaf.startswith(
-        "bias_"
-    ):  # recurrent layers have bias_ih_l0
+    # Recurrent layers have bias_ih_l0.
+    if leaf.endswith("bias") or leaf.startswith("bias_"):
         return _of_bias(module, path, leaf, others)
     # The slopes of a PReLU are no gains.
     if isinstance(module, nn.PReLU):
@@ -99,9 +102,8 @@ def _of_weight(parameter: nn.Parameter, tags: Tags) -> Start:
     if not parameter.numel():
         return Start(tags, done="unchanged", why="is empty")
     if not is_any(parameter):  # has the factor that its learning rate is for
-        return Start(
-            tags._replace(mup_divisor=1.0), done="unchanged", why="starts at zeros"
-        )
+        tags = tags._replace(mup_divisor=1.0)
+        return Start(tags, done="unchanged", why="starts at zeros")
     if _is_one_number(parameter):
         value = whole(parameter.detach()).flatten()[0].item()
         return Start(tags, done=LEFT_ALONE, why=f"is {value:.4g} everywhere")
@@ -116,20 +118,22 @@ def _of_bias(
 ) -> Start:
     """A bias: zeros, unless it is no noise. That of a layer of few inputs is divided as its weight:
     the product multiplies both."""
-    bias, tags = dict(module.named_parameters(recurse=False))[leaf], Tags("bias")
+    parameters = own_parameters(module)
+    tags = Tags("bias")
+    bias = parameters[leaf]
+    name = leaf.replace("bias", "weight")
     if bias.is_meta or not is_any(bias):
         return Start(tags)
     if _has_offset(bias):
         return Start(tags, done="unchanged", why="its mean is not zero")
-    parameters = dict(module.named_parameters(recurse=False))
-    name = leaf.replace("bias", "weight")
     if name not in parameters:
         name = f"{name}_orig"
-    weight, start = parameters.get(name), others.get(joined(path, name))
-    if weight is not None and start is not None and start.number != 1.0:
-        inputs = fan_in(weight.shape)
-        if weight.dim() > 1 and inputs < FEW_INPUTS:
-            return Start(tags, start.number)
+    weight = parameters.get(name)
+    start = others.get(joined(path, name), Start(tags))
+    is_divided = weight is not None and weight.dim() > 1 and start.number != 1.0
+    # Set to zero, such biases left a RealNVP at a loss of -0.5 in place of -1.3.
+    if is_divided and fan_in(parameters[name].shape) < FEW_INPUTS:
+        return Start(tags, start.number)
     return Start(tags, 0.0, "set to zero", "rule of biases")
 
 
@@ -139,6 +143,7 @@ def _of_gain(parameter: nn.Parameter) -> Start:
     tags = Tags("norm")
     if parameter.is_meta or parameter.numel() < 2:
         return Start(tags)
+    # No product makes up for a small gain that keeps its values.
     rms = _rms(parameter)
     same = bool(whole(parameter.abs().min() == parameter.abs().max()))
     far = 0 < rms < SMALL or (same and 2 < rms < math.inf)
@@ -150,15 +155,10 @@ def _of_gain(parameter: nn.Parameter) -> Start:
 def _has_offset(bias: nn.Parameter) -> bool:
     """Whether the mean of a bias differs from zero by four standard errors, or it is one number. It
     is then no noise, as torch's is, but set: for a forget gate, a time step or a rare class."""
-    mean = abs(whole(bias.detach().double().sum()).item()) / bias.numel()
-    is_offset = mean > 4 * _rms(bias) / bias.numel() ** 0.5
-    return is_offset or (bias.numel() > 1 and _is_one_number(bias))
-
-
-def pruned(module: nn.Module) -> dict[str, str]:
-    """Parameter masked by `torch.nn.utils.prune` -> the name of the masked weight."""
-    names = (n.removesuffix("_orig") for n, _ in module.named_parameters(recurse=False))
-    return {f"{n}_orig": n for n in names if hasattr(module, f"{n}_mask")}
+    count = bias.numel()
+    mean = abs(whole(bias.detach().double().sum()).item()) / count
+    is_offset = mean > 4 * _rms(bias) / count**0.5
+    return is_offset or (count > 1 and _is_one_number(bias))
 
 
 def refuse_weights(model: nn.Module) -> None:
@@ -169,12 +169,12 @@ def refuse_weights(model: nn.Module) -> None:
             raise ValueError(
                 f"{path or 'the model'} is {why}; unit-scale the model before that"
             )
-        for hook in module._forward_pre_hooks.values():
-            masks = isinstance(hook, BasePruningMethod)
-            if type(hook).__module__.startswith("torch.nn.utils.") and not masks:
+        for kind in map(type, module._forward_pre_hooks.values()):
+            masks = issubclass(kind, BasePruningMethod)
+            if kind.__module__.startswith("torch.nn.utils.") and not masks:
                 raise ValueError(
                     f"{path or 'the model'} has its weight computed by a hook "
-                    f"({type(hook).__name__}): use torch.nn.utils.parametrizations instead"
+                    f"({kind.__name__}): use torch.nn.utils.parametrizations instead"
                 )
 
 
@@ -184,29 +184,32 @@ def _readout(model: nn.Module) -> Tensor | None:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not linears:
         return None
-    name = "weight_orig" if "weight_orig" in pruned(linears[-1]) else "weight"
     # Not as an attribute: computing a parametrized weight may change buffers (spectral_norm).
-    weight = dict(linears[-1].named_parameters(recurse=False)).get(name)
-    if weight is None:
-        return None
-    owners = [(m, p) for m in model.modules() for p in m.parameters(recurse=False)]
-    tied = sum(p is weight for _, p in owners) > 1
-    layers = [p for m, p in owners if not isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    if any(p.dim() > 1 and p is not weight for p in layers) and not tied:
-        return weight
-    return None
+    own = own_parameters(linears[-1])
+    weight = own.get(
+        "weight", own.get("weight_orig")
+    )  # torch.nn.utils.prune renames it
+    owners = 0
+    is_only = True
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            owners += p is weight
+            is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            is_only &= p is weight or is_table or p.dim() < 2
+    return None if is_only or owners > 1 else weight
 
 
 def _is_gain(parameter: nn.Parameter) -> bool:
     """Whether a parameter is constant along its only dimension, as layer scales are: (1, 1, n)."""
-    along = not parameter.is_meta and parameter.numel() == max(parameter.shape)
-    return along and parameter.numel() > 0 and _is_one_number(parameter)
+    if parameter.is_meta or not parameter.numel():
+        return False
+    return parameter.numel() == max(parameter.shape) and _is_one_number(parameter)
 
 
 def _rms(parameter: nn.Parameter) -> float:
     # Not by the mean: that of parts of different lengths is wrong in torch.
-    total: float = whole(parameter.detach().abs().double().square().sum()).item()
-    return math.sqrt(total / parameter.numel())
+    squares = parameter.detach().abs().double().square()
+    return math.sqrt(whole(squares.sum()).item() / parameter.numel())
 
 
 def _is_one_number(parameter: nn.Parameter) -> bool:

@@ -46,7 +46,9 @@ class Sizes(Pass):
         self, places: Collection[Place], set_at: Collection[Place], before: Before
     ) -> None:
         super().__init__()
-        self._places, self._set_at, self._before = places, set_at, before
+        self._places = places
+        self._set_at = set_at
+        self._before = before
         self.sizes: dict[Place, float] = {}
         self.has_nan = False
 
@@ -98,6 +100,7 @@ def run_pass(model: nn.Module, given: Given, seen: P) -> P:
     try:
         with ExitStack() as stack:
             stack.enter_context(untouched(model, seed=0))
+            # Autograd shows functions that make no call of torch; inference mode would not.
             for context in (
                 apart(),
                 torch.inference_mode(False),
@@ -108,6 +111,7 @@ def run_pass(model: nn.Module, given: Given, seen: P) -> P:
             stack.enter_context(_saving_as_torch())
             args, kwargs = detached(given)
             seen.paths = stack.enter_context(running_modules(model))
+            # A look-up with max_norm writes into its table.
             written = stack.enter_context(restored(parameters))
             stack.enter_context(_gathered(model, seen))
             seen.begin((args, kwargs))

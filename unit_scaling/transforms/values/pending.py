@@ -13,8 +13,9 @@ import copy
 import math
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from threading import RLock
 from typing import Any
 
@@ -32,7 +33,7 @@ from ...parameter import has_parameter_data, remember_tags, retag, tags_of
 from ..install import is_in_fsdp
 from ..record.calls import tensors_in
 from ..record.probe import unobserved
-from ..record.values import has_values, rms_of
+from ..record.values import has_values, in_double, rms_of
 from .parameters import joined, starts_of
 from .ranks import model_name
 from .set_values import REACH, Change, Decision, decide
@@ -58,9 +59,7 @@ class _Sample:
             return True  # it has no values to compare, or is divided among processes
         if other.dtype == self.dtype:
             return torch.equal(other.values, self.values)
-        return bool(
-            torch.isclose(other.values, self.values, rtol=2.0**-6, atol=1e-6).all()
-        )
+        return torch.allclose(other.values, self.values, rtol=2.0**-6, atol=1e-6)
 
 
 @torch.no_grad()
@@ -70,11 +69,7 @@ def _sample(parameter: Tensor) -> _Sample | None:
         return None
     flat = parameter.detach().flatten()
     step = math.ceil(flat.numel() / PLACES)
-    values = (
-        flat[::step]
-        .clone()
-        .to(torch.complex128 if flat.is_complex() else torch.float64)
-    )
+    values = in_double(flat[::step].clone())
     return _Sample(values.cpu(), parameter.dtype)
 
 
@@ -91,7 +86,9 @@ class Record:
     """
 
     def __init__(self, key: str, title: str, samples: Samples) -> None:
-        self.key, self.title, self.samples = key, title, samples
+        self.key = key
+        self.title = title
+        self.samples = samples
         self.changes: dict[str, Change] | None = None
         self.rows: list[Row] = []
         self.lock = RLock()
@@ -104,7 +101,12 @@ class Record:
     def __reduce__(self) -> Any:
         return _record, (self.key, self.title, self.samples)
 
-    def decide(self, owner: _Copy, model: nn.Module, given: Given) -> None:
+    def decide(
+        self,
+        owner: _Copy,
+        model: nn.Module,
+        given: Given,
+    ) -> None:
         """Decides for all copies, with ``model``, that of ``owner``, as it runs on these
         arguments."""
         with self.lock, kept():
@@ -127,8 +129,8 @@ class Record:
         name_of = {id(p): name for name, p in model.named_parameters()}
         changes = {}
         for path, module in model.named_modules():
-            hooks = list(_hooks_of(module, self)) or [_Hook(owner, f"+{path}", module)]
-            for hook in hooks:
+            hooks = list(_hooks_of(module, self))
+            for hook in hooks or [_Hook(owner, f"+{path}", module)]:
                 for name, parameter in hook.parameters(module):
                     changes[name] = decision.changes[name_of[id(parameter)]]
         return changes
@@ -162,26 +164,27 @@ class _Copy:
 
     def finish(self, changes: Mapping[str, Change]) -> None:
         """Sets the values of all modules and removes their hooks."""
-        written: list[_Written] = []
+        written: dict[str, bool] = {}  # name -> whether its size is not that decided on
         unknown: dict[str, nn.Parameter] = {}
         is_any_set = False
-        for hook in self.hooks:
-            for name, parameter in hook.pending():
-                change, sample = changes.get(name), self.record.samples.get(name)
-                if change is None:
-                    unknown[name] = parameter
-                    continue
-                # `set_depth` may have come before.
-                depth = (
-                    tags_of(parameter).mup_scaling_depth
-                    or change.tags.mup_scaling_depth
-                )
-                retag(parameter, change.tags._replace(mup_scaling_depth=depth))
-                if sample is not None and not sample.is_of(parameter):
-                    written.append(_Written(name, parameter, change))
-                elif change.is_set:
-                    is_any_set = True
-                    change.apply(parameter)
+        # One by one: a parameter of two modules is pending in the first.
+        for name, parameter in chain.from_iterable(map(_Hook.pending, self.hooks)):
+            change = changes.get(name)
+            sample = self.record.samples.get(name)
+            if change is None:
+                unknown[name] = parameter
+                continue
+            # `set_depth` may have come before.
+            depth = tags_of(parameter).mup_scaling_depth
+            depth = depth or change.tags.mup_scaling_depth
+            retag(parameter, change.tags._replace(mup_scaling_depth=depth))
+            if sample is not None and not sample.is_of(parameter):
+                if change.tags.mup_divisor:
+                    octaves = math.log2(rms_of(parameter) / change.tags.mup_scale)
+                    written[name] = abs(octaves) > REACH
+            elif change.is_set:
+                is_any_set = True
+                change.apply(parameter)
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -202,45 +205,38 @@ class _Copy:
                 key=f"{self.record.key} left",
             )
 
-    def _warn_of_written(self, written: Sequence[_Written], others: bool) -> None:
-        """Warns if values that were written leave the model unscaled or half scaled. others:
+    def _warn_of_written(
+        self,
+        written: Mapping[str, bool],
+        others: bool,
+    ) -> None:
+        """Warns if weights that were written leave the model unscaled or half scaled. others:
         whether other parameters have been multiplied."""
-        weights = [each for each in written if each.change.tags.mup_divisor]
-        far = [each for each in weights if each.is_far]
-        if weights and (others or 2 * len(far) > len(weights)):
-            name = (far or weights)[0].name
+        far = [name for name, is_far in written.items() if is_far]
+        if written and (others or 2 * len(far) > len(written)):
+            name = (far or list(written))[0]
             how = "half scaled" if others else "not unit-scaled"
             warn_once(
                 ScaleWarning,
-                f"{len(weights)} weights (as {name}) were written after unit_scale(model) and "
+                f"{len(written)} weights (as {name}) were written after unit_scale(model) and "
                 f"before its first call: they keep these values, and the model is {how}. Pass "
                 "batch= to unit_scale, so that values are set before others are loaded",
                 key=f"{self.record.key} {name}",
             )
 
 
-@dataclass(frozen=True)
-class _Written:
-    """A parameter whose values were written before the first call."""
-
-    name: str
-    parameter: nn.Parameter
-    change: Change
-
-    @property
-    def is_far(self) -> bool:
-        """Whether its size is not that of the decision."""
-        return (
-            abs(math.log2(rms_of(self.parameter) / self.change.tags.mup_scale)) > REACH
-        )
-
-
 class _Hook:
     """The forward pre-hook of a module. path: of the module when the model became pending."""
 
-    def __init__(self, owner: _Copy, path: str, module: nn.Module | None) -> None:
-        self.owner, self.path = owner, path
-        self.module: Any = lambda: None
+    def __init__(
+        self,
+        owner: _Copy,
+        path: str,
+        module: nn.Module | None,
+    ) -> None:
+        self.owner = owner
+        self.path = path
+        self.module: Callable[[], nn.Module | None] = lambda: None
         if module is not None:
             self.join(module)
 
@@ -285,20 +281,29 @@ class _Hook:
         remember_tags(module, recurse=is_root)
         if is_root:
             REPORTS[module] = Report(self.owner.record.rows, heading="parameter")
-        for key in [
-            key for key, hook in module._forward_pre_hooks.items() if hook is self
-        ]:
-            del module._forward_pre_hooks[key]
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            del hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def __call__(
+        self,
+        module: nn.Module,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> None:
         _before_call(self, module, args, kwargs)
 
 
 PENDING = "unit_scale(model) sets the values of the model in its first call"
 
 
-def _running(hook: _Hook, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+def _running(
+    hook: _Hook,
+    module: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     record = hook.owner.record
     if in_shape_inference() or (hook.path and record.runs):
         return
@@ -336,33 +341,26 @@ _before_call = untraced(
 
 def _check(model: nn.Module, given: Given) -> None:
     """Raises RuntimeError for a first call without values or with others than the parameters'."""
+    parts = list(model.modules())
+    held = [p for part in parts for p in part._parameters.values() if p is not None]
+    tensors = [*held, *(t for _, t in tensors_in(given))]
+    replaced = not all(isinstance(p, nn.Parameter) for p in held)
+    tagged = any(getattr(part, "mup_tags", None) for part in parts)
+    first = next(iter(model._forward_pre_hooks.values()))
     what = ""
-    parameters = [
-        p
-        for part in model.modules()
-        for p in part._parameters.values()
-        if p is not None
-    ]
-    tagged = {
-        name for part in model.modules() for name in getattr(part, "mup_tags", {})
-    }
-    tensors = [t for _, t in tensors_in(given)]
-    replicas = any(not isinstance(p, nn.Parameter) for p in parameters)
     if torch.compiler.is_exporting():
         what = "torch.export"
     elif torch.jit.is_tracing():  # type: ignore[attr-defined, unused-ignore]
         what = "torch.jit.trace"
-    elif (replicas and tagged) or getattr(model, "_is_replica", False):
+    elif (replaced and tagged) or getattr(model, "_is_replica", False):
         what = (
             "torch.func.functional_call or DataParallel, which replace its parameters"
         )
-    elif any(t.is_meta for t in (*tensors, *parameters)):
+    elif any(t.is_meta for t in tensors):
         what = "a call on the meta device, which has no values"
-    elif is_in_fsdp(model) and not isinstance(
-        next(iter(model._forward_pre_hooks.values())), _Hook
-    ):
+    elif is_in_fsdp(model) and not isinstance(first, _Hook):
         what = "fully_shard, or call unit_scale after that"
-    elif not has_values((*tensors, *parameters)):
+    elif not has_values(tensors):
         what = "torch.vmap, which hides values"
     if what:
         raise RuntimeError(
@@ -382,6 +380,7 @@ def pend(model: nn.Module) -> None:
     remember_tags(model)
     for path, module in model.named_modules():
         hook = _Hook(owner, path, module)
+        # First: one before it is of fully_shard, which has divided the model since.
         module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 

@@ -32,24 +32,22 @@ def model_name(parameters: Iterable[str]) -> str:
     return f"{name} {_TIMES[name]}"
 
 
-def is_alone() -> bool:
-    """Whether this is the only process of its job."""
-    started = distributed.is_available() and distributed.is_initialized()
-    return not started or distributed.get_world_size() == 1
-
-
-def agreed(name: str, values: Mapping[K, Any]) -> dict[K, Any]:
+def agreed(
+    name: str,
+    values: Mapping[K, Any],
+) -> dict[K, Any]:
     """``values``, or for each of them that of the first process to name it. They never change.
     values: numbers, text and lists of these; others at other times, as with unused experts."""
-    if is_alone():
+    started = distributed.is_available() and distributed.is_initialized()
+    if not started or distributed.get_world_size() == 1:
         return dict(values)
+    # No collective: with pipeline stages, not every process runs this part of the model.
     store = distributed_c10d._get_default_store()  # public stores must be created anew
     result = {}
     for key, value in values.items():
         text = f"unit_scaling/{name}/{key}"
         if text not in _VALUES:
-            _VALUES[text] = json.loads(
-                store.compare_set(text, "", json.dumps(value)).decode()
-            )
+            first = store.compare_set(text, "", json.dumps(value))
+            _VALUES[text] = json.loads(first.decode())
         result[key] = _VALUES[text]
     return result

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -35,17 +35,18 @@ from ...common.calls import Args, Given, Kwargs, T
 from ...ops.recurrent import GRU_FACTOR, LSTM_FACTOR, RELU_FACTOR, TANH_FACTOR
 from ...parameter import Tags, tags_of
 from ...rules.rates import fan_in
-from ..record.calls import Input, Place, Recorder, Slot, tensors_in
-from ..record.kinds import EMBEDDINGS, RECURRENT, is_added
-from ..record.values import has_scale, is_any, rms_of
+from ..record.calls import Input, Place, Recorder, Slot, arguments_in
+from ..record.kinds import EMBEDDINGS, RECURRENT
+from ..record.values import has_scale, in_double, is_any, rms_of
 from .classify import Classes
 from .parameters import joined, starts_of
 from .passes import Sizes, read_size, reshard, run_pass
 from .ranks import agreed
 from .sources import Holder, Sources
-from .streams import weighted_branches
+from .streams import Target, weighted_branches
 
-LOWEST, HIGHEST = 2.0**-12, 2.0**4
+LOWEST = 2.0**-12
+HIGHEST = 2.0**4
 """A number outside of these is reported."""
 
 REACH = 1.5
@@ -77,12 +78,12 @@ class Change:
     @torch.no_grad()
     def values(self, plain: Tensor) -> Tensor:
         """The new values, rounded once."""
-        wide = plain.to(torch.complex128 if plain.is_complex() else torch.float64)
-        if not self.shift:
-            return (wide * (self.start * self.number)).to(plain.dtype)
-        return ((wide * self.start + self.shift) * self.number - self.shift).to(
-            plain.dtype
-        )
+        wide = in_double(plain)
+        if self.shift:
+            wide = (wide * self.start + self.shift) * self.number - self.shift
+        else:
+            wide = wide * (self.start * self.number)
+        return wide.to(plain.dtype)
 
     @torch.no_grad()
     def apply(self, parameter: nn.Parameter) -> None:
@@ -98,20 +99,6 @@ class Decision:
 
     changes: dict[str, Change]
     rows: list[Row]
-
-
-@dataclass(frozen=True)
-class _Target:
-    """The result of a call, as another one reads it, that has to have an RMS.
-
-    reader, end: the indices of these calls. stream: the call whose RMS it is relative to, which
-    the reader adds; None for 1.
-    """
-
-    reader: int
-    end: int
-    rms: float
-    stream: int | None = None
 
 
 @torch.no_grad()
@@ -148,7 +135,10 @@ class _Setter:
     def __init__(
         self, model: nn.Module, plain: Mapping[str, Tensor], given: Given, name: str
     ) -> None:
-        self.model, self.plain, self.given, self.name = model, plain, given, name
+        self.model = model
+        self.plain = plain
+        self.given = given
+        self.name = name
         self.parameters = dict(model.named_parameters())
         self.changes = {name: Change(tags_of(p)) for name, p in self.parameters.items()}
         self.rows: dict[str, Row] = {}
@@ -159,19 +149,20 @@ class _Setter:
             self.changes[name] = Change(start.tags, start.number)
             self._write(name)
         seen = run_pass(model, given, Recorder(model))
-        self.nodes, self.index_of = seen.nodes, seen.index_of
+        self.nodes = seen.nodes
+        self.index_of = seen.index_of
         self.place_of = {index: place for place, index in seen.index_of.items()}
-        self.classes = Classes(
-            seen, {name: each.tags for name, each in self.changes.items()}
-        )
+        tags = {name: change.tags for name, change in self.changes.items()}
+        self.classes = Classes(seen, tags)
+        self.flow = self.classes.flow
         self._keep()
         for name in self.classes.inner:
             self._tag(name, mup_type="weight")
         self._find_weights()
-        flow = self.classes.flow
-        self.sources = Sources(self.nodes, flow, self.weights, self.tables)
+        self.sources = Sources(self.flow, self.weights, self.tables)
         self._find_targets(seen.outputs)
-        self.written, self.passes = seen.written, 0
+        self.written = seen.written
+        self.passes = 0
         self.measured = {self.place_of[index] for index in self.weights}
         self.set_at = {self.place_of[index] for index in (*self.first, *self.targets)}
         self.multiplied: set[Holder] = set()  # in the last pass
@@ -180,19 +171,18 @@ class _Setter:
         """Finds the products that read weights, and which of these read one first."""
         self.rules: dict[int, float] = {}
         self.weights: dict[int, Input] = {}
-        origin, scaled = (
-            self.classes.flow.origin,
-            self.classes.scaled - self.classes.kept,
-        )
+        origin = self.flow.origin
+        scaled = self.classes.scaled - self.classes.kept
         first: dict[str | None, int] = {}
         for index, node in enumerate(self.nodes):
             factor = self.classes.factor(index)
             if factor is None:
                 continue
-            weight = [i for i in self._factors(index) if origin(i) in scaled][-1]
+            weight = [i for i in node.factors if origin(i) in scaled][-1]
             first.setdefault(origin(weight), index)
             if node.kind not in RECURRENT:
-                self.weights[index], self.rules[index] = weight, factor
+                self.weights[index] = weight
+                self.rules[index] = factor
         self.first = set(first.values())
         lookups = [node.inputs for node in self.nodes if node.kind in EMBEDDINGS]
         tables = {origin(i) for inputs in lookups for i in inputs}
@@ -201,16 +191,13 @@ class _Setter:
 
     def _find_targets(self, outputs: Collection[int]) -> None:
         """Finds the branches of residual streams, and the operands of products with tables."""
-        flow = self.classes.flow
-        targets = [
-            _Target(each.add, each.end, each.weight, each.stream)
-            for each in weighted_branches(flow, self.classes.branches, outputs)
-        ]
+        flow = self.flow
+        targets = weighted_branches(flow, self.classes.branches, outputs)
         for index, weight in self.weights.items():
-            factors = [i for i in self._factors(index) if i is not weight]
+            factors = [i for i in self.nodes[index].factors if i is not weight]
             if flow.origin(weight) in self.tables and len(factors) == 1:
-                targets.append(_Target(index, factors[0].node, self.rules[index]))
-        self.targets: dict[int, list[_Target]] = defaultdict(list)
+                targets.append(Target(index, factors[0].node, self.rules[index]))
+        self.targets: dict[int, list[Target]] = defaultdict(list)
         for target in targets:
             self.targets[target.reader].append(target)
 
@@ -231,11 +218,6 @@ class _Setter:
         result: T = agreed(self.name, {what: value})[what]
         return result
 
-    def _factors(self, index: int) -> list[Input]:
-        """The arguments that a call multiplies."""
-        node = self.nodes[index]
-        return [i for i in node.inputs if not is_added(node.kind, i.slot)]
-
     def _row(self, name: str, done: str, why: str) -> None:
         path, _, leaf = name.rpartition(".")
         self.rows[name] = Row(path, leaf, done, why)
@@ -247,7 +229,8 @@ class _Setter:
     def _write(self, name: str) -> None:
         """Gives a parameter its values. As data: the running pass may hold views of it, of which
         autograd refuses those that several results of one call are."""
-        self.parameters[name].data.copy_(self.changes[name].values(self.plain[name]))
+        values = self.changes[name].values(self.plain[name])
+        self.parameters[name].data.copy_(values)
 
     def _multiply(self, holder: Holder, number: float) -> None:
         change = self.changes[holder.parameter]
@@ -260,22 +243,23 @@ class _Setter:
     def _keep(self) -> None:
         """Gives weights that calls read in other ways than as weights their plain values. A readout
         becomes a weight, and what is added to values a bias of their size."""
-        kept = {name: name in self.classes.kept for name in sorted(self.classes.scaled)}
+        classes = self.classes
+        kept = {name: name in classes.kept for name in sorted(classes.scaled)}
         kept = agreed(f"{self.name}/kept", kept)
-        self.classes.kept = frozenset(name for name in kept if kept[name])
-        for name in sorted(self.classes.kept):
+        classes.kept = frozenset(filter(kept.get, kept))
+        for name in sorted(classes.kept):
             tags = self.changes[name].tags
-            if name in self.classes.added:
-                size, kind, why = self.classes.added[name], "bias", "added to values"
-            else:
-                size, kind = tags.mup_divisor or 1.0, tags.mup_type
-                why = "read by calls that are no products"
-            if kind == "output":
+            why = "read by calls that are no products"
+            size = tags.mup_divisor or 1.0
+            kind = tags.mup_type
+            if name in classes.added:
+                size = classes.added[name]
+                kind = "bias"
+                why = "added to values"
+            elif kind == "output":
                 kind = "weight"
-            size = self._agreed(f"kept {name}", size)
-            self._tag(
-                name, mup_type=kind, mup_divisor=None, mup_scale=_nearest_power(size)
-            )
+            size = _nearest_power(self._agreed(f"kept {name}", size))
+            self._tag(name, mup_type=kind, mup_divisor=None, mup_scale=size)
             self._keep_one(name, why)
             path, _, leaf = name.rpartition(".")
             bias = joined(path, leaf.removesuffix("_orig").replace("weight", "bias"))
@@ -284,11 +268,8 @@ class _Setter:
             self._keep_one(bias, "as its weight")
             self.kept_biases.add(bias)
             if kind == "weight":
-                # The layer is s * (u @ x / sqrt(n) + b / s) for u of RMS 1 and this scale s.
-                scale = (
-                    self.changes[name].tags.mup_scale
-                    * fan_in(self.plain[name].shape) ** 0.5
-                )
+                # The layer is s * (u @ x / sqrt(n) + b / s) for u of RMS 1 and this size s.
+                scale = size * fan_in(self.plain[name].shape) ** 0.5
                 self._tag(bias, mup_scale=_nearest_power(scale))
 
     def _keep_one(self, name: str, why: str) -> None:
@@ -313,7 +294,7 @@ class _Setter:
         """Sets the weights of a call before it runs, the first time, and what holds the scales of
         its targets."""
         index = self.index_of[place]
-        tensors = dict((*tensors_in(args), *tensors_in(kwargs)))
+        tensors = arguments_in(args, kwargs)
         for target in self.targets.get(index, ()):
             self._bring_operand(target, tensors)
         if self.passes or index not in self.first:
@@ -323,7 +304,7 @@ class _Setter:
         else:
             self._set_weight(index, tensors)
 
-    def _bring_operand(self, target: _Target, tensors: Mapping[Slot, Tensor]) -> None:
+    def _bring_operand(self, target: Target, tensors: Mapping[Slot, Tensor]) -> None:
         """Brings an argument of the call that is about to run to its target."""
         slots = {i.node: i.slot for i in self.nodes[target.reader].inputs}
         name = f"{self.passes} bring {target.reader} {target.end}"
@@ -332,7 +313,8 @@ class _Setter:
         if target.stream is not None:
             stream = tensors[slots[target.stream]]
             wanted *= self._agreed(f"{name} stream", read_size(stream))
-        ratio = self._bring(target, self._agreed(name, read_size(end)), wanted)
+        size = self._agreed(name, read_size(end))
+        ratio = self._bring(target, size, wanted)
         if ratio != 1.0:
             # Torch refuses to write an expanded tensor: the next pass sees it.
             with suppress(RuntimeError):
@@ -340,31 +322,33 @@ class _Setter:
 
     def _set_weight(self, index: int, tensors: Mapping[Slot, Tensor]) -> None:
         """Sets the weight and the bias of a product."""
-        node, weight = self.nodes[index], self.weights[index]
-        name = self.classes.flow.origin(weight)
+        node = self.nodes[index]
+        weight = self.weights[index]
+        name = self.flow.origin(weight)
         assert name is not None
         if name in self.tables:
             return
-        factors = [i.slot for i in self._factors(index) if i is not weight]
+        factors = [i.slot for i in node.factors if i is not weight]
         operands = [tensors[slot] for slot in factors if has_scale(tensors[slot])]
         number = self.rules[index] / math.prod(map(_off_one, operands))
         number = self._agreed(f"set {name}", number)
         self._multiply(Holder(name), number)
         self._tag_fan_in(name, index)
-        moved, parameter = tensors[weight.slot], self.parameters[name]
+        moved = tensors[weight.slot]
+        parameter = self.parameters[name]
         if _storage(moved) != _storage(parameter):
             # A copy in another dtype or order, or what FSDP has gathered.
             moved.data.mul_(number)
-        for i in node.inputs:
-            bias = self.classes.flow.origin(i)
-            if is_added(node.kind, i.slot) and bias in self.parameters:
+        for bias in map(self.flow.origin, node.added):
+            if bias in self.parameters:
                 self._multiply(Holder(bias), number)
                 self._keep_information(bias, parameter)
 
     def _tag_fan_in(self, name: str, index: int) -> None:
         """Tags a weight whose layout is not (outputs, inputs, ...) with its fan-in, of which the
         rule of the product is the inverse root; that of a readout the inverse."""
-        parameter, tags = self.parameters[name], self.changes[name].tags
+        parameter = self.parameters[name]
+        tags = self.changes[name].tags
         kind = self.nodes[index].kind
         power = -1 if tags.mup_type == "output" else -2
         terms = max(round(self.rules[index] ** power), 1)
@@ -373,30 +357,29 @@ class _Setter:
         if kind not in ("conv1d", "conv2d", "conv3d") and terms != fan_in(shape):
             self._tag(name, mup_fan_in=terms)
 
-    def _set_recurrent(self, index: int, kind: str, tensors: dict[Any, Tensor]) -> None:
+    def _set_recurrent(
+        self, index: int, kind: str, tensors: Mapping[Slot, Tensor]
+    ) -> None:
         """Sets the weights of torch's own recurrent layer to those of `unit_scaling.ops.recurrent`,
         whose hidden state is torch's times ``cell.size``."""
         cell = _CELLS[kind.removesuffix("_cell")]
         inputs = self.nodes[index].inputs
+        # By its rule: divided by the size of its state, a recurrence became chaotic.
         norm = (1 + 1 / cell.gates) ** -0.5
-        names = [self.classes.flow.origin(i) for i in inputs]
+        names = [self.flow.origin(i) for i in inputs]
         for name in [n for n in names if n in self.parameters and "weight_" in n]:
-            fan = self.parameters[name].shape[0]
-            number = norm * fan**-0.5 * cell.size
-            if "weight_ih" in name:
-                fan = self.parameters[name].shape[1]
-                is_inner = "_l0" not in name
-                operand = self._agreed(
-                    f"operand {name}", _off_one(tensors[inputs[0].slot])
-                )
-                size = cell.size if is_inner else 1 / operand
-                number = norm * fan**-0.5 * size
-            self._multiply(Holder(name), number)
+            is_first = "weight_ih" in name
+            fan = self.parameters[name].shape[is_first]
+            size = cell.size
+            if is_first and "_l0" in name:
+                operand = _off_one(tensors[inputs[0].slot])
+                size = 1 / self._agreed(f"operand {name}", operand)
+            self._multiply(Holder(name), norm * fan**-0.5 * size)
             bias = name.replace("weight_", "bias_")
             if bias in self.parameters:
                 self._multiply(Holder(bias), norm * fan**-0.5)
 
-    def _bring(self, target: _Target, size: float, wanted: float) -> float:
+    def _bring(self, target: Target, size: float, wanted: float) -> float:
         """Brings a result of RMS ``size`` to another one. Returns by what it is multiplied."""
         if not wanted or not (size or self.passes == 0):
             return 1.0  # zeros have the number of their rule since the first pass
@@ -405,10 +388,9 @@ class _Setter:
             return 1.0
         holders = self.sources.holders(target.end, target.reader)
         if holders is None:
-            node, kind = (
-                self.nodes[target.reader],
-                self.nodes[target.end].kind or "an input",
-            )
+            node = self.nodes[target.reader]
+            end = self.nodes[target.end]
+            kind = end.kind or "an input"
             why = f"ends in {kind}, which no parameter scales alone: {ratio:.3g} is missing"
             key = f"{node.path}.{node.name} {kind}"
             self.rows[key] = Row(node.path, node.name, LEFT_ALONE, why)
@@ -429,7 +411,7 @@ class _Setter:
         numbers = {name: change.number for name, change in self.changes.items()}
         for name, number in agreed(f"{self.name}/values", numbers).items():
             self.changes[name].number = number
-        origin = self.classes.flow.origin
+        origin = self.flow.origin
         results = {}
         for index, weight in self.weights.items():
             size = last.sizes.get(self.place_of[index])
@@ -444,17 +426,22 @@ class _Setter:
             )
         return Decision(self.changes, list(self.rows.values()))
 
-    def _finish_one(self, name: str, change: Change, result: float | None) -> None:
+    def _finish_one(
+        self,
+        name: str,
+        change: Change,
+        result: float | None,
+    ) -> None:
         change.number = number = float(f"{change.number:.14g}")
-        if not math.isfinite(number) or is_any(~self.parameters[name].isfinite()):
+        values = self.parameters[name]
+        if not math.isfinite(number) or is_any(~values.isfinite()):
             raise ValueError(
                 f"unit_scale: {name} came out as {number:.3g} times what it was, as the batch "
                 "gives values that are not finite. The model is as it was"
             )
         self._tag(name, mup_scale=change.tags.mup_scale * number)
-        is_changed = change.tags.mup_divisor or number != 1.0
-        is_kept = name in self.kept_biases or not is_any(self.parameters[name])
-        if is_kept or not is_changed:
+        is_kept = name in self.kept_biases or not is_any(values)
+        if is_kept or not (change.tags.mup_divisor or number != 1.0):
             return
         why = f"multiplied by {change.start * number:.4g}"
         if result is not None:
@@ -468,22 +455,19 @@ class _Setter:
     def _set_siblings(self) -> None:
         """Sets weights that the batch has not reached (an expert) as those of their siblings: the
         same parameter of other items of a list of modules."""
-        read = set(map(self.classes.flow.origin, self.weights.values()))
+        read = set(map(self.flow.origin, self.weights.values()))
         for name in self.classes.kept - read:
-            like = self._sibling(name, read)
+            shape = self.plain[name].shape
             size = rms_of(self.plain[name])
-            if like is not None:
-                tags = self.changes[name].tags._replace(mup_scale=1.0, mup_divisor=size)
-                self.changes[name] = Change(tags, 1 / size, self.changes[like].number)
-                self._write(name)
-
-    def _sibling(self, name: str, others: Iterable[str | None]) -> str | None:
-        pattern = re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name))
-        if pattern == re.escape(name):
-            return None
-        shape = self.plain[name].shape
-        alike = (n for n in others if n is not None and re.fullmatch(pattern, n))
-        return next((n for n in alike if self.plain[n].shape == shape), None)
+            change = self.changes[name]
+            for like in filter(None, read):
+                is_alike = _of_any_item(like) == _of_any_item(name)
+                if is_alike and self.plain[like].shape == shape:
+                    tags = change.tags._replace(mup_scale=1.0, mup_divisor=size)
+                    number = self.changes[like].number
+                    self.changes[name] = Change(tags, 1 / size, number)
+                    self._write(name)
+                    break
 
 
 @dataclass(frozen=True)
@@ -502,6 +486,11 @@ _CELLS = {
 }
 
 
+def _of_any_item(name: str) -> str:
+    """The name of a parameter without the numbers of items in lists."""
+    return re.sub(r"\.\d+\.", "..", name)
+
+
 def _storage(tensor: Tensor) -> int:
     """The address of its memory; 0 for a wrapper, as of `fp8.training.fsdp`."""
     with suppress(RuntimeError):
@@ -518,9 +507,11 @@ def _off_one(tensor: Tensor) -> float:
 
 
 def _rounded(size: float) -> float:
-    return float(2.0 ** (round(math.log2(size) / GRID) * GRID))
+    steps = round(math.log2(size) / GRID)
+    return float(2.0 ** (steps * GRID))
 
 
 def _nearest_power(rms: float) -> float:
     """The power of two next to an RMS, at most 32 octaves from 1."""
-    return float(2.0 ** min(max(round(math.log2(rms)), -32), 32))
+    octaves = round(math.log2(rms))
+    return 2.0 ** min(max(octaves, -32), 32)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from ..record.calls import CallNode, Input
 from ..record.flow import Flow
@@ -21,7 +20,6 @@ from ..record.kinds import (
     PRODUCTS,
     RECURRENT,
     TRANSPARENT,
-    is_added,
     named,
 )
 from ..record.values import has_scale
@@ -55,18 +53,21 @@ class Sources:
 
     def __init__(
         self,
-        nodes: list[CallNode],
         flow: Flow,
         weights: dict[int, Input],
         fixed: Collection[str],
     ) -> None:
-        self._nodes, self._flow = nodes, flow
-        self._weights, self._fixed = weights, fixed
+        self._nodes = flow.nodes
+        self._flow = flow
+        self._origin = flow.origin
+        self._weights = weights
+        self._fixed = fixed
 
-    def _origin(self, i: Input) -> str | None:
-        return self._nodes[i.node].value.origin
-
-    def holders(self, index: int, reader: int) -> list[Holder] | None:
+    def holders(
+        self,
+        index: int,
+        reader: int,
+    ) -> list[Holder] | None:
         """What holds the scale of the result of call ``index``, as ``reader`` reads it. None: no
         parameter, or it is read by others too."""
         visited: set[int] = set()
@@ -94,7 +95,11 @@ class Sources:
             and all(map(self._is_absorbed, readers))
         )
 
-    def _back(self, index: int, visited: set[int]) -> list[Holder] | None:
+    def _back(
+        self,
+        index: int,
+        visited: set[int],
+    ) -> list[Holder] | None:
         node = self._nodes[index]
         if node.function is None:
             if node.value.parameter:
@@ -105,7 +110,8 @@ class Sources:
         visited.add(index)
         if index in self._weights:
             return self._of_product(index)
-        kind, terms = node.kind, self._terms(node)
+        kind = node.kind
+        terms = self._terms(node)
         if (
             isinstance(node.function, type)
             or node.inside
@@ -134,9 +140,8 @@ class Sources:
         return None
 
     def _terms(self, node: CallNode) -> list[Input]:
-        tensors = node.tensors
-        known = [i for i in node.inputs if i.slot in tensors]
-        return [i for i in known if has_scale(tensors[i.slot])]
+        numbers = {slot for slot, t in node.tensors.items() if has_scale(t)}
+        return [i for i in node.inputs if i.slot in numbers]
 
     def _of_product(self, index: int) -> list[Holder] | None:
         """Returns the holders of a product: its weight and its bias."""
@@ -144,20 +149,27 @@ class Sources:
         if name is None or name in self._fixed:
             return None
         node = self._nodes[index]
-        biases = (self._origin(i) for i in node.inputs if is_added(node.kind, i.slot))
+        biases = map(self._origin, node.added)
         return [Holder(name), *(Holder(bias) for bias in biases if bias)]
 
-    def _shifted(self, node: CallNode, term: Input) -> list[Holder] | None:
+    def _shifted(
+        self,
+        node: CallNode,
+        term: Input,
+    ) -> list[Holder] | None:
         """Returns the holder of the sum of a parameter and a number."""
         name = self._origin(term)
-        numbers = [
-            v for v in (*node.args, *node.kwargs.values()) if isinstance(v, int | float)
-        ]
+        given = (*node.args, *node.kwargs.values())
+        numbers = [value for value in given if isinstance(value, int | float)]
         if name:
             return [Holder(name, float(sum(numbers)))]
         return None
 
-    def _of_all(self, terms: Iterable[Input], visited: set[int]) -> list[Holder] | None:
+    def _of_all(
+        self,
+        terms: Iterable[Input],
+        visited: set[int],
+    ) -> list[Holder] | None:
         found: list[Holder] = []
         for term in terms:
             own = self._back(term.node, visited)
@@ -171,23 +183,18 @@ class Sources:
     ) -> list[Holder] | None:
         """Returns the holders of one factor of a product: the factor that nothing else reads, and
         a computed one rather than a gain."""
-        kind = self._nodes[index].kind
-        factors = [i for i in terms if not is_added(kind, i.slot)]
+        factors = [i for i in terms if i not in self._nodes[index].added]
         if len({i.node for i in factors}) < len(factors):
             return None  # a square
-        best: Any = None
+        ranked = []
         for i in reversed(factors):
             own = set(visited)
             found = self._back(i.node, own)
             if found:
-                rank = (
-                    self._is_shared(own - visited, index),
-                    self._origin(i) is not None,
-                )
-                if best is None or rank < best[0]:
-                    best = rank, found, own
-        if best is None:
+                is_shared = self._is_shared(own - visited, index)
+                ranked.append((is_shared, self._origin(i) is not None, found, own))
+        if not ranked:
             return None
-        visited |= best[2]
-        holders: list[Holder] = best[1]
+        *_, holders, own = min(ranked, key=lambda each: each[:2])
+        visited |= own
         return holders

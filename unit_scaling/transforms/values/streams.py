@@ -38,14 +38,17 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Weighted:
-    """A residual branch: the call that adds it, the call that ends it, the one that it is added to,
-    and its weight relative to that."""
+class Target:
+    """The result of a call, as another one reads it, that has to have an RMS.
 
-    add: int
+    reader, end: the indices of these calls. stream: the call whose RMS it is relative to, which
+    the reader adds; None for 1.
+    """
+
+    reader: int
     end: int
-    stream: int
-    weight: float
+    rms: float
+    stream: int | None = None
 
 
 def find_branches(flow: Flow, layers: frozenset[int]) -> list[Branch]:
@@ -114,53 +117,49 @@ def _number(flow: Flow, adds: dict[int, Branch]) -> None:
 
 def weighted_branches(
     flow: Flow, branches: Sequence[Branch], outputs: Collection[int]
-) -> list[Weighted]:
-    """Returns the branches that have a weight. outputs: the nodes of what the model returns."""
+) -> list[Target]:
+    """The ends of the branches that have a weight. outputs: the nodes of what the model returns."""
+    # CompleteP (arXiv 2505.01618), table 1: the best rate does not depend on the depth.
     tau = completep_residual_scaling_rule()
-    returned = {
-        branch.add for branch in branches if _is_returned(flow, branch.add, outputs)
-    }
     adds = {branch.add: branch for branch in branches}
+    returned = {add for add in adds if _is_returned(flow, add, outputs)}
     found = []
     for branch in branches:
-        if _is_logit(flow, branch.add) or _in_units_of_data(
-            flow, branch, adds, returned
-        ):
-            continue
-        weight = tau(branch.number, branch.count)
-        found.append(Weighted(branch.add, branch.end.node, branch.skip.node, weight))
+        is_data = _in_units_of_data(flow, branch, adds, returned)
+        if not (is_data or _is_logit(flow, branch.add)):
+            weight = tau(branch.number, branch.count)
+            end = branch.end.node
+            stream = branch.skip.node
+            found.append(Target(branch.add, end, weight, stream))
     return found
 
 
 def _is_logit(flow: Flow, index: int) -> bool:
     """Whether a softmax reads a sum, through moves, sums and masks only."""
-    readers = flow.readers[index]
-    kinds = [flow.nodes[reader].kind for reader in readers]
-    if "softmax" in kinds:
+    kinds = {reader: flow.nodes[reader].kind for reader in flow.readers[index]}
+    if "softmax" in kinds.values():
         return True
-    return any(
-        kind in _LOGITS and _is_logit(flow, reader)
-        for kind, reader in zip(kinds, readers, strict=True)
-    )
+    logits = (reader for reader, kind in kinds.items() if kind in _LOGITS)
+    return any(_is_logit(flow, reader) for reader in logits)
 
 
-def _is_returned(flow: Flow, index: int, outputs: Collection[int]) -> bool:
+def _is_returned(
+    flow: Flow,
+    index: int,
+    outputs: Collection[int],
+) -> bool:
     """Whether a sum, moved or not, is a result of the model."""
-    if index in outputs:
-        return True
-    moved = [
-        reader
-        for reader in flow.readers[index]
-        if flow.nodes[reader].kind in TRANSPARENT
-    ]
-    return any(_is_returned(flow, reader, outputs) for reader in moved)
+    readers = flow.readers[index]
+    moved = (r for r in readers if flow.nodes[r].kind in TRANSPARENT)
+    return index in outputs or any(_is_returned(flow, r, outputs) for r in moved)
 
 
 def _in_units_of_data(
     flow: Flow, branch: Branch, adds: dict[int, Branch], returned: Collection[int]
 ) -> bool:
     """Whether a stream begins at an input of the model and one of its sums is a result."""
-    stream, is_result = branch.skip.node, branch.add in returned
+    stream = branch.skip.node
+    is_result = branch.add in returned
     while flow.nodes[stream].function is not None:
         if stream in adds:
             is_result |= stream in returned
@@ -170,14 +169,16 @@ def _in_units_of_data(
         else:
             return False
     begins = flow.nodes[stream].value
-    after = any(
-        other.add in returned and _follows(other, branch, adds)
-        for other in adds.values()
-    )
+    later = (adds[add] for add in returned)
+    after = any(_follows(other, branch, adds) for other in later)
     return begins.parameter is None and (is_result or after)
 
 
-def _follows(later: Branch, earlier: Branch, adds: dict[int, Branch]) -> bool:
+def _follows(
+    later: Branch,
+    earlier: Branch,
+    adds: dict[int, Branch],
+) -> bool:
     """Whether a sum continues the stream of another one."""
     at: int | None = later.skip.node
     while at in adds and at != earlier.add:
