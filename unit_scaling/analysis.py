@@ -73,7 +73,9 @@ def example_batch(
     ids = getattr(tokenizer, "encode", tokenizer)(
         _text(text, dataset_path)[: 16 * wanted]
     )
-    ids = ids["input_ids"] if isinstance(ids, Mapping) else getattr(ids, "ids", ids)
+    if isinstance(ids, Mapping):
+        ids = ids["input_ids"]
+    ids = getattr(ids, "ids", ids)
     ids = torch.as_tensor(ids, dtype=torch.long).flatten()[:wanted]
     starts = ids.numel() - seq_len
     if starts < 1:
@@ -83,7 +85,8 @@ def example_batch(
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(starts, (batch_size, 1), generator=generator)
     sequences = ids[start + torch.arange(seq_len + 1)]
-    inputs, labels = sequences[:, :-1].clone(), sequences[:, 1:].clone()
+    inputs = sequences[:, :-1].clone()
+    labels = sequences[:, 1:].clone()
     return inputs, torch.ones_like(inputs), labels
 
 
@@ -117,14 +120,8 @@ def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
             numbers = [getattr(data, name, None) for name in Metrics.names()]
             about = [node.meta["clean_name"], kind == "w", direction, prefix + kind]
             rows.append([*about, *numbers])
-    columns = [
-        "layer",
-        "weight tensor",
-        "direction",
-        "tensor type",
-        *Metrics.full_names(),
-    ]
-    return pandas.DataFrame(rows, columns=columns)
+    columns = ["layer", "weight tensor", "direction", "tensor type"]
+    return pandas.DataFrame(rows, columns=[*columns, *Metrics.full_names()])
 
 
 def _measured(graph: Graph) -> list[Node]:
@@ -162,9 +159,8 @@ def plot(
     need("matplotlib")
     from matplotlib import pyplot
 
-    metric = dict(zip(Metrics.full_names(), Metrics.names(), strict=True)).get(
-        metric, metric
-    )
+    short = dict(zip(Metrics.full_names(), Metrics.names(), strict=True))
+    metric = short.get(metric, metric)
     Metrics.get_full_name(metric)  # raises for an unknown name
     g = prune_non_float_tensors(g)
     if prune_same_scale:
@@ -183,25 +179,23 @@ def plot(
 def _limits(
     nodes: list[Node], metric: str, bars: bool, xmin: float | None, xmax: float | None
 ) -> tuple[float, float]:
-    names = [metric, "abs_min", "abs_max"] if bars else [metric]
-    values = [
-        getattr(d, name)
-        for node in nodes
-        for d in _data(node).values()
-        for name in names
-    ]
+    names = {metric}
+    if bars:
+        names |= {"abs_min", "abs_max"}
+    found = [data for node in nodes for data in _data(node).values()]
+    values = [getattr(data, name) for data in found for name in names]
     logs = [math.log2(value) for value in values if 0 < value < math.inf]
-    low, high = min([-15.0, *logs]) - 1, max([16.0, *logs]) + 1
     if xmin is None:
-        xmin = 2.0**low
+        xmin = 2.0 ** (min([-15.0, *logs]) - 1)
     if xmax is None:
-        xmax = 2.0**high
+        xmax = 2.0 ** (max([16.0, *logs]) + 1)
     return xmin, xmax
 
 
 def _data(node: Node) -> dict[str, Metrics.Data]:
     metrics = node.meta["metrics"]
-    return {d: data for d in _NAMES if (data := getattr(metrics, d)) is not None}
+    both = {direction: getattr(metrics, direction) for direction in _NAMES}
+    return {key: data for key, data in both.items() if data is not None}
 
 
 def _draw(
@@ -212,14 +206,16 @@ def _draw(
     at: dict[tuple[Node, str], tuple[float, int]] = {}
     for row, node in enumerate(nodes):
         for direction, data in _data(node).items():
-            colour, value = _COLOURS[direction], getattr(data, metric)
+            colour = _COLOURS[direction]
+            value = getattr(data, metric)
             if bars and data.abs_max > 0:
                 y = row + (-0.12 if direction == "fwd" else 0.12)
                 style = {"color": colour, "alpha": 0.35, "linewidth": 1}
                 ends = [max(data.abs_min, left), data.abs_max]
                 axes.plot(ends, [y, y], marker="|", markersize=4, **style)
-            if zeros or 0 < value < math.inf:
-                at[node, direction] = (value if 0 < value < math.inf else left, row)
+            is_shown = 0 < value < math.inf
+            if zeros or is_shown:
+                at[node, direction] = (value if is_shown else left, row)
                 marker = "v" if node.meta["requires_grad"] else "o"
                 axes.plot(*at[node, direction], marker, color=colour, markersize=5)
     for (node, direction), place in at.items() if arrows else ():
@@ -238,17 +234,15 @@ def _decorate(axes: Any, nodes: list[Node], title: str, metric: str) -> None:
     axes.grid(axis="y", alpha=0.3)
     place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
     for name, style in (("e4m3", ":"), ("e5m2", "--")):
-        for value, what in (
-            (FORMATS[name].min_normal, "min\nnormal"),
-            (FORMATS[name].max, "max"),
-        ):
+        ends = {"min\nnormal": FORMATS[name].min_normal, "max": FORMATS[name].max}
+        for what, value in ends.items():
             axes.axvline(value, color="grey", linestyle=style, linewidth=1)
             axes.text(value, 1.0, f"{name}\n{what}", fontsize=7, **place)
     marks = [(".", colour, _NAMES[direction]) for direction, colour in _COLOURS.items()]
     marks += [("v", "grey", "parameter"), (".", "grey", "other tensor")]
-    handles = [
-        axes.plot([], [], mark, color=c, label=label)[0] for mark, c, label in marks
-    ]
+    handles = []
+    for mark, colour, label in marks:
+        handles += axes.plot([], [], mark, color=colour, label=label)
     axes.legend(handles=handles, loc="lower left", fontsize=8)
     if title:
         axes.figure.suptitle(title, fontweight="bold")
@@ -256,9 +250,8 @@ def _decorate(axes: Any, nodes: list[Node], title: str, metric: str) -> None:
 
 def _label(node: Node) -> str:
     """The name without common prefixes and without the number added by fx."""
-    name = str(node.meta["clean_name"])
-    name = re.sub(r"(^self_)|(modules_)|(parameters_)|(buffers_)", "", name)
-    return re.sub(r"_\d+$", "", name)
+    prefixes = r"^self_|modules_|parameters_|buffers_"
+    return re.sub(r"_\d+$", "", re.sub(prefixes, "", str(node.meta["clean_name"])))
 
 
 def visualiser(

@@ -22,7 +22,7 @@ from fp8.common.validation import check_name, check_number
 from fp8.torch_internals.decorators import untraced
 from fp8.warnings import OptimizerWarning, warn_once
 
-from .common.calls import Args
+from .common.calls import Args, Function, Kwargs
 from .parameter import ParameterData, Tags, has_parameter_data
 from .rules.rates import (
     LR_MULT,
@@ -73,9 +73,6 @@ def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
     return partial(lr_scale, _SGD_RULES[readout_constraint])
 
 
-_SET_KEYS = ("params", "lr", "weight_decay", "mup_lr_scale")
-
-
 def scaled_parameters(
     params: ParamsT,
     lr_scale_func: LrScale | str,
@@ -117,32 +114,31 @@ def scaled_parameters(
     >>> torch.optim.Muon(groups).param_groups[0]["lr"]
     2.0
     """
-    rule, factors = lr_scale_func, _factors(lr_scale_func, lr_mult)
+    rule = lr_scale_func
+    factors = _factors(lr_scale_func, lr_mult)
     groups = _as_groups(params)
-    if any(
-        _is_pending(_tensor(entry)) for group in groups for entry in group["params"]
-    ):
-        raise ValueError(f"scaled_parameters: {_PENDING}")
-    without_lr = [
-        _tensor(e) for g in groups if g.get("lr", lr) is None for e in g["params"]
-    ]
+    without_lr = []
+    for group in groups:
+        parameters = [_tensor(entry) for entry in group["params"]]
+        if any(map(_is_pending, parameters)):
+            raise ValueError(f"scaled_parameters: {_PENDING}")
+        if group.get("lr", lr) is None:
+            without_lr += parameters
     default = _default_rate(rule, without_lr) if without_lr else lr
     result = []
     for group in groups:
-        base: Any = group.get("lr", default)
-        decay = group.get("weight_decay", weight_decay)
+        base: Any = group.setdefault("lr", default)
+        decay = group.setdefault("weight_decay", weight_decay)
         check_number("lr", base)
         if independent_weight_decay:
             _warn_of_decay(float(decay))
-        others = {k: v for k, v in group.items() if k not in _SET_KEYS}
         for scale, entries in _by_scale(group, factors, allow_non_unit_scaling_params):
-            rate = base if scale == 1.0 else base * scale
-            new = {**others, "params": entries, "lr": rate, "weight_decay": decay}
-            if isinstance(rate, Tensor):
-                new["lr"] = rate.clone()
+            new = {**group, "params": entries, "mup_lr_scale": scale}
+            rate = new["lr"] = base * scale
+            # torch multiplies by lr: the decay of a step is weight_decay (arXiv 2309.14322).
             if independent_weight_decay and float(rate) != 0.0:
                 new["weight_decay"] = decay / float(rate)
-            result.append({**new, "mup_lr_scale": scale})
+            result.append(new)
     return result
 
 
@@ -178,9 +174,11 @@ def _default_rate(rule: LrScale | str, parameters: Sequence[Any]) -> float:
         )
     is_start = any(getattr(p, "mup_divisor", None) for p in parameters)
     for p in parameters:
-        if has_parameter_data(p) and (is_start or p.mup_scale == 1.0):
-            continue  # in a model of unit_scale some weights keep their values
-        why = "keeps its values" if has_parameter_data(p) else "has no mup_type"
+        why = "has no mup_type"
+        if has_parameter_data(p):
+            if is_start or p.mup_scale == 1.0:
+                continue  # in a model of unit_scale some weights keep their values
+            why = "keeps its values"
         raise ValueError(
             f"lr: a parameter of shape {tuple(p.shape)} {why}, and the default rate of "
             f"{RATES[rule]:.3g} is for parameters of RMS 1 at their initialization; pass lr"
@@ -188,19 +186,8 @@ def _default_rate(rule: LrScale | str, parameters: Sequence[Any]) -> float:
     return RATES[rule]
 
 
-def _entries(params: Any) -> list[Any]:
-    """Parameters or (name, parameter) pairs."""
-    entries = [params] if isinstance(params, Tensor) else list(params)
-    for entry in map(_tensor, entries):
-        if not isinstance(entry, Tensor):
-            kind = type(entry).__name__
-            raise TypeError(
-                f"params must be parameters or groups of them, got a {kind}"
-            )
-    return entries
-
-
 def _tensor(entry: Any) -> Any:
+    """The parameter, also of a (name, parameter) pair."""
     if isinstance(entry, tuple):
         return entry[1]
     return entry
@@ -208,19 +195,18 @@ def _tensor(entry: Any) -> Any:
 
 def _factors(rule: LrScale | str, lr_mult: LrMult | None) -> LrScale:
     """The factor of a rule, times that of the parameter's kind: its default, or that of lr_mult."""
-    mult: dict[Kind, float] = {}
-    if callable(rule):
-        scale = rule
-    else:
-        check_name("learning-rate rule", rule, LR_RULES)
-        scale, mult = partial(lr_scale, rule), {**LR_MULT[rule]}
-    for kind, factor in (lr_mult or {}).items():
+    scale = rule
+    mult = lr_mult or {}
+    if not callable(scale):
+        check_name("learning-rate rule", scale, LR_RULES)
+        mult = {**LR_MULT[scale], **mult}
+        scale = partial(lr_scale, scale)
+    for kind, factor in mult.items():
         check_name("kind in lr_mult", kind, get_args(Kind))
         if not 0 <= factor < math.inf:
             raise ValueError(
                 f"lr_mult must be finite and not negative, got {factor!r} for {kind!r}"
             )
-        mult[kind] = factor
     return partial(_multiplied, scale, mult)
 
 
@@ -228,15 +214,25 @@ def _multiplied(scale: LrScale, mult: LrMult, param: ParameterData) -> float:
     return scale(param) * multiplier(mult, param)
 
 
+def _as_list(params: Any) -> list[Any]:
+    if isinstance(params, (Tensor, dict)):
+        return [params]
+    return list(params)
+
+
 def _as_groups(params: ParamsT) -> list[Group]:
     """Groups of parameters or (name, parameter) pairs."""
-    entries: list[Any] = (
-        [params] if isinstance(params, (Tensor, dict)) else list(params)
-    )
-    groups = (
-        entries if all(isinstance(e, dict) for e in entries) else [{"params": entries}]
-    )
-    return [{**group, "params": _entries(group["params"])} for group in groups]
+    groups = _as_list(params)
+    if not all(isinstance(group, dict) for group in groups):
+        groups = [{"params": groups}]
+    groups = [{**group, "params": _as_list(group["params"])} for group in groups]
+    for entry in [_tensor(entry) for group in groups for entry in group["params"]]:
+        if not isinstance(entry, Tensor):
+            kind = type(entry).__name__
+            raise TypeError(
+                f"params must be parameters or groups of them, got a {kind}"
+            )
+    return groups
 
 
 def _by_scale(
@@ -244,10 +240,8 @@ def _by_scale(
 ) -> Iterable[tuple[float, list[Any]]]:
     by_scale: dict[float, list[Any]] = {}
     for index, entry in enumerate(group["params"]):
-        name, parameter = (
-            entry if isinstance(entry, tuple) else (f"number {index}", entry)
-        )
-        scale = _scale_of(name, parameter, lr_scale_func, allow_untagged)
+        name = entry[0] if isinstance(entry, tuple) else f"number {index}"
+        scale = _scale_of(name, _tensor(entry), lr_scale_func, allow_untagged)
         by_scale.setdefault(scale, []).append(entry)
     return by_scale.items()
 
@@ -287,24 +281,16 @@ _LR_SCALES, _EPS_SCALES, _DECAY_LR = "mup_lr_scales", "mup_eps_scales", "mup_dec
 decays by weight_decay, or None for torch's decay. Checkpoints of all forms take lists of numbers.
 """
 
-_OWN = {
-    "params",
-    "param_names",
-    "lr",
-    "eps",
-    "weight_decay",
-    _LR_SCALES,
-    _EPS_SCALES,
-    _DECAY_LR,
-}
+_OWN = set("params param_names lr eps weight_decay".split())
+_OWN |= {_LR_SCALES, _EPS_SCALES, _DECAY_LR}
 
 
 class _Key(NamedTuple):
     """What the split of a group depends on. ids: of the parameters. tags: the fields of each."""
 
-    ids: tuple[int, ...]
+    ids: list[int]
     tags: list[Args]
-    eps: Any
+    eps: float | None
 
 
 def _unchanged(before: _Split | None, key: _Key) -> set[int]:
@@ -343,14 +329,15 @@ class _Split(NamedTuple):
             self.given[name] = self.parts[0][name]
 
 
-def _times(lr: Any, scale: float, previous: Any) -> Any:
+def _times(
+    lr: float | Tensor, scale: float, previous: float | Tensor | None
+) -> float | Tensor:
     """A tensor keeps its memory, which is a constant of a CUDA graph and of a compiled step."""
     if scale == 1.0:
         return lr
     if not isinstance(lr, Tensor) or lr.requires_grad:
         return lr * scale
-    is_kept = isinstance(previous, Tensor) and previous.device == lr.device
-    if is_kept:
+    if isinstance(previous, Tensor) and previous.device == lr.device:
         return torch.mul(lr, scale, out=previous)
     return lr * scale
 
@@ -358,7 +345,6 @@ def _times(lr: Any, scale: float, previous: Any) -> Any:
 class _Settings(NamedTuple):
     """What the optimizers take besides the arguments of torch's."""
 
-    rule: str
     lr_scale: LrScale
     independent_decay: bool
     allow_untagged: bool
@@ -373,22 +359,28 @@ class _UnitScaled(torch.optim.Optimizer):
 
     def __init__(
         self,
-        settings: _Settings,
+        rule: str,
         params: ParamsT,
-        lr: Any,
+        lr: float | Tensor | None,
         *numbers: Any,
+        independent_weight_decay: bool = True,
+        allow_non_unit_scaling_params: bool = False,
+        lr_mult: LrMult | None = None,
         **kwargs: Any,
     ):
-        self._settings = settings
+        self._settings = _Settings(
+            _factors(rule, lr_mult),
+            independent_weight_decay,
+            allow_non_unit_scaling_params,
+        )
         self._splits: list[_Split] = []
-        self._loaded = set[
-            int
-        ]()  # the indices of groups with the factors of a state_dict
+        # The indices of groups with the factors of a state_dict.
+        self._loaded = set[int]()
         init: Any = super().__init__
-        init(params, RATES[settings.rule] if lr is None else lr, *numbers, **kwargs)
+        init(params, RATES[rule] if lr is None else lr, *numbers, **kwargs)
         if lr is None:
             params = [p for group in self.param_groups for p in group["params"]]
-            _default_rate(settings.rule, params)
+            _default_rate(rule, params)
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a parameter group, as in torch.optim.
@@ -405,14 +397,10 @@ class _UnitScaled(torch.optim.Optimizer):
             check_number("lr", group["lr"])
             if self._settings.independent_decay:
                 _warn_of_decay(float(group["weight_decay"]))
-                lr = (
-                    group["lr"].item()
-                    if isinstance(group["lr"], Tensor)
-                    else group["lr"]
-                )
-                group.setdefault(_DECAY_LR, lr or None)
+                group.setdefault(_DECAY_LR, float(group["lr"]) or None)
             self._update_splits()
         except (TypeError, ValueError):
+            # torch has added it already.
             del self.param_groups[-1]
             raise
 
@@ -454,7 +442,7 @@ class _UnitScaled(torch.optim.Optimizer):
             # Parameters are alive as long as their parts: an id is that of one parameter.
             # `tags_of` is slow.
             tags = [tuple(map(vars(p).get, Tags._fields)) for p in params]
-            key = _Key(tuple(map(id, params)), tags, group.get("eps"))
+            key = _Key(list(map(id, params)), tags, group.get("eps"))
             split = before.get(id(group))
             if split is None or split.key != key:
                 kept = _unchanged(split, key) if index in self._loaded else set[int]()
@@ -465,36 +453,35 @@ class _UnitScaled(torch.optim.Optimizer):
     def _parts_of(self, group: Group, kept: set[int]) -> list[dict[str, Any]]:
         """Records the factors of each parameter in the group, which untagged ones keep, and those
         in ``kept``."""
-        names, lr_scales, eps_scales = (
-            dict(enumerate(group.get(key, ())))
-            for key in ("param_names", _LR_SCALES, _EPS_SCALES)
-        )
-        scale, allow_untagged = self._settings.lr_scale, self._settings.allow_untagged
-        if len(lr_scales) not in (0, len(group["params"])):
+        count = len(group["params"])
+        names = group.get("param_names") or [f"number {i}" for i in range(count)]
+        lr_scales = group.get(_LR_SCALES) or [math.nan] * count
+        eps_scales = group.get(_EPS_SCALES) or [1.0] * count
+        allow_untagged = self._settings.allow_untagged
+        if len(lr_scales) != count:
             # As after DeepSpeed has flattened all parameters of a group into one: no rate is known.
-            lr_scales, allow_untagged, kept = {}, False, set()
+            lr_scales = [math.nan] * count
+            eps_scales = [1.0] * count
+            allow_untagged = False
+            kept = set()
         parts: dict[tuple[float, float], Group] = {}
         records: list[tuple[float, float]] = []
         for i, p in enumerate(group["params"]):
-            name = names.get(i, f"number {i}")
-            eps, known = eps_scales.get(i, 1.0), lr_scales.get(i, math.nan)
-            if i in kept and not math.isnan(known):
-                lr = known
-            else:
-                lr = _scale_of(name, p, scale, allow_untagged, known)
+            lr = known = lr_scales[i]
+            eps = eps_scales[i]
+            if i not in kept or math.isnan(known):
+                scale = self._settings.lr_scale
+                lr = _scale_of(names[i], p, scale, allow_untagged, known)
                 # A factor that `unit_scale` has yet to decide on is none for who loads it.
                 known = math.nan if _is_pending(p) else lr
             if has_parameter_data(p):
                 eps = eps_scale(p, group.get("eps"))
             records.append((known, eps))
-            new = {"params": [], "mup_lr_scale": lr, "mup_eps_scale": eps}
-            parts.setdefault((lr, eps), new)["params"].append(p)
+            parts.setdefault((lr, eps), _part(lr, eps))["params"].append(p)
         group[_LR_SCALES] = [lr for lr, _ in records]
         if "eps" in group:
             group[_EPS_SCALES] = [eps for _, eps in records]
-        return list(parts.values()) or [
-            {"params": [], "mup_lr_scale": 1.0, "mup_eps_scale": 1.0}
-        ]
+        return list(parts.values()) or [_part(1.0, 1.0)]
 
     def state_dict(self) -> Group:
         """Returns the state, as in torch.optim. Each group has the factors of lr and eps of its
@@ -522,7 +509,8 @@ class _UnitScaled(torch.optim.Optimizer):
         shown.param_groups = [{**group} for group in self.param_groups]
         for group in shown.param_groups:
             for key in group.keys() & {_LR_SCALES, _EPS_SCALES}:
-                low, high = min(group[key], default=1.0), max(group[key], default=1.0)
+                low = min(group[key], default=1.0)
+                high = max(group[key], default=1.0)
                 is_known = not any(map(math.isnan, group[key]))
                 group[key] = (
                     f"{low:.4g} to {high:.4g}" if is_known else "set by the first call"
@@ -530,12 +518,16 @@ class _UnitScaled(torch.optim.Optimizer):
         text: str = super(_UnitScaled, shown).__repr__()
         return text
 
-    def __getstate__(self) -> Group:
+    def __getstate__(self) -> Kwargs:
         own = {"_settings": self._settings, "_splits": [], "_loaded": self._loaded}
         return {**super().__getstate__(), **own}
 
 
-def _next_step(cls: type) -> Any:
+def _part(lr: float, eps: float) -> Group:
+    return {"params": [], "mup_lr_scale": lr, "mup_eps_scale": eps}
+
+
+def _next_step(cls: type) -> Function:
     """The step of the class after `_UnitScaled`, without the hooks that torch puts into the step of
     a class when it makes the first instance: those of this step have run."""
     step: Any = super(_UnitScaled, cls).step  # type: ignore[misc]
@@ -568,12 +560,20 @@ class SGD(_UnitScaled, torch.optim.SGD):
         **kwargs: Any,
     ) -> None:
         check_name("readout_constraint", readout_constraint, _SGD_RULES)
-        rule, decay = _SGD_RULES[readout_constraint], independent_weight_decay
-        settings = _Settings(
-            rule, _factors(rule, lr_mult), decay, allow_non_unit_scaling_params
+        # By position as torch's: 0.3.5 takes the momentum of SGD(params, 0.1, 0.9) for lr.
+        super().__init__(
+            _SGD_RULES[readout_constraint],
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            independent_weight_decay=independent_weight_decay,
+            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
+            lr_mult=lr_mult,
+            **kwargs,
         )
-        numbers = (momentum, dampening, weight_decay, nesterov)
-        super().__init__(settings, params, lr, *numbers, **kwargs)
 
 
 class Adam(_UnitScaled, torch.optim.Adam):
@@ -596,12 +596,18 @@ class Adam(_UnitScaled, torch.optim.Adam):
         lr_mult: LrMult | None = None,
         **kwargs: Any,
     ) -> None:
-        rule, decay = "adam", independent_weight_decay
-        settings = _Settings(
-            rule, _factors(rule, lr_mult), decay, allow_non_unit_scaling_params
-        )
         super().__init__(
-            settings, params, lr, betas, eps, weight_decay, amsgrad, **kwargs
+            "adam",
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            independent_weight_decay=independent_weight_decay,
+            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
+            lr_mult=lr_mult,
+            **kwargs,
         )
 
 

@@ -133,26 +133,24 @@ def analyse_module(
 
 def _lines(graph: fx.Graph) -> Iterator[str]:
     _shorten_names(graph)
-    inputs = [
-        n for n in graph.nodes if n.op == "placeholder" and not n.meta.get("attribute")
-    ]
-    scales = ", ".join(_scales(n) for n in inputs if _scales(n))
+    given = (node for node in graph.nodes if node.op == "placeholder")
+    inputs = [node for node in given if not node.meta.get("attribute")]
+    scales = ", ".join(filter(None, map(_scales, inputs)))
     yield f"def forward({', '.join(['self', *map(repr, inputs)])}):  {scales}".rstrip()
     for node in graph.nodes:
         if node.op == "output":
             yield f"    return {node.args[0]!r}"
         elif node not in inputs:
-            line = f"    {node!r} = {_expression(node)}"
-            yield f"{line};  {_scales(node)}" if _scales(node) else line
+            found = (f"{node!r} = {_expression(node)}", _scales(node))
+            yield f"    {';  '.join(filter(None, found))}"
 
 
 def _shorten_names(graph: fx.Graph) -> None:
     """Gives inputs and parameters short names where these are unique. A node is written by name."""
     taken = {node.name for node in graph.nodes}
     for node in graph.nodes:
-        short = (node.meta.get("attribute") or node.meta["clean_name"]).replace(
-            ".", "_"
-        )
+        long: str = node.meta.get("attribute") or node.meta["clean_name"]
+        short = long.replace(".", "_")
         if short not in taken:
             node.name = short
             taken.add(short)
@@ -162,9 +160,7 @@ def _scales(node: fx.Node) -> str:
     metrics = node.meta.get("metrics")
     if metrics is None:
         return ""
-    return str(
-        ScalePair(metrics.fwd.std, None if metrics.bwd is None else metrics.bwd.std)
-    )
+    return str(ScalePair(metrics.fwd.std, getattr(metrics.bwd, "std", None)))
 
 
 _SYMBOLS: dict[Callable[..., object], str] = {
@@ -190,20 +186,18 @@ def _expression(node: fx.Node) -> str:
     keywords = [f"{name}={value!r}" for name, value in node.kwargs.items()]
     if node.op == "call_method":
         return f"{args[0]}.{node.target}({', '.join([*args[1:], *keywords])})"
-    function = (
-        f"self.{node.target}" if node.op == "call_module" else _function(node.target)
-    )
+    function = _function(node.target)
+    if node.op == "call_module":
+        function = f"self.{node.target}"
     return f"{function}({', '.join([*args, *keywords])})"
 
 
-def _function(target: Any) -> str:
-    name = getattr(target, "__name__", str(target))
-    if getattr(functional, name, None) is target:
-        return f"U.{name}"
-    if getattr(nn.functional, name, None) is target:
-        return f"F.{name}"
-    if getattr(torch, name, None) is target:
-        return f"torch.{name}"
+def _function(target: object) -> str:
+    name: str = getattr(target, "__name__", str(target))
+    spaces = {"U": functional, "F": nn.functional, "torch": torch}
+    for short, space in spaces.items():
+        if getattr(space, name, None) is target:
+            return f"{short}.{name}"
     return name
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -89,23 +89,22 @@ def _is_copy_checked(optimizer: Optimizer) -> bool:
     if not models or any(map(_has_gradient, stepped)):
         return True
     ids = set(map(id, stepped))
-    for model in models:
-        for copy in model.copies:
-            parameters = list(copy.parameters())
-            if any(id(p) in ids for p in parameters) or not any(
-                map(_has_gradient, parameters)
-            ):
-                continue
-            name = type(optimizer).__name__
-            warn_once(
-                OptimizerWarning,
-                f"{name} was made before {model.transform}, which returned a copy of the model: it "
-                "steps the parameters of the original, which have no gradient, and none of the "
-                f"copy's. Make it after {model.transform}: {name}(model.parameters(), ...)",
-                about=optimizer,
-                key="copied",
-            )
-            return True
+    name = type(optimizer).__name__
+    pairs = [(each, copy) for each in models for copy in each.copies]
+    for model, copy in pairs:
+        parameters = list(copy.parameters())
+        is_stepped = not ids.isdisjoint(map(id, parameters))
+        if is_stepped or not any(map(_has_gradient, parameters)):
+            continue
+        warn_once(
+            OptimizerWarning,
+            f"{name} was made before {model.transform}, which returned a copy of the model: it "
+            "steps the parameters of the original, which have no gradient, and none of the "
+            f"copy's. Make it after {model.transform}: {name}(model.parameters(), ...)",
+            about=optimizer,
+            key="copied",
+        )
+        return True
     return False
 
 
@@ -118,8 +117,8 @@ def _check_factors_are_read(optimizer: Optimizer) -> None:
     optimizer is not: torch loads any state_dict with as many parameters. Optimizers that contain
     others (ZeroRedundancyOptimizer) may share their groups."""
     has_factors = any("mup_lr_scales" in group for group in optimizer.param_groups)
-    reads_none = type(optimizer).__module__.startswith(("torch.optim.", "fp8.optim."))
-    if has_factors and reads_none:
+    module = type(optimizer).__module__
+    if has_factors and module.startswith(("torch.optim.", "fp8.optim.")):
         raise ValueError(
             f"{type(optimizer).__name__} has loaded a state_dict of unit_scaling.optim and would "
             "step all parameters at one rate: load it into an optimizer of unit_scaling.optim"
@@ -143,18 +142,16 @@ def _check_rate(optimizer: Optimizer) -> None:
     """Warns of a learning rate that is far from the rule's for most of the weights of RMS 1."""
     rule = next((r for cls, r in _RULES.items() if isinstance(optimizer, cls)), "adam")
     rates = list(_rates(optimizer, rule))
-    total = sum(each.weight.numel() for each in rates)
-    if (
-        4 * sum(each.weight.numel() for each in rates if abs(each.octaves) > OFF)
-        <= total
-    ):
+    total = _numel(rates)
+    if 4 * _numel(each for each in rates if abs(each.octaves) > OFF) <= total:
         return  # they are no half of those of RMS 1, which are to be more than half of all
     ours = _has_factors(optimizer.param_groups[0])
     near = [each for each in rates if _is_at_its_size(each.weight, ours)]
+    if 2 * _numel(near) <= total:
+        return  # most weights have sizes of their own
     near.sort(key=lambda each: each.octaves)
     numbers = list(accumulate(each.weight.numel() for each in near))
-    if not near or 2 * numbers[-1] <= total:
-        return  # most weights have sizes of their own
+    # By elements: most weights of a model may be small ones.
     median = near[bisect_left(numbers, numbers[-1] / 2)]
     name = type(optimizer).__name__
     if rule == "sgd" and ours:  # no rate suits all models
@@ -179,6 +176,10 @@ def _check_rate(optimizer: Optimizer) -> None:
         )
 
 
+def _numel(rates: Iterable[_Rate]) -> int:
+    return sum(each.weight.numel() for each in rates)
+
+
 def _is_at_its_size(weight: Tensor, by_tag: bool) -> bool:
     """Whether a weight has the RMS that its rate is for: 1, or its tag ``mup_scale``. by_tag:
     whether rates follow tags; if not, one rate does in a model of `unit_scale` what it does in the
@@ -196,12 +197,8 @@ def _rates(optimizer: Optimizer, rule: str) -> Iterator[_Rate]:
         scale = group.get("mup_lr_scale") or 1.0
         rates = [(group.get(key), scale) for key in ("lr", "initial_lr", "max_lr")]
         rates.append((optimizer.defaults.get("lr"), 1.0))
-        numbers = [
-            torch.as_tensor(lr).item() / factor
-            for lr, factor in rates
-            if lr is not None
-        ]
-        rate = max(numbers, default=0.0)
+        known = ((lr, factor) for lr, factor in rates if lr is not None)
+        rate = max((float(lr) / factor for lr, factor in known), default=0.0)
         for p in group["params"]:
             if getattr(p, "mup_type", "") in ("weight", "output") and p.dim() > 1:
                 wanted = RATES[rule] if _has_factors(group) else default_rate(rule, p)
@@ -225,9 +222,8 @@ def _check_eps(optimizer: Optimizer) -> None:
         for p in group["params"]:
             if getattr(p, "mup_divisor", None) and p.grad is not None:
                 rms = known_rms(p.grad)
-                near += (
-                    [(rms, eps)] if rms is not None and rms < EPS_MARGIN * eps else []
-                )
+                if rms is not None and rms < EPS_MARGIN * eps:
+                    near.append((rms, eps))
     if not near:
         return
     rms, eps = min(near)
