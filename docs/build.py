@@ -125,7 +125,7 @@ def cast(cast: Cast | None) -> str:
 
 
 def ops(op: Op) -> list[str]:
-    constraint = "yes" if op.constrainable else "no"
+    constraint = "yes" if "constraint" in op.takes else "no"
     replaced = code(torch_name(function) for function in op.replaces)
     return [
         f"`U.{op.name}`",

@@ -45,11 +45,6 @@ class Op:
         """The keys of ``forms``."""
         return tuple(self.forms)
 
-    @property
-    def constrainable(self) -> bool:
-        """Whether the op has a ``constraint`` argument."""
-        return "constraint" in self.takes
-
     def bind(
         self,
         args: Args,

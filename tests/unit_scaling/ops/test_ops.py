@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def ideal(op):
-    return {"constraint": None} if op.constrainable else {}
+    return {"constraint": None} if "constraint" in op.takes else {}
 
 
 def rms(x):
@@ -221,7 +221,7 @@ def groups():
     """
     ops = [op for op in OPS.values() if op.name not in RANDOM | COMPILE_ALIKE | TUPLES]
     free, tied = (
-        [op for op in ops if op.constrainable is can] for can in (True, False)
+        [op for op in ops if ("constraint" in op.takes) is can] for can in (True, False)
     )
     found = [
         (tied, {}, False),

@@ -19,7 +19,7 @@ from fp8.layers.select import holds_experts, why_quantized
 
 from ...parameter import Tags
 from ...rules.rates import fan_in
-from ..record.values import is_any
+from ..record.values import in_double, is_any
 
 SMALL = 0.5
 """A gain whose RMS is below this is scaled to RMS 1."""
@@ -28,22 +28,50 @@ FEW_INPUTS = 16
 """From here on a bias of torch, 1/sqrt(fan_in) of its layer's result in RMS, is small."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """What is done with a parameter before a pass: its tags, the number that it is multiplied by,
-    and what the report says; "" for no row."""
+@dataclass
+class Change:
+    """What is done with the values w of a parameter: (shift + start * w) * number - shift, and its
+    tags.
+
+    start: brings a weight to RMS 1. number: what its learning rate is in proportion to. done, why:
+    what the report says of the start; "" for no row.
+    """
 
     tags: Tags
-    number: float = 1.0
+    start: float = 1.0
     done: str = ""
     why: str = ""
+    number: float = 1.0
+    shift: float = 0.0
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the values change."""
+        return self.start * self.number != 1.0
+
+    @torch.no_grad()
+    def values(self, plain: Tensor) -> Tensor:
+        """The new values, rounded once."""
+        wide = in_double(plain)
+        if self.shift:
+            wide = (wide * self.start + self.shift) * self.number - self.shift
+        else:
+            wide = wide * (self.start * self.number)
+        return wide.to(plain.dtype)
+
+    @torch.no_grad()
+    def apply(self, parameter: nn.Parameter) -> None:
+        """Sets the values of a parameter that has its plain ones."""
+        if self.is_set:
+            parameter.copy_(self.values(parameter.detach()))
 
 
-def starts_of(model: nn.Module) -> dict[str, Start]:
-    """Returns the `Start` of each parameter by name. Modules of `unit_scaling` are left out: their
-    parameters have RMS 1 and tags. The weight of the last `nn.Linear` is tagged as the readout.
+def starts_of(model: nn.Module) -> dict[str, Change]:
+    """Returns the first `Change` of each parameter by name. Modules of `unit_scaling` are left out:
+    their parameters have RMS 1 and tags. The weight of the last `nn.Linear` is tagged as the
+    readout.
     """
-    starts: dict[str, Start] = {}
+    starts: dict[str, Change] = {}
     readout = _readout(model)
     visited = set[int]()
     for path, module in model.named_modules():
@@ -76,13 +104,13 @@ def _start(
     path: str,
     leaf: str,
     readout: Tensor | None,
-    others: Mapping[str, Start],
-) -> Start:
+    others: Mapping[str, Change],
+) -> Change:
     parameter = own_parameters(module)[leaf]
     stacked = holds_experts(module)
     if isinstance(module, ParametrizationList):
         tags = Tags("weight" if parameter.dim() > 1 else "norm")
-        return Start(tags, done="unchanged", why="parametrized: keeps its values")
+        return Change(tags, done="unchanged", why="parametrized: keeps its values")
     if parameter.dim() - stacked > 1 and not _is_gain(parameter):
         tags = Tags("output" if parameter is readout else "weight")
         return _of_weight(parameter, tags._replace(mup_stacked=stacked))
@@ -91,31 +119,31 @@ def _start(
         return _of_bias(module, path, leaf, others)
     # The slopes of a PReLU are no gains.
     if isinstance(module, nn.PReLU):
-        return Start(Tags("norm"))
+        return Change(Tags("norm"))
     return _of_gain(parameter)
 
 
-def _of_weight(parameter: nn.Parameter, tags: Tags) -> Start:
+def _of_weight(parameter: nn.Parameter, tags: Tags) -> Change:
     """A weight, which is divided by its RMS."""
     if parameter.is_meta:
-        return Start(tags, done=LEFT_ALONE, why="has no values yet (meta device)")
+        return Change(tags, done=LEFT_ALONE, why="has no values yet (meta device)")
     if not parameter.numel():
-        return Start(tags, done="unchanged", why="is empty")
+        return Change(tags, done="unchanged", why="is empty")
     if not is_any(parameter):  # has the factor that its learning rate is for
         tags = tags._replace(mup_divisor=1.0)
-        return Start(tags, done="unchanged", why="starts at zeros")
+        return Change(tags, done="unchanged", why="starts at zeros")
     if _is_one_number(parameter):
         value = whole(parameter.detach()).flatten()[0].item()
-        return Start(tags, done=LEFT_ALONE, why=f"is {value:.4g} everywhere")
+        return Change(tags, done=LEFT_ALONE, why=f"is {value:.4g} everywhere")
     rms = _rms(parameter) or 1.0
     if not math.isfinite(rms):
-        return Start(tags, done=LEFT_ALONE, why="holds Inf or NaN")
-    return Start(tags._replace(mup_divisor=rms), 1 / rms)
+        return Change(tags, done=LEFT_ALONE, why="holds Inf or NaN")
+    return Change(tags._replace(mup_divisor=rms), 1 / rms)
 
 
 def _of_bias(
-    module: nn.Module, path: str, leaf: str, others: Mapping[str, Start]
-) -> Start:
+    module: nn.Module, path: str, leaf: str, others: Mapping[str, Change]
+) -> Change:
     """A bias: zeros, unless it is no noise. That of a layer of few inputs is divided as its weight:
     the product multiplies both."""
     parameters = own_parameters(module)
@@ -123,33 +151,33 @@ def _of_bias(
     bias = parameters[leaf]
     name = leaf.replace("bias", "weight")
     if bias.is_meta or not is_any(bias):
-        return Start(tags)
+        return Change(tags)
     if _has_offset(bias):
-        return Start(tags, done="unchanged", why="its mean is not zero")
+        return Change(tags, done="unchanged", why="its mean is not zero")
     if name not in parameters:
         name = f"{name}_orig"
     weight = parameters.get(name)
-    start = others.get(joined(path, name), Start(tags))
-    is_divided = weight is not None and weight.dim() > 1 and start.number != 1.0
+    start = others.get(joined(path, name), Change(tags))
+    is_divided = weight is not None and weight.dim() > 1 and start.start != 1.0
     # Set to zero, such biases left a RealNVP at a loss of -0.5 in place of -1.3.
     if is_divided and fan_in(parameters[name].shape) < FEW_INPUTS:
-        return Start(tags, start.number)
-    return Start(tags, 0.0, "set to zero", "rule of biases")
+        return Change(tags, start.start)
+    return Change(tags, 0.0, "set to zero", "rule of biases")
 
 
-def _of_gain(parameter: nn.Parameter) -> Start:
+def _of_gain(parameter: nn.Parameter) -> Change:
     """A gain, which is scaled to RMS 1 if it is a small or large constant, such as 1e-6, or small
     noise."""
     tags = Tags("norm")
     if parameter.is_meta or parameter.numel() < 2:
-        return Start(tags)
+        return Change(tags)
     # No product makes up for a small gain that keeps its values.
     rms = _rms(parameter)
     same = bool(whole(parameter.abs().min() == parameter.abs().max()))
     far = 0 < rms < SMALL or (same and 2 < rms < math.inf)
     if far:
-        return Start(tags._replace(mup_divisor=rms), 1 / rms)
-    return Start(tags)
+        return Change(tags._replace(mup_divisor=rms), 1 / rms)
+    return Change(tags)
 
 
 def _has_offset(bias: nn.Parameter) -> bool:

@@ -34,9 +34,9 @@ from ..install import is_in_fsdp
 from ..record.calls import tensors_in
 from ..record.probe import unobserved
 from ..record.values import has_values, in_double, rms_of
-from .parameters import joined, starts_of
+from .parameters import Change, joined, starts_of
 from .ranks import model_name
-from .set_values import REACH, Change, Decision, decide
+from .set_values import REACH, Decision, decide
 
 REPORTS: weakref.WeakKeyDictionary[nn.Module, Report[Row]] = weakref.WeakKeyDictionary()
 """A model -> what was done to its parameters."""

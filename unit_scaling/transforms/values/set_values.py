@@ -33,13 +33,13 @@ from fp8.common.report import LEFT_ALONE, Row
 
 from ...common.calls import Args, Given, Kwargs, T
 from ...ops.recurrent import GRU_FACTOR, LSTM_FACTOR, RELU_FACTOR, TANH_FACTOR
-from ...parameter import Tags, tags_of
+from ...parameter import tags_of
 from ...rules.rates import fan_in
 from ..record.calls import Input, Place, Recorder, Slot, arguments_in
 from ..record.kinds import EMBEDDINGS, RECURRENT
-from ..record.values import has_scale, in_double, is_any, rms_of
+from ..record.values import has_scale, is_any, rms_of
 from .classify import Classes
-from .parameters import joined, starts_of
+from .parameters import Change, joined, starts_of
 from .passes import Sizes, read_size, reshard, run_pass
 from .ranks import agreed
 from .sources import Holder, Sources
@@ -58,38 +58,6 @@ optimizer steps those of each rate by themselves."""
 
 PASSES = 6
 """The largest number of passes that set values."""
-
-
-@dataclass
-class Change:
-    """What is done with the values w of a parameter: (shift + start * w) * number - shift, and its
-    tags. start: brings a weight to RMS 1. number: what its learning rate is in proportion to."""
-
-    tags: Tags
-    start: float = 1.0
-    number: float = 1.0
-    shift: float = 0.0
-
-    @property
-    def is_set(self) -> bool:
-        """Whether the values change."""
-        return self.start * self.number != 1.0
-
-    @torch.no_grad()
-    def values(self, plain: Tensor) -> Tensor:
-        """The new values, rounded once."""
-        wide = in_double(plain)
-        if self.shift:
-            wide = (wide * self.start + self.shift) * self.number - self.shift
-        else:
-            wide = wide * (self.start * self.number)
-        return wide.to(plain.dtype)
-
-    @torch.no_grad()
-    def apply(self, parameter: nn.Parameter) -> None:
-        """Sets the values of a parameter that has its plain ones."""
-        if self.is_set:
-            parameter.copy_(self.values(parameter.detach()))
 
 
 @dataclass(frozen=True)
@@ -143,10 +111,10 @@ class _Setter:
         self.changes = {name: Change(tags_of(p)) for name, p in self.parameters.items()}
         self.rows: dict[str, Row] = {}
         self.kept_biases: set[str] = set()
-        for name, start in starts_of(model).items():
-            if start.done:
-                self._row(name, start.done, start.why)
-            self.changes[name] = Change(start.tags, start.number)
+        for name, change in starts_of(model).items():
+            if change.done:
+                self._row(name, change.done, change.why)
+            self.changes[name] = change
             self._write(name)
         seen = run_pass(model, given, Recorder(model))
         self.nodes = seen.nodes
@@ -465,7 +433,7 @@ class _Setter:
                 if is_alike and self.plain[like].shape == shape:
                     tags = change.tags._replace(mup_scale=1.0, mup_divisor=size)
                     number = self.changes[like].number
-                    self.changes[name] = Change(tags, 1 / size, number)
+                    self.changes[name] = Change(tags, 1 / size, number=number)
                     self._write(name)
                     break
 

@@ -13,7 +13,7 @@ meaning to it. A sum of data that the model returns is in the units of the data,
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...core.functional import completep_residual_scaling_rule
 from ..record.calls import Input
@@ -26,15 +26,15 @@ _LOGITS = TRANSPARENT | named("add sub mul div masked_fill where clamp")
 
 @dataclass
 class Branch:
-    """A residual branch. add: the call that adds it. skip, end: the arguments of the add. number,
-    count: its index in its stream, and their number."""
+    """A residual branch. add: the call that adds it. skip, end: the arguments of the add. stream:
+    all branches of its stream. number: its index there."""
 
     add: int
     skip: Input
     end: Input
     origin: int
     number: int = 0
-    count: int = 1
+    stream: list[Branch] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -96,23 +96,15 @@ def _origin(
 
 def _number(flow: Flow, adds: dict[int, Branch]) -> None:
     """Numbers the branches of each stream: each follows the one whose sum it is added to."""
-    streams: dict[int, list[Branch]] = {}
-    stream_of: dict[int, list[Branch]] = {}
-    for index, branch in adds.items():
+    for branch in adds.values():
         before: int | None = branch.skip.node
         while before is not None and before not in adds:
             alone = len(flow.sources[before]) == 1 and not flow.is_product(before)
             before = flow.sources[before][0] if alone else None
-        if before is None:
-            streams[index] = stream_of[index] = []
-        else:
-            stream_of[index] = stream_of[before]
+        if before is not None:
+            branch.stream = adds[before].stream
             branch.number = adds[before].number + 1
-        stream_of[index].append(branch)
-    for stream in streams.values():
-        count = max(branch.number for branch in stream) + 1
-        for branch in stream:
-            branch.count = count
+        branch.stream.append(branch)
 
 
 def weighted_branches(
@@ -127,7 +119,8 @@ def weighted_branches(
     for branch in branches:
         is_data = _in_units_of_data(flow, branch, adds, returned)
         if not (is_data or _is_logit(flow, branch.add)):
-            weight = tau(branch.number, branch.count)
+            count = max(other.number for other in branch.stream) + 1
+            weight = tau(branch.number, count)
             end = branch.end.node
             stream = branch.skip.node
             found.append(Target(branch.add, end, weight, stream))
