@@ -50,28 +50,15 @@ class Input:
 
 
 @dataclass
-class Value:
-    """What is known of the result of a call, or of an external tensor.
-
-    parameter: the name of the parameter that it is. origin: also of one that it is a view or copy
-    of. live: whether it depends on a parameter or a floating-point input. computed: on parameters
-    only.
-    """
-
-    numel: int = 0
-    floating: bool = False
-    parameter: str | None = None
-    origin: str | None = None
-    live: bool = False
-    computed: bool = False
-
-
-@dataclass
 class CallNode:
     """One call, or an external tensor (function None): a parameter, an input, a buffer.
 
     kind: as in `record.kinds`; "" for one that is not seen. inside: the autograd function in which
     it, or a module that makes it, runs. written: the arguments that it writes into.
+
+    Of its result: parameter: the name of the parameter that it is. origin: also of one that it is a
+    view or copy of. live: whether it depends on a parameter or a floating-point input. computed: on
+    parameters only.
     """
 
     kind: str
@@ -83,7 +70,17 @@ class CallNode:
     kwargs: Kwargs = field(default_factory=dict)
     inside: str = ""
     written: tuple[Slot, ...] = ()
-    value: Value = field(default_factory=Value)
+    numel: int = 0
+    floating: bool = False
+    parameter: str | None = None
+    origin: str | None = None
+    live: bool = False
+    computed: bool = False
+
+    @property
+    def is_value(self) -> bool:
+        """Whether it is no weight, and no constant."""
+        return self.live and not self.computed
 
     @property
     def factors(self) -> list[Input]:
@@ -298,10 +295,10 @@ class Recorder(Pass):
 
     def _describe(self, node: CallNode) -> None:
         """Describes what a call will compute by its arguments."""
-        sources = [self.nodes[i.node].value for i in node.inputs]
+        sources = [self.nodes[i.node] for i in node.inputs]
         if node.kind in TRANSPARENT and sources:
-            node.value.origin = sources[0].origin
-        node.value.computed = _is_computed(node.kind, sources)
+            node.origin = sources[0].origin
+        node.computed = _is_computed(node.kind, sources)
 
     def _add(
         self,
@@ -311,7 +308,6 @@ class Recorder(Pass):
     ) -> None:
         """Adds a call of a function that has computed ``results``."""
         node.inside = running_function()
-        value = node.value
         ids = {id(t) for t in results}
         arguments = node.tensors
         if writes(function, node.name, node.args, node.kwargs):
@@ -323,12 +319,12 @@ class Recorder(Pass):
         self.nodes.append(node)
         if ids == returned:
             return
-        value.numel = max(map(Tensor.numel, results))
-        value.floating = any(map(has_scale, results))
-        differs = value.floating and node.kind not in CONSTANT
-        value.live = differs and any(self.nodes[i.node].value.live for i in node.inputs)
+        node.numel = max(map(Tensor.numel, results))
+        node.floating = any(map(has_scale, results))
+        differs = node.floating and node.kind not in CONSTANT
+        node.live = differs and any(self.nodes[i.node].live for i in node.inputs)
         # As after unit_scale: sizes that are read of what follows are those of the scaled model.
-        is_product = node.kind in PRODUCTS and value.floating and len(results) == 1
+        is_product = node.kind in PRODUCTS and node.floating and len(results) == 1
         if is_product and is_strided(results[0]) and not node.inside:
             with torch.no_grad():
                 results[0].div_(rms_of(results[0]))
@@ -347,11 +343,13 @@ class Recorder(Pass):
             self._alive.append(tensor)
         if id(tensor) not in self._node_of:
             name = self._parameters.get(id(tensor))
-            value = Value(tensor.numel(), has_scale(tensor), name, name)
-            value.computed = name is not None
-            is_read = value.computed or id(tensor) in self._inputs
-            value.live = value.floating and is_read
-            self.nodes.append(CallNode("", name or "input", value=value))
+            node = CallNode("", name or "input", parameter=name, origin=name)
+            node.numel = tensor.numel()
+            node.floating = has_scale(tensor)
+            node.computed = name is not None
+            is_read = node.computed or id(tensor) in self._inputs
+            node.live = node.floating and is_read
+            self.nodes.append(node)
             self._remember([tensor])
         return Input(slot, self._node_of[id(tensor)])
 
@@ -364,7 +362,7 @@ class Recorder(Pass):
             self._makers[maker] = index
         is_ours = self._makers.get(maker) == index
         chosen = isinstance(maker, BackwardCFunction) and not is_ours
-        return chosen or not self.nodes[index].value.live
+        return chosen or not self.nodes[index].live
 
     def _add_hidden(self, tensor: Tensor, maker: Node) -> None:
         """Adds the function whose gradient ``maker`` computes, as a call that nothing scales."""
@@ -382,10 +380,11 @@ class Recorder(Pass):
             name, inside = "copy_", ""  # into a view of the tensor
         elif is_move or module.partition(".")[0] in ("fp8", "unit_scaling"):
             inside = ""
-        value = Value(tensor.numel(), floating=True, live=True)
-        value.computed = _is_computed("", [self.nodes[i.node].value for i in inputs])
+
         node = CallNode(kind, name, self.path, type(maker), inputs, inside=inside)
-        node.value = value
+        node.numel = tensor.numel()
+        node.floating = node.live = True
+        node.computed = _is_computed("", [self.nodes[i.node] for i in inputs])
         self.nodes.append(node)
         self._makers[maker] = len(self.nodes) - 1
 
@@ -432,7 +431,7 @@ _RECOMPUTES = "CheckpointFunctionBackward"
 within."""
 
 
-def _is_computed(kind: str, sources: list[Value]) -> bool:
+def _is_computed(kind: str, sources: list[CallNode]) -> bool:
     """Whether the result depends on parameters and not on the model's inputs, which integer tensors
     are too. Products of parameters are values."""
     computed = all(v.computed if v.live else v.floating for v in sources)

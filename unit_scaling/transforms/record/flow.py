@@ -28,25 +28,21 @@ class Flow:
 
     def __init__(self, nodes: list[CallNode]) -> None:
         self.nodes = nodes
-        self.sources = [self._sources(node) for node in self.nodes]
-        self.readers: list[list[int]] = [[] for _ in self.nodes]
+        self.sources = list(map(self._sources, nodes))
+        self.readers: list[list[int]] = [[] for _ in nodes]
         for index, sources in enumerate(self.sources):
             for source in sources:
                 self.readers[source].append(index)
 
     def _sources(self, node: CallNode) -> list[int]:
-        if not node.value.live or node.value.computed:
+        if not node.is_value:
             return []
         inputs = dict.fromkeys(i.node for i in node.inputs)
-        return [
-            i
-            for i in inputs
-            if self.nodes[i].value.live and not self.nodes[i].value.computed
-        ]
+        return [i for i in inputs if self.nodes[i].is_value]
 
     def origin(self, i: Input) -> str | None:
         """The name of the parameter that an argument is, or is a view or a copy of."""
-        return self.nodes[i.node].value.origin
+        return self.nodes[i.node].origin
 
     def values(self, index: int) -> list[Input]:
         """The arguments of a call that are values."""
@@ -55,7 +51,7 @@ class Flow:
     def is_product(self, index: int) -> bool:
         """Whether a call is a product of values."""
         node = self.nodes[index]
-        return node.kind in PRODUCTS | RECURRENT and node.value.live
+        return node.kind in PRODUCTS | RECURRENT and node.live
 
     def before(self, ends: Iterable[int]) -> set[int]:
         """The nodes whose results feed one of the calls ``ends``."""

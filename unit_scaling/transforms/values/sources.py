@@ -102,8 +102,8 @@ class Sources:
     ) -> list[Holder] | None:
         node = self._nodes[index]
         if node.function is None:
-            if node.value.parameter:
-                return [Holder(node.value.parameter)]
+            if node.parameter:
+                return [Holder(node.parameter)]
             return None
         if index in visited:
             return []
@@ -133,7 +133,7 @@ class Sources:
         if kind in ATTENTION:
             return self._back(terms[2].node, visited)
         if kind in NORMS:
-            gains = [self._nodes[i.node].value.parameter for i in terms]
+            gains = [self._nodes[i.node].parameter for i in terms]
             return [Holder(name) for name in gains if name] or None
         if kind == "mul" or kind in PRODUCTS:
             return self._of_one(index, terms, visited)

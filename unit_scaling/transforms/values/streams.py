@@ -70,7 +70,7 @@ def _branch(
     if len(terms) != 2:
         return None
     for skip, end in (terms, terms[::-1]):
-        if flow.nodes[skip.node].value.numel != flow.nodes[index].value.numel:
+        if flow.nodes[skip.node].numel != flow.nodes[index].numel:
             continue  # broadcast over positions: a shift
         origin, region = _origin(flow, adds, skip.node, end.node)
         if not layers.isdisjoint(region):
@@ -161,7 +161,7 @@ def _in_units_of_data(
             stream = flow.sources[stream][0]
         else:
             return False
-    begins = flow.nodes[stream].value
+    begins = flow.nodes[stream]
     later = (adds[add] for add in returned)
     after = any(_follows(other, branch, adds) for other in later)
     return begins.parameter is None and (is_result or after)
