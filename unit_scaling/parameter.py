@@ -182,7 +182,8 @@ class TaggedModule(nn.Module):
         self.restore_tags()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. FSDP2 assigns parameters."""
+        """Sets an attribute."""
+        # FSDP2 writes past `register_parameter` unless a class has this method of its own.
         super().__setattr__(name, value)
 
     # torch converts and loads a module's own parameters in these two methods. Its own modules

@@ -146,7 +146,7 @@ def transformer_residual_scaling_rule(
                 f"index is one of {branches} branches, from 0 on, got {index}"
             )
         attentions, mlps = (index + 1) // 2, index // 2
-        weight = mlp if index % 2 else attention
+        weight = (attention, mlp)[index % 2]
         total = branches / 2 + attentions * attention**2 + mlps * mlp**2
         return weight / math.sqrt(total)
 

@@ -180,8 +180,8 @@ def _clipped_rms(limit: float) -> float:
     With t = limit / sqrt(2): 2 E[x^2; |x| < t] + limit^2 P(|x| > t).
     """
     t = limit / math.sqrt(2)
-    falls = math.exp(-(t**2) / 2)
-    inside = math.erf(t / math.sqrt(2)) - t * math.sqrt(2 / math.pi) * falls
+    density = math.exp(-(t**2) / 2)
+    inside = math.erf(t / math.sqrt(2)) - t * math.sqrt(2 / math.pi) * density
     return math.sqrt(2 * inside + limit**2 * math.erfc(t / math.sqrt(2)))
 
 

@@ -118,11 +118,12 @@ class _Transformed(Mixin, nn.Module):
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP has sharded a submodule or flattened a parameter, or parallelize_module has
     divided one."""
-    parts = model.parameters()
-    flat = "_fsdp_flattened"
-    return is_in_fsdp(model) or any(
-        is_dtensor(p) or getattr(p, flat, False) for p in parts
+    if is_in_fsdp(model):
+        return True
+    divided = (
+        is_dtensor(p) or hasattr(p, "_fsdp_flattened") for p in model.parameters()
     )
+    return any(divided)
 
 
 def is_in_fsdp(model: nn.Module) -> bool:

@@ -134,7 +134,7 @@ def report(model: nn.Module) -> Report[Row]:
 def _rows_of_tags(model: nn.Module) -> Iterator[Row]:
     for name, parameter in model.named_parameters():
         tags = tags_of(parameter)
-        (path, _, leaf) = name.rpartition(".")
+        path, _, leaf = name.rpartition(".")
         if tags.mup_divisor:
             why = f"multiplied by {tags.mup_scale / tags.mup_divisor:.4g}"
             yield Row(path, leaf, "scaled", why)

@@ -85,7 +85,7 @@ class CallNode:
     @property
     def factors(self) -> list[Input]:
         """The arguments that it multiplies."""
-        return [i for i in self.inputs if i not in self.added]
+        return [i for i in self.inputs if not is_added(self.kind, i.slot)]
 
     @property
     def added(self) -> list[Input]:
@@ -97,10 +97,7 @@ class CallNode:
         return arguments_in(self.args, self.kwargs)
 
 
-def tensors_in(
-    value: object,
-    slot: Slot = (),
-) -> Iterator[tuple[Slot, Tensor]]:
+def tensors_in(value: object, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
     """The tensors of arguments with their slots, recursively through lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield slot, value
@@ -115,10 +112,7 @@ def arguments_in(args: Args, kwargs: Kwargs) -> dict[Slot, Tensor]:
     return dict((*tensors_in(args), *tensors_in(kwargs)))
 
 
-def mapped(
-    change: Callable[[Tensor], object],
-    value: Any,
-) -> Any:
+def mapped(change: Callable[[Tensor], object], value: Any) -> Any:
     """``value`` with its tensors changed, recursively through lists, (named) tuples and dicts."""
     if isinstance(value, Tensor):
         return change(value)
@@ -261,11 +255,10 @@ class Recorder(Pass):
         named = dict(self._model.named_parameters())
         self.written = {name for name, p in named.items() if written.wrote(p)}
         self.changed = {n for n in self.written if written.changed(named[n])}
-        self.outputs = [
-            self._input((), t).node
-            for t in tensors_within(output)
-            if has_scale(t) and (id(t) in self._node_of or t.grad_fn is not None)
-        ]
+        for t in tensors_within(output):
+            is_known = id(t) in self._node_of or t.grad_fn is not None
+            if is_known and has_scale(t):
+                self.outputs.append(self._input((), t).node)
 
     def name(self, parameter: Tensor, name: str) -> None:
         if id(parameter) not in self._parameters:
@@ -366,10 +359,12 @@ class Recorder(Pass):
 
     def _add_hidden(self, tensor: Tensor, maker: Node) -> None:
         """Adds the function whose gradient ``maker`` computes, as a call that nothing scales."""
-        inputs = [
-            self._input((slot,), t) if isinstance(t, Tensor) else Input((slot,), t)
-            for slot, t in enumerate(self._known_before(maker))
-        ]
+        inputs = []
+        for place, known in enumerate(self._known_before(maker)):
+            if isinstance(known, Tensor):
+                inputs.append(self._input((place,), known))
+            else:
+                inputs.append(Input((place,), known))
         module = _module_of(maker)
         # The functions of torch.distributed move values between processes.
         is_move = module.startswith("torch.distributed.")
@@ -381,7 +376,14 @@ class Recorder(Pass):
         elif is_move or module.partition(".")[0] in ("fp8", "unit_scaling"):
             inside = ""
 
-        node = CallNode(kind, name, self.path, type(maker), inputs, inside=inside)
+        node = CallNode(
+            kind,
+            name,
+            self.path,
+            type(maker),
+            inputs,
+            inside=inside,
+        )
         node.numel = tensor.numel()
         node.floating = node.live = True
         node.computed = _is_computed("", [self.nodes[i.node] for i in inputs])

@@ -55,15 +55,16 @@ class Flow:
 
     def before(self, ends: Iterable[int]) -> set[int]:
         """The nodes whose results feed one of the calls ``ends``."""
-        return reached(
-            [s for end in ends for s in self.sources[end]], self.sources.__getitem__
-        )
+        starts = [source for end in ends for source in self.sources[end]]
+        return reached(starts, self.sources.__getitem__)
 
     def between(self, start: int, end: int) -> list[int]:
         """The nodes on all paths from ``start`` (excluded) to ``end``, in order."""
-        above = reached(
-            [end], lambda index: [s for s in self.sources[index] if s >= start]
-        )
+
+        def back(index: int) -> list[int]:
+            return [source for source in self.sources[index] if source >= start]
+
+        above = reached([end], back)
         if start not in above or start == end:
             return []
         below = {start}

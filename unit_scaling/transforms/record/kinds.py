@@ -61,10 +61,7 @@ ADDED = {
 """Product -> the position and the name of the argument that it adds to its sum. Others add none."""
 
 
-def is_added(
-    kind: str,
-    slot: tuple[int | str, ...],
-) -> bool:
+def is_added(kind: str, slot: tuple[int | str, ...]) -> bool:
     """Whether the argument in a slot of a call is added (a bias or a mask), not multiplied."""
     return kind in ADDED and slot[0] in ADDED[kind]
 
@@ -149,7 +146,8 @@ def writes(
     """Whether a call with `canonical` arguments writes its result into one of them."""
     names = names_of(function)
     place = names.index("inplace") if "inplace" in names else len(args)
-    return is_in_place(name, kwargs) or (place < len(args) and bool(args[place]))
+    is_asked = place < len(args) and bool(args[place])
+    return is_asked or is_in_place(name, kwargs)
 
 
 _NAMES: dict[Function, tuple[str, ...]] = {}

@@ -23,7 +23,9 @@ def size_of(tensor: Tensor) -> float:
     if not (tensor.numel() and is_strided(tensor)) or tensor.is_meta:
         return 1.0
     try:
-        sizes = tensor.detach().abs() if tensor.dtype.is_complex else tensor.detach()
+        sizes = tensor.detach()
+        if sizes.is_complex():
+            sizes = sizes.abs()
         # Not by the mean: that of parts of different lengths is wrong in torch.
         total = whole(sizes.float().square().sum()).item()
     except RuntimeError:  # in torch.vmap, which hides values
