@@ -234,14 +234,6 @@ def set_depth(stack: nn.Module, depth: int) -> None:
     remember_tags(stack)
 
 
-def restore_own_tags(model: nn.Module) -> None:
-    """Tags what stands in the place of tagged parameters and was not assigned, as in
-    `torch.func.functional_call` and where a library writes into ``_parameters``. What a part
-    remembers counts before what the whole does."""
-    for module in reversed([*model.modules()]):
-        _restore(module, getattr(module, "mup_tags", {}))
-
-
 def restore_tags(model: nn.Module) -> None:
     """Tags the parameters of ``model`` that have replaced tagged ones, including parametrized ones.
 
@@ -256,9 +248,10 @@ def restore_tags(model: nn.Module) -> None:
     >>> [(p.mup_type, tuple(p.shape)) for p in layer.parameters()]
     [('norm', (3, 1)), ('weight', (3, 4))]
     """
-    restore_own_tags(model)
-    for module in model.modules():
+    # From the parts up: what a part remembers counts before what the whole does.
+    for module in reversed([*model.modules()]):
         tags: dict[str, Tags] = getattr(module, "mup_tags", {})
+        _restore(module, tags)
         for name, before in tags.items():
             if not parametrize.is_parametrized(module, name):
                 continue

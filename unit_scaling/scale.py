@@ -41,7 +41,9 @@ class _Scale(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scale_both(grad, ctx.bwd), None, None
+        if not _is_one(ctx.bwd):
+            grad = grad * ctx.bwd
+        return grad, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
@@ -78,13 +80,6 @@ def _scale_numbers(input: Tensor, fwd: float, bwd: float) -> Tensor:
     if _is_one(fwd) and _is_one(bwd):
         return input
     return apply(_Scale, input, fwd, bwd)
-
-
-def _scale_both(input: Tensor, scale: float) -> Tensor:
-    """``scale * input``; ``input`` itself if the scale is 1."""
-    if _is_one(scale):
-        return input
-    return input * scale
 
 
 def scale_output(output: Tensor, fwd: float, bwd: float) -> Tensor:

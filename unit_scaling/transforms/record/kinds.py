@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from types import FunctionType
-from typing import Any
 
 from torch.nn import functional as F
 
@@ -141,7 +140,7 @@ def writes(
     function: Function,
     name: str,
     args: Args,
-    kwargs: Any,
+    kwargs: Kwargs,
 ) -> bool:
     """Whether a call with `canonical` arguments writes its result into one of them."""
     names = names_of(function)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,11 +30,11 @@ def is_observed() -> bool:
 
 
 def _watch(
-    function: Any,
+    function: Function,
     body: Function,
     args: Args,
     kwargs: Kwargs,
-) -> Any:
+) -> object:
     """As in `WATCHERS`: passes a call to the innermost observer of the calling thread."""
     observer = FRAMES.items[-1].observer
     if not observer or not observer.sees():

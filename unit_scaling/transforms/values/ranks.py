@@ -11,12 +11,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-K = TypeVar("K")
+from ...common.calls import T
 
 _TIMES: Counter[str] = Counter()
 """How often this process has named a model of the same parameters."""
@@ -32,10 +32,7 @@ def model_name(parameters: Iterable[str]) -> str:
     return f"{name} {_TIMES[name]}"
 
 
-def agreed(
-    name: str,
-    values: Mapping[K, Any],
-) -> dict[K, Any]:
+def agreed(name: str, values: Mapping[str, T]) -> dict[str, T]:
     """``values``, or for each of them that of the first process to name it. They never change.
     values: numbers, text and lists of these; others at other times, as with unused experts."""
     started = distributed.is_available() and distributed.is_initialized()

@@ -183,8 +183,7 @@ class _Setter:
     def _agreed(self, what: str, value: T) -> T:
         """The value of the first process: each has a batch of its own, and learning rates follow
         from the numbers. A model that is divided has to take the same ones at once."""
-        result: T = agreed(self.name, {what: value})[what]
-        return result
+        return agreed(self.name, {what: value})[what]
 
     def _row(self, name: str, done: str, why: str) -> None:
         path, _, leaf = name.rpartition(".")
