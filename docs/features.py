@@ -1,8 +1,8 @@
 """The rows of docs/parity.md: what engines have, and what the documents of seven systems describe.
 
 `PEERS` are the engines of `COMPARISONS`, `DOCUMENTS` the documents of `FEATURES`. A test proves a
-row by the mark ``@pytest.mark.proves(system, feature, how=...)``. ``system`` is `FIELD` for a row
-of `COMPARISONS`; ``how`` is a name in `HOW`.
+row by the mark ``@proves(system, feature, ..., how="own")`` of `tests.shared`. ``system`` is
+`FIELD` for a row of `COMPARISONS`; ``how`` is a name in `HOW`.
 """
 
 from __future__ import annotations

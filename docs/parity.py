@@ -54,32 +54,32 @@ class Proof:
 
 
 def proofs(folder: Path = ROOT / "tests") -> Iterator[Proof]:
-    """The marks ``proves`` of all tests. ValueError for one that is not written as a literal."""
+    """The marks `tests.shared.proves` of all tests. ValueError for one that is not written as a
+    literal."""
     for path in sorted(folder.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 test = f"{path.relative_to(folder.parent).as_posix()}::{node.name}"
-                yield from (
-                    _proof(mark, test) for mark in node.decorator_list if _proves(mark)
-                )
+                for mark in node.decorator_list:
+                    if (
+                        isinstance(mark, ast.Call)
+                        and ast.unparse(mark.func) == "proves"
+                    ):
+                        yield from _proofs(mark, test)
 
 
-def _proves(mark: ast.expr) -> bool:
-    return isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.proves"
-
-
-def _proof(mark: ast.expr, test: str) -> Proof:
-    assert isinstance(mark, ast.Call)
+def _proofs(mark: ast.Call, test: str) -> Iterator[Proof]:
     try:
-        system, feature = map(ast.literal_eval, mark.args)
+        system, *features = map(ast.literal_eval, mark.args)
         options = {
             keyword.arg: ast.literal_eval(keyword.value) for keyword in mark.keywords
         }
-        return Proof(system, feature, options["how"], test)
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(
-            f"{test}: the mark is proves(system, feature, how=...)"
+            f"{test}: the mark is proves(system, feature, ..., how=...)"
         ) from error
+    for feature in features:
+        yield Proof(system, feature, options.get("how", "own"), test)
 
 
 def tests_of(system: str, feature: str, found: list[Proof]) -> str:

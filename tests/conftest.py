@@ -29,14 +29,14 @@ def pytest_collection_finish():
     gc.enable()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def nothing_compiled_before():
-    """Torch compiles one function, such as its own wrappers, a few times only: not the sum of what
-    the files before this one have compiled."""
-    yield
+@pytest.fixture(autouse=True)
+def fresh():
+    """Each test begins with the same random numbers, and with nothing compiled: torch compiles one
+    function, such as its own wrappers, a few times only."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:
-        import torch
-
         torch.compiler.reset()
 
 

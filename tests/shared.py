@@ -2,6 +2,7 @@
 
 import functools
 import io
+import operator
 import pickle
 import warnings
 from contextlib import contextmanager
@@ -17,6 +18,14 @@ parametrize = pytest.mark.parametrize
 normal, randn = operands.normal, operands.randn
 pairs = functools.partial(zip, strict=True)
 
+#: Warnings of other libraries are theirs to fix.
+theirs = pytest.mark.filterwarnings("ignore")
+
+
+def proves(system, *features, how="own"):
+    """What a test shows of `docs.features`."""
+    return pytest.mark.proves(system, *features, how=how)
+
 
 def refuses(match, error=ValueError):
     """A block that must raise ``error`` with a message that matches."""
@@ -26,6 +35,20 @@ def refuses(match, error=ValueError):
 def warns(match, kind):
     """A block that must warn of this kind with a message that matches."""
     return pytest.warns(kind, match=match)
+
+
+class Net(nn.Module):
+    """A module from a function of (self, x), if it is called, and its parts: modules, parameters
+    and other values."""
+
+    def __init__(self, fn=None, **parts):
+        super().__init__()
+        self.fn = fn
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.fn(self, x)
 
 
 def linears(width, *parts):
@@ -57,6 +80,38 @@ def quietly():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def descend(optimizer, losses):
+    """A step for each loss, which is computed after the one before it; their values."""
+    values = []
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    return values
+
+
+@contextmanager
+def said():
+    """The messages of all warnings of a block, once it has ended."""
+    messages = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(warning.message) for warning in caught]
+
+
+def by_path(rows, *names):
+    """Path -> the row of a report, or what it has under some names."""
+    what = operator.attrgetter(*names) if names else lambda row: row
+    return {row.path: what(row) for row in rows}
+
+
+def paths(rows, done):
+    """Of the rows of a report that this was done to."""
+    return {row.path for row in rows if row.done == done}
 
 
 def saved(thing):

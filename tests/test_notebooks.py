@@ -15,7 +15,7 @@ import nbformat
 import pytest
 
 from notebooks.execute import FOLDER, NAMES, conditions, execute
-from tests.shared import parametrize
+from tests.shared import parametrize, proves
 
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 NEAR = 0.02
@@ -77,9 +77,7 @@ def test_outputs_are_kept_with_what_made_them(name):
     ]
 
 
-@pytest.mark.proves(
-    "unit-scaling", "nanoGPT, plain, in FP8 and unit-scaled in FP8", how="own"
-)
+@proves("unit-scaling", "nanoGPT, plain, in FP8 and unit-scaled in FP8")
 @pytest.mark.usefixtures("one_thread")
 @parametrize("name", NAMES)
 def test_cells_run_and_print_what_they_do_there(name, monkeypatch, tmp_path):

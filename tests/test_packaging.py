@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.shared import proves
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"fp8", "unit_scaling"}
 CORE = ("torch", "numpy", "einops")
@@ -143,7 +145,7 @@ print(json.dumps([fp8.__file__, unit_scaling.__file__]))
 """
 
 
-@pytest.mark.proves("unit-scaling", "pip install", how="own")
+@proves("unit-scaling", "pip install")
 def test_wheel_works_with_core_dependencies_alone(wheel, tmp_path):
     """In an interpreter that sees the wheel, torch, numpy, einops and what these need.
 

@@ -5,7 +5,7 @@ import torch
 
 import fp8
 from tests.fp8.adapters import hub_models
-from tests.shared import quietly
+from tests.shared import proves, quietly, theirs
 
 with quietly():
     pytest.importorskip("axolotl", reason="its own environment: make test-engines")
@@ -17,7 +17,7 @@ with quietly():
     from axolotl.utils.dict import DictDefault
     from datasets import Dataset
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of axolotl and what it imports
+pytestmark = theirs  # of axolotl and what it imports
 
 IDS = torch.randint(64, (32, 16), generator=torch.Generator().manual_seed(0)).tolist()
 ROWS = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS])
@@ -55,7 +55,7 @@ def losses(folder, model, kind, arguments):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-@pytest.mark.proves("the field", "in axolotl's Trainer", how="library")
+@proves("the field", "in axolotl's Trainer", how="library")
 @pytest.mark.parametrize("lora", [False, True])
 def test_plugin(lora, tmp_path):
     """To the bit as transformers' Trainer with a model that the caller has converted."""

@@ -11,7 +11,7 @@ from torch import nn
 import fp8
 from tests.fp8.adapters.loops import plain_loop
 from tests.launch import run_ranks
-from tests.shared import linears, parametrize
+from tests.shared import linears, parametrize, proves, theirs
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed = pytest.importorskip(
@@ -19,7 +19,7 @@ deepspeed = pytest.importorskip(
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # of deepspeed
+    theirs,  # of deepspeed
     pytest.mark.timeout(900),  # it compiles a part of itself at its first run
 ]
 
@@ -75,7 +75,7 @@ def trained(engine, data):
     return losses
 
 
-@pytest.mark.proves("the field", "in DeepSpeed's ZeRO", how="library")
+@proves("the field", "in DeepSpeed's ZeRO", how="library")
 @parametrize(("recipe", "stage"), [("tensor", 0), ("delayed", 1), ("mxfp8", 2)])
 def test_zero(recipe, stage):
     """The losses are those of a plain loop, to the bit."""

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 import fp8
 from fp8.adapters.lightning import FP8FabricPrecision
+from tests.shared import proves, seeded, theirs
 
 litgpt = pytest.importorskip("litgpt", reason="its own environment: make test-engines")
 import lightning  # noqa: E402
@@ -15,12 +16,10 @@ from litgpt import pretrain  # noqa: E402
 from litgpt.args import EvalArgs, TrainArgs  # noqa: E402
 from litgpt.data import DataModule  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of litgpt and what it imports
+pytestmark = theirs  # of litgpt and what it imports
 
 LENGTH, BATCH, STEPS = 16, 4, 6
-ROWS = torch.randint(
-    64, (STEPS * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0)
-)
+ROWS = torch.randint(64, (STEPS * BATCH, LENGTH + 1), generator=seeded(0))
 CONFIG = {
     "name": "tiny",
     "block_size": LENGTH,
@@ -93,7 +92,7 @@ def differs(one, other):
     return any(not torch.equal(weight, other[name]) for name, weight in one.items())
 
 
-@pytest.mark.proves("the field", "in litgpt's pretraining", how="library")
+@proves("the field", "in litgpt's pretraining", how="library")
 def test_pretrain(tmp_path, monkeypatch):
     """The plugin trains as a model that the caller has converted, to the bit."""
     plugin = FP8FabricPrecision("tensor", where=lambda name, layer: name != "lm_head")

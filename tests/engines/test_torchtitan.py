@@ -11,7 +11,7 @@ import pytest
 
 import fp8
 from fp8.adapters.torchtitan import FP8Converter
-from tests.shared import refuses
+from tests.shared import proves, refuses
 
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip(
@@ -37,7 +37,7 @@ def llama(tmp_path_factory):
     )
 
 
-@pytest.mark.proves("the field", "in torchtitan's Trainer", how="library")
+@proves("the field", "in torchtitan's Trainer", how="library")
 def test_recipe(llama):
     """The losses are those of torchtitan's own layers with their products under a mode."""
     assert llama["tensor"] == llama["hand"]

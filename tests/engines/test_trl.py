@@ -5,7 +5,7 @@ import torch
 
 import fp8
 from tests.fp8.adapters import hub_models
-from tests.shared import quietly
+from tests.shared import proves, quietly, theirs
 
 with quietly():
     trl = pytest.importorskip("trl", reason="its own environment: make test-engines")
@@ -14,7 +14,7 @@ with quietly():
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of trl and what it imports
+pytestmark = theirs  # of trl and what it imports
 
 STEPS = 6
 
@@ -80,7 +80,7 @@ WAYS = {
 }
 
 
-@pytest.mark.proves("the field", "in trl's SFTTrainer, with PEFT", how="library")
+@proves("the field", "in trl's SFTTrainer, with PEFT", how="library")
 @pytest.mark.parametrize("way", WAYS)
 def test_lora(way, plain, tmp_path):
     """It trains in FP8: not the losses of the plain model, but near them.

@@ -1,7 +1,7 @@
 """Blocks under any recipe, also one that keeps scales, for products that no layer computes."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8
 from fp8.casts.watch import LayerWatch, Watch
@@ -36,7 +36,7 @@ def block(recipe, backend="simulate", layer=None):
 
 def saved_by(run):
     """The tensors that autograd saves in a call."""
-    saved: list[Tensor] = []
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.append(t) or t, lambda t: t
     ):

@@ -1,7 +1,6 @@
 """What a call computes: its result and gradients, and what autograd keeps of it."""
 
 import torch
-from torch import Tensor
 
 from tests.shared import pairs
 
@@ -31,7 +30,7 @@ def assert_near(found, expected, **near):
 
 def bytes_kept(run, *, beside=()):
     """Of the storages that autograd holds after ``run()``, each once, those of ``beside`` not."""
-    held: list[Tensor] = []
+    held = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: held.append(t) or t, lambda t: t
     ):

@@ -14,7 +14,7 @@ from fp8.recipes.rules import E8M0
 from fp8.recipes.scaling import scale_of, scaled_tiles
 from tests import reference
 from tests.fp8.compare import outcome
-from tests.shared import normal, pairs, parametrize, quietly, seeded
+from tests.shared import normal, pairs, parametrize, proves, quietly, seeded, theirs
 
 with quietly():
     pytest.importorskip("torchao", reason="torchao is the oracle")
@@ -55,7 +55,7 @@ def blocks():
     return (x.double() * 2.0 ** torch.arange(-149, 127)[:, None]).float()
 
 
-@pytest.mark.proves("the field", "MXFP8", how="library")
+@proves("the field", "MXFP8", how="library")
 @parametrize("dtype", [torch.float32, torch.bfloat16])
 @parametrize("rule", MODES)
 @each_format
@@ -76,7 +76,7 @@ def test_mx_is_torchao_s_at_every_magnitude_and_for_nan(format, rule, dtype):
     torch.testing.assert_close(got[same], values[same], **EQUAL)
 
 
-@pytest.mark.proves("the field", "NVFP4", how="library")
+@proves("the field", "NVFP4", how="library")
 def test_nvfp4_scales_are_torchao_s_and_values_up_to_ties():
     """torchao multiplies by a rounded reciprocal, where we divide: the quotients differ by at most
     three roundings, 1.5 * 2**-23, so the values differ only that close to a midpoint of e2m1."""
@@ -113,9 +113,13 @@ def float8_linear(name, weight):
         return convert_to_float8_training(layer, config=config)
 
 
-@pytest.mark.proves("the field", "a scale for each tensor, current", how="library")
-@pytest.mark.proves("the field", "a scale for each row", how="library")
-@pytest.mark.filterwarnings("ignore")
+@proves(
+    "the field",
+    "a scale for each tensor, current",
+    "a scale for each row",
+    how="library",
+)
+@theirs
 @parametrize("name", THEIRS)
 def test_float8_linear(name):
     """Scales are the same powers of two, so the operands are the same, and what is left is the

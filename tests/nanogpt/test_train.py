@@ -12,6 +12,7 @@ from notebooks.nanogpt.gradients import flushed_share
 from notebooks.nanogpt.settings import Settings
 from notebooks.nanogpt.train import Training, learning_rate, make_optimizer
 from notebooks.nanogpt.variants import VARIANTS, build_model
+from tests.shared import proves
 
 SETTINGS = Settings(
     layers=1, heads=2, width=16, context=16, batch_size=4, iters=12, warmup=2, dropout=0.3,
@@ -83,9 +84,7 @@ def test_the_share_of_gradients_that_a_format_flushes(gradients, share):
     assert model[0].weight.grad is None
 
 
-@pytest.mark.proves(
-    "unit-scaling", "FP8 loses accuracy, unit scaling regains it", how="own"
-)
+@proves("unit-scaling", "FP8 loses accuracy, unit scaling regains it")
 def test_scales_and_unit_scaling_keep_what_fp8_without_scales_loses(training):
     """With scales the gradients are near those of the plain model."""
     settings = dataclasses.replace(

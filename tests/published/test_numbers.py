@@ -8,7 +8,7 @@ import pytest
 
 from docs.papers import NUMBERS
 from tests.published import models, tensors
-from tests.shared import parametrize
+from tests.shared import pairs, parametrize
 
 MEASURES = tensors.MEASURES | models.MEASURES
 
@@ -29,8 +29,8 @@ def is_near(values, numbers, errors):
     """Whether each value is that number within half of its last digit and five standard errors."""
     return all(
         abs(value - float(number)) <= half + 5 * error
-        for value, number, half, error in zip(
-            values, numbers, half_digits(numbers), errors, strict=True
+        for value, number, half, error in pairs(
+            values, numbers, half_digits(numbers), errors
         )
     )
 
@@ -71,7 +71,7 @@ def test_theirs(key):
     if row.compare == "value":
         errors = [
             (a * a + b * b) ** 0.5
-            for a, b in zip(found.errors, found.published_errors, strict=True)
+            for a, b in pairs(found.errors, found.published_errors)
         ]
         assert is_near(found.values, row.theirs, errors), found
     elif row.compare == "order":

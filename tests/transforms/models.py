@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from tests.shared import linears, pairs, seeded
+from tests.shared import Net, linears, seeded
 
 
 class Block(nn.Module):
@@ -37,13 +37,9 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False)
+def checkpointed():
+    forward = lambda m, x: checkpoint(m.layer, x, use_reentrant=False)  # noqa: E731
+    return Net(forward, layer=nn.Linear(8, 8))
 
 
 class GPT(nn.Module):
@@ -74,19 +70,6 @@ class GPT(nn.Module):
             return self.head(x[:, [-1], :]), None
         logits = self.head(x)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class Net(nn.Module):
-    """A module from a function of (self, x)."""
-
-    def __init__(self, fn, **modules):
-        super().__init__()
-        self.fn = fn
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, x):
-        return self.fn(self, x)
 
 
 def own(value, slope):
@@ -125,18 +108,11 @@ class Image(Tensor):
 
 def hooks_of(model):
     """All hooks of its modules."""
-    kinds = (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-    )
-    return [
-        hook
-        for m in model.modules()
-        for kind in kinds
-        for hook in getattr(m, kind).values()
+    kinds = [
+        f"_{when}_hooks" for when in "forward forward_pre backward backward_pre".split()
     ]
+    hooks = [getattr(m, kind) for m in model.modules() for kind in kinds]
+    return [hook for each in hooks for hook in each.values()]
 
 
 def graphs(model, args, calls=1, **options):
@@ -190,9 +166,7 @@ def step(model):
 
 
 def same(ours, theirs, rtol=0.0, atol=0.0):
-    assert len(ours) == len(theirs)
-    for a, b in pairs(ours, theirs):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
 # One of each kind
@@ -264,13 +238,6 @@ def einsum_attention(m, x):
     return x + m.out(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2))
 
 
-def _net(fn, modules, **values):
-    net = Net(fn, **modules)
-    for name, value in values.items():
-        setattr(net, name, nn.Parameter(value))
-    return net
-
-
 def _linears(**sizes):
     return {name: nn.Linear(*size) for name, size in sizes.items()}
 
@@ -300,56 +267,60 @@ def loss_of(model, x):
     return F.mse_loss(y, target) if y.dim() else y
 
 
-_QKV = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)}
-_ENDS = {"enter": (WIDTH, WIDTH), "head": (WIDTH, WIDTH)}
-
-
 def _gpt():
-    return _net(decoder, {"body": GPT(vocab=12, width=WIDTH, layers=1, context=LENGTH)})
+    return Net(decoder, body=GPT(vocab=12, width=WIDTH, layers=1, context=LENGTH))
 
 
 def _mlp():
-    sizes = {"a": (WIDTH, 32), "b": (32, 32), "c": (32, 4)}
-    return _net(perceptron, _linears(**sizes))
+    return Net(perceptron, **_linears(a=(WIDTH, 32), b=(32, 32), c=(32, 4)))
 
 
 def _resnet():
     convs = {f"conv{i}": nn.Conv2d(WIDTH, WIDTH, 3, 1, 1, bias=False) for i in (1, 2)}
     norms = {f"norm{i}": nn.BatchNorm2d(WIDTH) for i in (1, 2, 3)}
     stem = nn.Conv2d(3, WIDTH, 3, 1, 1, bias=False)
-    return _net(resnet, {"stem": stem, **convs, **norms, "head": nn.Linear(WIDTH, 4)})
+    return Net(resnet, stem=stem, **convs, **norms, head=nn.Linear(WIDTH, 4))
 
 
 def _unet():
-    modules = {"enter": nn.Conv2d(3, 8, 3, 1, 1), "down": nn.Conv2d(8, WIDTH, 4, 2, 1)}
-    modules |= {"time": nn.Linear(8, WIDTH), "middle": nn.Conv2d(WIDTH, WIDTH, 3, 1, 1)}
-    up, leave = nn.ConvTranspose2d(WIDTH, 8, 4, 2, 1), nn.Conv2d(16, 3, 3, 1, 1)
-    return _net(unet, {**modules, "up": up, "leave": leave})
+    return Net(
+        unet,
+        enter=nn.Conv2d(3, 8, 3, 1, 1),
+        down=nn.Conv2d(8, WIDTH, 4, 2, 1),
+        time=nn.Linear(8, WIDTH),
+        middle=nn.Conv2d(WIDTH, WIDTH, 3, 1, 1),
+        up=nn.ConvTranspose2d(WIDTH, 8, 4, 2, 1),
+        leave=nn.Conv2d(16, 3, 3, 1, 1),
+    )
 
 
 def _lstm():
     ends = {"tokens": nn.Embedding(12, WIDTH), "head": nn.Linear(WIDTH, 12)}
-    return _net(lstm, {**ends, "body": nn.LSTM(WIDTH, WIDTH, batch_first=True)})
+    return Net(lstm, **ends, body=nn.LSTM(WIDTH, WIDTH, batch_first=True))
 
 
 def _experts():
     each = (linears(WIDTH, 32, nn.SiLU, WIDTH) for _ in range(3))
-    modules = {**_linears(**_ENDS, gate=(WIDTH, 3)), "experts": nn.ModuleList(each)}
-    return _net(experts, modules)
+    ends = _linears(enter=(WIDTH, WIDTH), head=(WIDTH, WIDTH), gate=(WIDTH, 3))
+    return Net(experts, **ends, experts=nn.ModuleList(each))
 
 
 def _quantized():
-    modules = _linears(enter=(WIDTH, WIDTH), leave=(WIDTH, WIDTH))
-    return _net(vector_quantized, {**modules, "codes": nn.Embedding(8, WIDTH)})
+    ends = _linears(enter=(WIDTH, WIDTH), leave=(WIDTH, WIDTH))
+    return Net(vector_quantized, **ends, codes=nn.Embedding(8, WIDTH))
 
 
 def _encoder():
     body = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
-    modules = {
-        "tokens": nn.Embedding(12, WIDTH),
-        "positions": nn.Embedding(LENGTH, WIDTH),
+    tables = {
+        n: nn.Embedding(s, WIDTH) for n, s in (("tokens", 12), ("positions", LENGTH))
     }
-    return _net(encoder, {**modules, "body": body, "head": nn.Linear(WIDTH, 12)})
+    return Net(encoder, **tables, body=body, head=nn.Linear(WIDTH, 12))
+
+
+def _einsum():
+    layers = _linears(qkv=(WIDTH, 3 * WIDTH), out=(WIDTH, WIDTH))
+    return Net(einsum_attention, **layers)
 
 
 def _parametrized():
@@ -367,7 +338,7 @@ KINDS = {
     "experts": Kind(_experts, whole=False),
     "VQ": Kind(_quantized),
     "encoder": Kind(_encoder, "tokens"),
-    "einsum attention": Kind(lambda: _net(einsum_attention, _linears(**_QKV))),
+    "einsum attention": Kind(_einsum),
     "parametrized": Kind(_parametrized),
 }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.shared import parametrize, quietly
+from tests.shared import parametrize, quietly, theirs
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 with quietly():
@@ -71,7 +71,7 @@ def test_simulated_casts_are_not_in_it():
 # The library transformers
 
 
-of_transformers = pytest.mark.filterwarnings("ignore")  # theirs
+of_transformers = theirs
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 

@@ -10,8 +10,7 @@ from torch import nn
 
 import unit_scaling as uu
 from fp8.common.copies import deep_copy
-from tests.shared import linears, parametrize
-from tests.transforms.models import Net
+from tests.shared import Net, linears, parametrize
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 
 

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
-from tests.shared import both, pairs, parametrize, seeded
-from tests.transforms.models import Net, hooks_of
+from tests.shared import Net, both, pairs, parametrize, seeded
+from tests.transforms.models import hooks_of
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import unit_scale
 

@@ -6,7 +6,7 @@ import pytest
 
 import unit_scaling as uu
 from benchmarks import zoo
-from tests.shared import parametrize, quietly
+from tests.shared import parametrize, proves, quietly
 from unit_scaling.transforms import unit_scale
 
 with quietly():
@@ -20,7 +20,7 @@ def quiet():
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-@pytest.mark.proves("unit-scaling", "unit_scale(model)", how="own")
+@proves("unit-scaling", "unit_scale(model)")
 @parametrize("name", ["Llama", "T5"])
 def test_it_trains(name):
     model, batch = zoo.build(name)
@@ -50,7 +50,7 @@ def test_casts_are_in_range(name):
     assert found.weights == 1
 
 
-@pytest.mark.proves("unit-scaling", "any PyTorch model", how="own")
+@proves("unit-scaling", "any PyTorch model")
 def test_the_zoo_says_what_became_of_a_model():
     found = zoo.examine("OPT")
     assert (found.result, found.left_alone) == ("converted", 0)

@@ -13,8 +13,16 @@ from torch.testing import assert_close
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.shared import in_one_graph, linears, parametrize, pickled, refuses, seeded
-from tests.transforms.models import Net, hooks_of
+from tests.shared import (
+    Net,
+    in_one_graph,
+    linears,
+    parametrize,
+    pickled,
+    refuses,
+    seeded,
+)
+from tests.transforms.models import hooks_of
 from unit_scaling.transforms import compile, simulate_fp8, track_scales, unit_scale
 
 X = torch.randn(4, 8, generator=seeded(1))

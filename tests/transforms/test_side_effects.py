@@ -1,15 +1,14 @@
 """What a forward pass changes is changed once, and by no recording."""
 
-import copy
 import random
+from copy import deepcopy
 
 import numpy as np
 import torch
 from torch import nn
 
 import fp8
-from tests.shared import both, parametrize
-from tests.transforms.models import Net
+from tests.shared import Net, both, parametrize
 from unit_scaling.transforms import unit_scale
 
 
@@ -50,8 +49,8 @@ def losses(model, x):
 @parametrize("update", UPDATES.values(), ids=UPDATES)
 def test_what_a_forward_pass_writes_is_written_once(update):
     model, x = momentum(update).double(), torch.randn(8, 4).double()
-    calibrated = fp8.convert(copy.deepcopy(model), "static")
-    before = copy.deepcopy(calibrated.state_dict())
+    calibrated = fp8.convert(deepcopy(model), "static")
+    before = deepcopy(calibrated.state_dict())
     fp8.calibrate(calibrated, x)
     assert all(torch.equal(before[n], p) for n, p in calibrated.named_parameters())
     scaled = unit_scale(model)

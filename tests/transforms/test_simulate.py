@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
-from tests.shared import in_one_graph, parametrize, refuses, seeded, warns
+from tests.shared import in_one_graph, parametrize, proves, refuses, seeded, warns
 from tests.transforms.models import (
     GPT,
     KINDS,
@@ -66,7 +66,7 @@ def results(model):
     return [t for _ in range(3) for t in step(model)]
 
 
-@pytest.mark.proves("unit-scaling", "unit_scale(simulate_fp8(model))", how="own")
+@proves("unit-scaling", "unit_scale(simulate_fp8(model))")
 @parametrize("scale", [pending, with_batch, ran])
 @parametrize("name", FORMATS)
 def test_any_order(name, scale):
@@ -93,13 +93,12 @@ def test_compiled_or_tracked_in_between(first):
 
 
 @pytest.mark.filterwarnings("ignore:.*stays in high precision under fp8.autocast")
-@pytest.mark.proves("unit-scaling", "simulate_fp8(model)", how="own")
+@proves("unit-scaling", "simulate_fp8(model)")
 @pytest.mark.sampled(2)
 @parametrize("name", KINDS)
 def test_it_learns_in_fp8_and_casts_lose_nothing(name):
     """From its first call on, which sets values and then measures scales."""
     kind = KINDS[name]
-    torch.manual_seed(0)
     x = kind.batch()
     if x.is_floating_point():
         x = x.float()
@@ -211,7 +210,7 @@ def test_verify_measures_the_model_that_a_first_call_makes():
     assert uu.verify(ran(gpt()), batch()) == expected
 
 
-@pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
+@proves("unit-scaling", "with torch.compile")
 @parametrize("scale", [with_batch, ran, pending])
 def test_compile(scale):
     expected = step(with_batch(tiny()))

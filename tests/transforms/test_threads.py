@@ -1,21 +1,15 @@
 """Models of unit_scale in several threads: each computes what it computes in one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.shared import parametrize, seeded
+from tests.shared import Net, parametrize, seeded
 from tests.threads import Meet, switching, together
-from tests.transforms.models import Net
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
-TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+TRANSFORMS = {
     "unit_scale": unit_scale,
     "both": lambda model: simulate_fp8(unit_scale(model)),
 }

@@ -1,7 +1,5 @@
 """`track_scales`: every number against one computed by hand, on models run in every way."""
 
-from __future__ import annotations
-
 import copy
 import math
 import operator
@@ -15,8 +13,8 @@ from torch.nn import functional as F
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.frame import FRAMES
-from tests.shared import in_one_graph, parametrize, pickled, refuses
-from tests.transforms.models import Checkpointed, Net, batch, gpt, same, step, tiny
+from tests.shared import Net, in_one_graph, parametrize, pickled, refuses
+from tests.transforms.models import batch, checkpointed, gpt, same, step, tiny
 from unit_scaling.transforms import (
     Metrics,
     compile,
@@ -50,7 +48,6 @@ def check(data, x):
 @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @parametrize("shape", [(1,), (), (64, 33)])
 def test_metrics(dtype, shape):
-    torch.manual_seed(0)
     x = (100 * torch.randn(shape)).to(dtype)
     check(Metrics.from_tensor(x), x)
 
@@ -97,7 +94,6 @@ def meta(graph):
 
 
 def test_the_graph_and_its_numbers():
-    torch.manual_seed(0)
     model = track_scales(
         Net(lambda m, x: ((x := F.relu(x)) + torch.ones_like(x)).sum())
     )
@@ -154,7 +150,6 @@ def test_spellings(spelled):
         def forward(self, x, y):
             return function(x, y)
 
-    torch.manual_seed(0)
     model, x, y = track_scales(Two()), torch.randn(4, 4), torch.randn(4, 4)
     out = model(x, y)
     *_, last, output = model.scales_graph().nodes
@@ -184,7 +179,6 @@ def test_values_are_those_that_are_computed():
 
 
 def test_functions_of_unit_scaling_are_nodes():
-    torch.manual_seed(0)
     model = track_scales(uu.MLP(16))
     model(torch.randn(8, 16)).sum().backward()
     targets = [n.target for n in model.scales_graph().nodes if n.op == "call_function"]
@@ -199,7 +193,6 @@ def test_graph_breaks_and_passes(compiled):
             x = x * 2
         return m.layer(x)
 
-    torch.manual_seed(0)
     model, x = (
         Net(forward, layer=nn.Linear(8, 8)).bfloat16(),
         torch.randn(4, 8).bfloat16(),
@@ -268,8 +261,7 @@ def test_copies_measure_by_themselves():
 
 
 def test_checkpoints_are_measured_once():
-    torch.manual_seed(0)
-    model = track_scales(Checkpointed())
+    model = track_scales(checkpointed())
     model(torch.randn(4, 8)).sum().backward()
     (node,) = [n for n in model.scales_graph().nodes if n.target is F.linear]
     check(node.meta["metrics"].bwd, torch.ones(4, 8))
@@ -283,7 +275,6 @@ def test_inputs_in_every_place():
             pair[0].mul_(1)
             return {"y": x, "all": [x, pair[0]], "text": "no tensor"}
 
-    torch.manual_seed(0)
     tensors = [torch.randn(4, requires_grad=i == 3) for i in range(4)]
     model = track_scales(Many())
     out = model((tensors[0], tensors[1]), tensors[2], bias=tensors[3])
@@ -330,7 +321,6 @@ def targets(graph):
 
 
 def test_prune_non_float_tensors():
-    torch.manual_seed(0)
     model = track_scales(
         Net(words, emb=nn.Embedding(1024, 64), linear=nn.Linear(64, 64))
     )
@@ -355,7 +345,6 @@ def test_prune_same_scale_tensors():
         x, y = (b - d).view(-1, 2).unbind(-1)
         return torch.stack([x, y]).flatten().sum()
 
-    torch.manual_seed(0)
     model = track_scales(Net(shapes))
     loss = model(torch.randn(64, 256))
     forward = prune_same_scale_tensors(prune_non_float_tensors(model.scales_graph()))

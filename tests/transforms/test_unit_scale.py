@@ -10,15 +10,15 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import unit_scaling as uu
-from tests.shared import both, linears, pairs, parametrize, refuses, seeded
-from tests.transforms.models import GPT, KINDS, Net, batch, gpt, graphs, own, rms
+from tests.shared import Net, both, linears, pairs, parametrize, proves, refuses, seeded
+from tests.transforms.models import GPT, KINDS, batch, gpt, graphs, own, rms
 from unit_scaling.parameter import tag
 from unit_scaling.transforms import unit_scale
 
 attention = F.scaled_dot_product_attention
 
 
-@pytest.mark.proves("unit-scaling", "the unit-scaled MLP", how="own")
+@proves("unit-scaling", "the unit-scaled MLP")
 def test_mlp_is_the_hand_written_one():
     """With the factors of its products in the weights."""
     plain = linears(16, 64, nn.GELU, 8).double()
@@ -31,9 +31,8 @@ def test_mlp_is_the_hand_written_one():
     assert_close(model(x), expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.proves("unit-scaling", "unit_scale(model)", how="own")
-@pytest.mark.proves("unit-scaling", "skip and residual additions", how="own")
-@pytest.mark.proves("the field", "unit scaling", how="own")
+@proves("unit-scaling", "unit_scale(model)", "skip and residual additions")
+@proves("the field", "unit scaling")
 def test_every_operand_has_unit_scale():
     plain, ids = GPT(width=128, heads=2), torch.randint(0, 65, (8, 64))
     model = unit_scale(plain, batch=(ids, ids.roll(-1, 1)))
@@ -42,8 +41,7 @@ def test_every_operand_has_unit_scale():
     assert found.share("weight") == 1
 
 
-@pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
-@pytest.mark.proves("unit-scaling", "skip and residual additions", how="own")
+@proves("unit-scaling", "with torch.compile", "skip and residual additions")
 @parametrize("name", [name for name, kind in KINDS.items() if kind.whole])
 def test_a_compiled_graph_is_that_of_the_plain_model(name):
     """Also of a model that has run."""
@@ -100,7 +98,6 @@ RESIDUAL = {
 def test_residual_branches_are_found(name):
     """Their last weights have less than their rule, RMS 1, or are not alone in it."""
     forward, inside = RESIDUAL[name]
-    torch.manual_seed(0)
     model = unit_scale(
         Net(lambda m, x: m.head(forward(m, x)), **layers()), batch=batch_of(8, 16)
     )
@@ -169,9 +166,8 @@ def test_a_gain_that_multiplies_values_alone_is_scaled(name):
     """Whatever its shape (vit-pytorch's are (1, 1, n), torchvision's (n, 1, 1)). One that does more
     keeps its values."""
     shape, forward, scaled = READS_OF_GAINS[name]
-    torch.manual_seed(0)
-    model = Net(forward, layer=nn.Linear(32, 32))
-    model.gain = nn.Parameter(torch.full(shape, 0.02))
+    gain = nn.Parameter(torch.full(shape, 0.02))
+    model = Net(forward, layer=nn.Linear(32, 32), gain=gain)
     ours = unit_scale(model, batch=batch_of(64, 32))
     assert (rms(ours.gain) > 0.1) == scaled
     assert not scaled or ours.gain.mup_type == "norm"
@@ -208,10 +204,8 @@ def test_what_is_added_to_values_learns_as_a_bias(name, start):
     """By its own size, its rate is too low to reach that of the values: a DiT ended at .76 for .35,
     as its positions did not learn."""
     forward, kind = READS[name]
-    net = Net(
-        forward, layer=nn.Linear(16, 16, bias=False), head=nn.Linear(16, 4, bias=False)
-    )
-    net.added = nn.Parameter(start * torch.randn(1, 6, 16))
+    layers = {n: nn.Linear(16, s, bias=False) for n, s in (("layer", 16), ("head", 4))}
+    net = Net(forward, **layers, added=nn.Parameter(start * torch.randn(1, 6, 16)))
     model = unit_scale(net)
     optimizer = uu.optim.AdamW(model.parameters(), lr=0.5)
     (model(torch.randn(8, 6, 16)) - 1).square().sum().backward()
@@ -281,9 +275,8 @@ def test_steps_are_those_of_weights_at_unit_scale(cls, settings):
 
 
 def test_weights_of_experts_are_stacks():
-    experts = Net(lambda m, x: x)
-    experts.up = nn.Parameter(torch.randn(3, 16, 32))
-    experts.up_bias = nn.Parameter(torch.randn(3, 32))
+    up, bias = nn.Parameter(torch.randn(3, 16, 32)), nn.Parameter(torch.randn(3, 32))
+    experts = Net(lambda m, x: x, up=up, up_bias=bias)
     model = unit_scale(nn.Sequential(nn.Linear(8, 16), experts, nn.Linear(16, 4)))
     assert [p.mup_stacked for p in (model[1].up, model[0].weight)] == [True, False]
     assert model[1].up_bias.mup_type == "bias"
@@ -319,8 +312,8 @@ def test_the_last_linear_layer_is_the_readout_after_layers_with_weights(kind):
 def test_what_an_autograd_function_computes_keeps_its_values():
     """It computes its gradient itself too."""
     product = own(lambda x, w: x @ w.mT, lambda g, x, w: (g @ w, g.mT @ x))
-    net = Net(lambda m, x: product(torch.relu(m.first(x)), m.last.weight))
-    net.first, net.last = nn.Linear(8, 16), nn.Linear(16, 4)
+    forward = lambda m, x: product(torch.relu(m.first(x)), m.last.weight)  # noqa: E731
+    net = Net(forward, first=nn.Linear(8, 16), last=nn.Linear(16, 4))
     model = unit_scale(net, batch=batch_of(4, 8))
     assert torch.equal(model.last.weight, net.last.weight)
     kept = {
@@ -340,8 +333,8 @@ def test_odd_parameters_are_left_with_a_row():
     assert {(r.path, r.why) for r in uu.report(model).left_alone} == {
         ("0", "is 1 everywhere")
     }
-    net = Net(lambda m, x: m.layer(x) + m.bias, layer=nn.Linear(4, 0))
-    net.bias = nn.Parameter(torch.tensor(0.5))
+    bias = nn.Parameter(torch.tensor(0.5))
+    net = Net(lambda m, x: m.layer(x) + m.bias, layer=nn.Linear(4, 0), bias=bias)
     assert unit_scale(net)(torch.ones(2, 4)).shape == (2, 0)
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from tests.shared import pairs, parametrize
 from tests.transforms.models import (
     ROWS,
     Net,
@@ -298,7 +299,7 @@ def penalty_of_gradients(m, x):
     loss, weights = mse(m(x)), [m.up.weight, m.down.weight]
     grads = torch.autograd.grad(loss, weights, create_graph=True)
     (loss + sum(g.square().sum() for g in grads)).backward(retain_graph=True)
-    product = sum((g * w.detach()).sum() for g, w in zip(grads, weights, strict=True))
+    product = sum((g * w.detach()).sum() for g, w in pairs(grads, weights))
     return torch.autograd.grad(product, weights)  # with the Hessian
 
 
@@ -347,10 +348,9 @@ def outcome(use, model):
     }
 
 
-@pytest.mark.parametrize("name", USES)
+@parametrize("name", USES)
 def test_a_use_of_a_transformed_model_is_that_of_a_plain_one(name):
     use = USES[name]
-    torch.manual_seed(0)
     plain = use.make().double()
     model = unit_scale(plain)
     twin = copy.deepcopy(model)  # set in the first call of the model

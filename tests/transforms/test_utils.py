@@ -1,6 +1,6 @@
 """Rewriting the graphs of a model, alone and with the other transforms."""
 
-import copy
+from copy import deepcopy
 
 import torch
 from torch import nn
@@ -8,8 +8,7 @@ from torch.fx import symbolic_trace
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from tests.shared import linears, refuses
-from tests.transforms.models import Net
+from tests.shared import Net, linears, refuses
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 from unit_scaling.transforms.utils import (
     apply_transform,
@@ -56,7 +55,7 @@ def test_apply_transform():
     assert_close(model(x), expected(model, x, F.relu))  # it is a copy
     twice = apply_transform(once, replacing(F.silu, double))
     assert_close(twice(x), expected(model, x, double))
-    assert_close(copy.deepcopy(once)(x), expected(model, x, F.relu))
+    assert_close(deepcopy(once)(x), expected(model, x, F.relu))
     twice(x).sum().backward()
     assert twice[0].weight.grad is not None
     for both in (
@@ -128,5 +127,5 @@ def test_modules_of_torch_become_user_modules():
     assert type(model[0]).__name__ == "trivial_subclass_modules_linear_Linear"
     assert isinstance(model[0], nn.Linear)
     assert torch.equal(model(x), before)
-    assert torch.equal(copy.deepcopy(model)(x), before)
+    assert torch.equal(deepcopy(model)(x), before)
     assert patch_to_expand_modules(F.relu) is F.relu

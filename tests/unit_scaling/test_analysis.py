@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fp8.formats.format import FORMATS
-from tests.shared import pairs, parametrize, refuses
-from tests.transforms.models import Net, batch, tiny
+from tests.shared import Net, pairs, parametrize, refuses
+from tests.transforms.models import batch, tiny
 from unit_scaling.analysis import example_batch, graph_to_dataframe, plot, visualiser
 from unit_scaling.transforms import (
     Metrics,

@@ -9,7 +9,7 @@ import torch
 
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.shared import parametrize, refuses
+from tests.shared import parametrize, proves, refuses
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.scale import scale_bwd
 
@@ -162,7 +162,7 @@ def first_two(*tensors):
     return [value for t in tensors for value in t.flatten()[:2].tolist()]
 
 
-@pytest.mark.proves("unit-scaling", "names, parameters and defaults", how="own")
+@proves("unit-scaling", "names, parameters and defaults")
 @parametrize("name", GOLDEN)
 def test_function(name):
     f, *inputs = CASES[name]
@@ -188,7 +188,7 @@ MODULES = {
 }
 
 
-@pytest.mark.proves("unit-scaling", "the unit-scaled MLP", how="own")
+@proves("unit-scaling", "the unit-scaled MLP")
 @parametrize("name", GOLDEN_MODULES)
 def test_module(name):
     values, gradients = GOLDEN_MODULES[name]

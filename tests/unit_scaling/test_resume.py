@@ -21,7 +21,7 @@ import fp8
 import unit_scaling as uu
 from fp8.training.levels import LEVELS
 from tests.fp8.adapters import hub_models
-from tests.shared import parametrize, pickled, quietly, refuses, saved, seeded
+from tests.shared import parametrize, pickled, quietly, refuses, saved, seeded, theirs
 from tests.unit_scaling.test_groups import by_rate, momentum, train
 from tests.unit_scaling.test_optim import each_optimizer, lrs, parameters
 from unit_scaling.optim import Adam, AdamW
@@ -228,7 +228,7 @@ class Recorded(AdamW):
         return result
 
 
-@pytest.mark.filterwarnings("ignore")
+@theirs
 def test_transformers(tmp_path):
     """With a schedule of the user's, and resumed."""
     transformers.logging.set_verbosity_error()

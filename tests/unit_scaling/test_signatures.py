@@ -14,6 +14,7 @@ import pytest
 
 import fp8
 import unit_scaling
+from tests.shared import proves
 
 TABLE = json.loads(Path(__file__).with_name("signatures_0.3.5.json").read_text())
 
@@ -91,7 +92,7 @@ def compare(name, theirs, value):
     return found
 
 
-@pytest.mark.proves("unit-scaling", "names, parameters and defaults", how="signatures")
+@proves("unit-scaling", "names, parameters and defaults", how="signatures")
 @pytest.mark.parametrize("name", NAMES)
 def test_signature(name):
     module, _, leaf = name.rpartition(".")

@@ -9,8 +9,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import unit_scaling.functional as U
-from tests.shared import refuses
-from tests.transforms.models import Net
+from tests.shared import Net, refuses
 from unit_scaling.scale import scale_bwd, scale_fwd
 from unit_scaling.utils import (
     ScalePair,

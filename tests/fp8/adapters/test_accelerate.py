@@ -11,7 +11,7 @@ import fp8
 from fp8.adapters import accelerate
 from tests.fp8.adapters.loops import Model, accelerated, adam, batches, plain_loop
 from tests.fp8.adapters.te_library import RAN
-from tests.shared import parametrize, quietly, refuses
+from tests.shared import parametrize, proves, quietly, refuses, theirs
 
 with quietly():
     pytest.importorskip("accelerate", reason="the library that is adapted")
@@ -21,7 +21,7 @@ with quietly():
     from accelerate.utils import dataclasses as kwargs_module
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own
+pytestmark = theirs
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def te_kwargs(te, monkeypatch):
 POLICY = fp8.Policy("tensor", rules=[("down", None, "row")], keep=["readout"])
 
 
-@pytest.mark.proves("Accelerate", "FP8 by prepare", how="library")
+@proves("Accelerate", "FP8 by prepare", how="library")
 @parametrize("recipe", ["tensor", POLICY], ids=["recipe", "policy"])
 def test_the_same_losses_as_a_plain_loop(recipe):
     model = Model()
@@ -85,7 +85,7 @@ def test_an_error_for_one_model_converts_none():
     }
 
 
-@pytest.mark.proves("Accelerate", "BF16 around FP8", how="library")
+@proves("Accelerate", "BF16 around FP8", how="library")
 def test_with_bf16_and_gradient_accumulation():
     model = Model()
     other = deepcopy(model)
@@ -110,7 +110,7 @@ def test_with_bf16_and_gradient_accumulation():
     assert got == plain_loop(other, adam(other), batches(4), loss_of, **options)
 
 
-@pytest.mark.proves("Accelerate", "TERecipeKwargs", how="library")
+@proves("Accelerate", "TERecipeKwargs", how="library")
 @parametrize("in_eval", [False, True])
 def test_recipe_object_of_transformer_engine(te, te_kwargs, in_eval):
     """Accelerate drops amax_compute_algo="most_recent", which it documents, since that is its own
@@ -144,8 +144,7 @@ def test_mxfp8_of_transformer_engine(te_kwargs):
         accelerate.prepare(accelerator, Model(), recipe=given)
 
 
-@pytest.mark.proves("TransformerEngine", "interval", how="library")
-@pytest.mark.proves("TransformerEngine", "override_linear_precision", how="library")
+@proves("TransformerEngine", "interval", "override_linear_precision", how="library")
 @parametrize(
     "option", [{"interval": 2}, {"override_linear_precision": (True, False, False)}]
 )
@@ -159,7 +158,7 @@ def test_what_nothing_computes_is_an_error(te_kwargs, option):
     assert type(model.up) is nn.Linear
 
 
-@pytest.mark.proves("Accelerate", "AORecipeKwargs", how="library")
+@proves("Accelerate", "AORecipeKwargs", how="library")
 @parametrize("config", [True, False])
 def test_recipe_object_of_torchao(config):
     """Its default configuration asks for an all-gather in FP8, for which torchao replaces every
@@ -218,7 +217,7 @@ def test_bad_input():
     assert type(model.up) is nn.Linear
 
 
-@pytest.mark.proves("Accelerate", "opt_level", how="library")
+@proves("Accelerate", "opt_level", how="library")
 @parametrize("level", ["O2", "O3"])
 def test_levels(level, tmp_path):
     """Trained, checkpointed and resumed at a level, with the losses of a plain loop."""
@@ -244,7 +243,7 @@ def test_levels(level, tmp_path):
     assert accelerated(accelerator, *second, batches(3, start=3)) == got[3:]
 
 
-@pytest.mark.proves("Accelerate", "opt_level", how="library")
+@proves("Accelerate", "opt_level", how="library")
 @parametrize("recipe", [MSAMPRecipeKwargs(), MSAMPRecipeKwargs(opt_level="O1"), "unit"])
 def test_recipe_object_of_ms_amp(recipe):
     accelerator, model = library.Accelerator(cpu=True), Model()
@@ -261,7 +260,7 @@ def test_recipe_object_of_ms_amp(recipe):
     }
 
 
-@pytest.mark.proves("Accelerate", "FP8RecipeKwargs", how="library")
+@proves("Accelerate", "FP8RecipeKwargs", how="library")
 def test_deprecated_recipe_object(te, te_kwargs):
     """Accelerate leaves its opt_level None where the backend is MS-AMP."""
     accelerator, model = library.Accelerator(cpu=True), Model()
@@ -274,7 +273,7 @@ def test_deprecated_recipe_object(te, te_kwargs):
     assert isinstance(model.up, te.Linear)
 
 
-@pytest.mark.proves("Accelerate", "TransformerEngine with MS-AMP", how="library")
+@proves("Accelerate", "TransformerEngine with MS-AMP", how="library")
 @parametrize("backend", ["transformer_engine", "torchao"])
 def test_layers_of_another_library_and_a_level(te, backend):
     """ "Combining the two": the products are TransformerEngine's, the states of the optimizer those

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 import fp8
-from tests.shared import parametrize, quietly, refuses
+from tests.shared import parametrize, quietly, refuses, theirs
 from unit_scaling.transforms import unit_scale
 
 with quietly():
     library = pytest.importorskip("bitsandbytes", reason="the library that is adapted")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own
+pytestmark = theirs
 
 
 def train(model, optimizer, steps):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import fp8
 from fp8.adapters.lightning import FP8FabricPrecision, FP8Precision
 from tests.fp8.adapters.loops import Model, adam, batches, loss_of, plain_loop
-from tests.shared import parametrize, pickled, quietly, refuses
+from tests.shared import parametrize, pickled, proves, quietly, refuses, theirs
 
 with quietly():
     pytest.importorskip("lightning", reason="the library that is adapted")
@@ -22,7 +22,7 @@ with quietly():
     bnb = pytest.importorskip("bitsandbytes")
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own
+pytestmark = theirs
 
 BITS = ["fp8.optim", "bitsandbytes"]
 
@@ -63,8 +63,8 @@ def module(library, net, optimizer="torch"):
         def __init__(self):
             super().__init__()
             self.net = net
-            self.losses: list[float] = []
-            self.seen: list[float] = []
+            self.losses = []
+            self.seen = []
 
         def training_step(self, batch, index):
             loss = loss_of(self.net, batch)
@@ -102,12 +102,16 @@ def loader():
 DTYPES = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
-@pytest.mark.proves("Lightning", "precision=32", how="library")
-@pytest.mark.proves("Lightning", "precision=16, with a scaled loss", how="library")
-@pytest.mark.proves("Lightning", "precision=bf16", how="library")
-@pytest.mark.proves("Lightning", "no casts by hand", how="library")
-@pytest.mark.proves("Lightning", "bf16 on CPU", how="library")
-@pytest.mark.proves("Lightning", "the 8-bit optimizer of bitsandbytes", how="library")
+@proves(
+    "Lightning",
+    "precision=32",
+    "precision=16, with a scaled loss",
+    "precision=bf16",
+    "no casts by hand",
+    "bf16 on CPU",
+    "the 8-bit optimizer of bitsandbytes",
+    how="library",
+)
 @parametrize(
     ("library", "optimizer", "precision"),
     [

@@ -13,7 +13,7 @@ import fp8
 from fp8.adapters import msamp
 from fp8.common.libraries import LIBRARIES
 from tests.fp8.compare import assert_near
-from tests.shared import parametrize, refuses
+from tests.shared import parametrize, proves, refuses
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def library(monkeypatch):
     return module
 
 
-@pytest.mark.proves("MS-AMP", "msamp.initialize", how="signatures")
+@proves("MS-AMP", "msamp.initialize", how="signatures")
 @parametrize("function", [initialize, clip_grad_norm_])
 def test_the_signatures_are_its_own(function):
     def described(function):
@@ -105,7 +105,7 @@ def test_what_it_left_is_reported(library):
     ]
 
 
-@pytest.mark.proves("MS-AMP", "msamp.initialize", how="own")
+@proves("MS-AMP", "msamp.initialize")
 @parametrize("level", fp8.LEVELS)
 def test_ours_is_called_where_it_does_not(model, level):
     optimizer = torch.optim.AdamW(model.parameters())

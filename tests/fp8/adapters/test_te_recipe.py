@@ -10,7 +10,7 @@ import torch
 from fp8 import RECIPES, Cast, Recipe
 from fp8.adapters import transformer_engine
 from fp8.adapters.transformer_engine import delayed_scaling
-from tests.shared import parametrize, refuses
+from tests.shared import parametrize, proves, refuses
 
 KINDS = {
     "unit": "DelayedScaling",
@@ -92,12 +92,16 @@ def test_what_the_recipes_say(library):
     )
 
 
-@pytest.mark.proves("TransformerEngine", "margin", how="library")
-@pytest.mark.proves("TransformerEngine", "fp8_format", how="library")
-@pytest.mark.proves("TransformerEngine", "amax_history_len", how="library")
-@pytest.mark.proves("TransformerEngine", "amax_compute_algo", how="library")
-@pytest.mark.proves("TransformerEngine", "interval", how="library")
-@pytest.mark.proves("TransformerEngine", "override_linear_precision", how="library")
+@proves(
+    "TransformerEngine",
+    "margin",
+    "fp8_format",
+    "amax_history_len",
+    "amax_compute_algo",
+    "interval",
+    "override_linear_precision",
+    how="library",
+)
 def test_documented_options_are_honoured_or_refused(library):
     """None is dropped for being some default, and none ignored for being unknown."""
     made = delayed_scaling(

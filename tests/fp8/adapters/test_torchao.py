@@ -8,7 +8,7 @@ import fp8
 from fp8 import RECIPES, Cast, Recipe
 from fp8.adapters import torchao
 from fp8.kernels.kernel import why_not_device
-from tests.shared import linears, parametrize, quietly, refuses
+from tests.shared import linears, parametrize, quietly, refuses, theirs
 
 with quietly():
     pytest.importorskip("torchao", reason="the library that is adapted")
@@ -17,7 +17,7 @@ with quietly():
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own
+pytestmark = theirs
 
 EXACT = {
     field: Cast(format=format, scaling="tensor", rule="exact")

@@ -13,7 +13,7 @@ import fp8
 from fp8.adapters import transformer_engine
 from tests.fp8.adapters.te_library import RAN, recipe_in_force
 from tests.fp8.adapters.test_te_recipe import KINDS
-from tests.shared import linears, pairs, parametrize, refuses, warns
+from tests.shared import linears, pairs, parametrize, proves, refuses, warns
 
 pytestmark = pytest.mark.usefixtures("te")
 
@@ -83,8 +83,12 @@ def ran(model, *args):
     return {None if recipe is None else type(recipe).__name__ for recipe in RAN}
 
 
-@pytest.mark.proves("TransformerEngine", "nn.Linear to te.Linear", how="library")
-@pytest.mark.proves("TransformerEngine", "nn.LayerNorm to te.LayerNorm", how="library")
+@proves(
+    "TransformerEngine",
+    "nn.Linear to te.Linear",
+    "nn.LayerNorm to te.LayerNorm",
+    how="library",
+)
 def test_each_layer_is_converted_or_said_to_be_left_alone(te):
     model = convert(Model())
     rows = {row.path: (row.done, row.why) for row in fp8.report(model)}
@@ -237,9 +241,7 @@ def test_what_is_not_fused(names, message):
         transformer_engine.convert(model, fuse=[("nrm", "mix")])
 
 
-@pytest.mark.proves(
-    "TransformerEngine", "FP8 products, everything else as it is", how="library"
-)
+@proves("TransformerEngine", "FP8 products, everything else as it is", how="library")
 @parametrize("recipe", KINDS)
 def test_under_its_recipe_in_training_and_in_evaluation_if_asked(te, recipe):
     """TransformerEngine checks at the entry of its context whether the device has the recipe."""

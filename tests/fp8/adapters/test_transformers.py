@@ -1,6 +1,6 @@
 """The Trainer of the library transformers, run for real on the CPU with models converted before."""
 
-import copy
+from copy import deepcopy
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import fp8
 import unit_scaling as uu
 from tests.fp8.adapters.hub_models import gpt2, llama, quiet, transformers  # noqa: F401
 from tests.fp8.adapters.loops import plain_loop
-from tests.shared import parametrize, quietly, seeded
+from tests.shared import parametrize, quietly, seeded, theirs
 from unit_scaling.transforms import unit_scale
 
 with quietly():
@@ -17,7 +17,7 @@ with quietly():
     from transformers import Trainer, TrainingArguments
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own
+pytestmark = theirs
 
 
 MODELS = {"gpt2": gpt2, "llama": llama}
@@ -83,9 +83,9 @@ def same_weights(one, other):
 @parametrize("name", MODELS)
 def test_the_same_as_a_plain_loop(name, way, tmp_path):
     model = WAYS[way](MODELS[name]())
-    other = copy.deepcopy(model)
+    other = deepcopy(model)
     trained = trainer(model, tmp_path)
-    batches = list(copy.deepcopy(trained).get_train_dataloader())
+    batches = list(deepcopy(trained).get_train_dataloader())
     trained.train()
     assert losses(trained) == plain_loop(
         other.train(), optimizer(other), batches, loss_of

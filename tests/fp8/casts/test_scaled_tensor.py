@@ -1,8 +1,8 @@
 """ScaledTensor against the same operations on plain tensors."""
 
-import copy
 import io
 import math
+from copy import deepcopy
 
 import torch
 import torch.distributed as dist
@@ -193,7 +193,7 @@ def test_copy_and_pickle():
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)
-    for other in (copy.deepcopy(x), torch.load(file, weights_only=True)):
+    for other in (deepcopy(x), torch.load(file, weights_only=True)):
         assert isinstance(other, nn.Parameter)
         assert isinstance(other, ScaledTensor)
         assert other.stored.data_ptr() != x.stored.data_ptr()
@@ -331,7 +331,7 @@ def test_grad_scaler(bad):
 
 def test_a_weight_that_is_no_longer_frozen():
     w = weight().requires_grad_(False).requires_grad_(True)
-    other = copy.deepcopy(w.requires_grad_(False)).requires_grad_()
+    other = deepcopy(w.requires_grad_(False)).requires_grad_()
     loss(other).backward()
     assert other.grad.format == "e4m3"
     assert w.requires_grad_() is w

@@ -1,25 +1,28 @@
 """Reads exported weights by compressed-tensors alone, without transformers."""
 
+import pytest
 import torch
 
 import fp8
 
 
+def compressed_tensors():
+    """Its modules, without which a test is skipped."""
+    names = "compressors", "quantization"
+    return [pytest.importorskip(f"compressed_tensors.{name}") for name in names]
+
+
 def loaded(model, tensors, config):
     """A plain ``model`` with exported ``tensors`` under their quantization_config."""
-    from compressed_tensors.compressors import compress_module, decompress_module
-    from compressed_tensors.quantization import (
-        QuantizationConfig,
-        apply_quantization_config,
-    )
-
-    apply_quantization_config(model, QuantizationConfig.model_validate(config))
+    compressors, quantization = compressed_tensors()
+    settings = quantization.QuantizationConfig.model_validate(config)
+    quantization.apply_quantization_config(model, settings)
     quantized = [m for m in model.modules() if hasattr(m, "quantization_scheme")]
     for module in quantized:
-        compress_module(module)
+        compressors.compress_module(module)
     model.load_state_dict(tensors, strict=True)
     for module in quantized:
-        decompress_module(module)
+        compressors.decompress_module(module)
     return model
 
 

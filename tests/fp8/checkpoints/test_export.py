@@ -14,7 +14,17 @@ from fp8.casts.casting import rounded
 from tests.fp8.adapters import hub_models
 from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
 from tests.fp8.checkpoints.reading import exact, loaded
-from tests.shared import linears, parametrize, quietly, refuses
+from tests.shared import (
+    Net,
+    by_path,
+    descend,
+    linears,
+    parametrize,
+    proves,
+    quietly,
+    refuses,
+    theirs,
+)
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 with quietly():
@@ -22,7 +32,7 @@ with quietly():
     pytest.importorskip("compressed_tensors", reason="reads the files")
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+pytestmark = theirs
 
 
 RECIPES = {
@@ -48,10 +58,7 @@ def llama(**options):
 def trained(model):
     """After two steps, with which "delayed" has a history."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        model(input_ids=IDS, labels=IDS).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (model(input_ids=IDS, labels=IDS).loss for _ in range(2)))
     return model.eval()
 
 
@@ -119,9 +126,7 @@ def test_mxfp8(tmp_path):
         assert torch.equal(theirs(x)[same], ours(x)[same])
 
 
-@pytest.mark.proves(
-    "the field", "checkpoints for vLLM, SGLang, Transformers", how="library"
-)
+@proves("the field", "checkpoints for vLLM, SGLang, Transformers", how="library")
 @parametrize("name", "unit row block mxfp8".split())
 def test_weights_are_read_bit_for_bit(name, tmp_path):
     """As the operands that the recipe casts them to."""
@@ -144,12 +149,8 @@ def test_weights_are_read_bit_for_bit(name, tmp_path):
 def test_blocks_that_are_not_whole(recipe, tmp_path):
     """Readers take the size of a block from the number of scales, or know it."""
 
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wide, self.odd = nn.Linear(256, 256), nn.Linear(200, 256)
-
-    report = {row.path: row for row in fp8.export(fp8.convert(Odd(), recipe), tmp_path)}
+    model = Net(wide=nn.Linear(256, 256), odd=nn.Linear(200, 256))
+    report = by_path(fp8.export(fp8.convert(model, recipe), tmp_path))
     assert report["wide"].done == "FP8"
     assert report["odd"].why.endswith("blocks: take recipe 'row'")
     stored = safetensors.load_file(tmp_path / "model.safetensors")
@@ -164,20 +165,12 @@ def read_back(model, folder):
     return loaded(model, safetensors.load_file(folder / "model.safetensors"), config)
 
 
-class Zeros(nn.Module):
+def with_zeros():
     """A layer of zeros, and one that sees zeros alone because of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.zero = (
-            nn.Linear(16, 32, bias=False),
-            nn.Linear(32, 16, bias=False),
-        )
-        self.after = nn.Linear(16, 16, bias=False)
-        nn.init.zeros_(self.zero.weight)
-
-    def forward(self, x):
-        return x + self.after(self.zero(self.first(x)))
+    sizes = {"first": (16, 32), "zero": (32, 16), "after": (16, 16)}
+    layers = {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
+    nn.init.zeros_(layers["zero"].weight)
+    return Net(lambda m, x: x + m.after(m.zero(m.first(x))), **layers)
 
 
 @parametrize("rate", [0.0, 0.1])
@@ -185,16 +178,14 @@ class Zeros(nn.Module):
 def test_a_layer_of_zeros(name, rate, tmp_path):
     """It is stored as zeros, and with its own scale after the first step, before its next pass. The
     scale of an input that was zeros alone is not known: its layer is in high precision."""
-    model = fp8.convert(Zeros(), RECIPES[name])
+    model = fp8.convert(with_zeros(), RECIPES[name])
     model(torch.randn(8, 16)).square().mean().backward()
     torch.optim.SGD(model.parameters(), lr=rate).step()
-    report = {row.path: row for row in fp8.export(model, tmp_path)}
+    report = by_path(fp8.export(model, tmp_path))
     assert report["first"].done == report["zero"].done == "FP8"
     assert report["after"].left_alone == (name != "row")
-    assert (
-        name == "row"
-        or "has seen no input that is not all zeros" in report["after"].why
-    )
+    why = report["after"].why
+    assert name == "row" or "has seen no input that is not all zeros" in why
     stored = safetensors.load_file(tmp_path / "model.safetensors")
     values = stored["zero.weight"].float() * stored["zero.weight_scale"]
     assert_close(values, model.zero.weight.detach(), rtol=2**-4, atol=2.0**-10)
@@ -204,8 +195,7 @@ def test_a_layer_of_zeros(name, rate, tmp_path):
 def test_rows_of_inputs_of_any_dimension(shape, tmp_path):
     """A scale for each token: compressed-tensors' strategy "token" has one for all of an input of
     two dimensions, 2e-2 off."""
-    model = linears(64, 48, nn.GELU, 32)
-    model = fp8.convert(model, exact("row"))
+    model = fp8.convert(linears(64, 48, nn.GELU, 32), exact("row"))
     fp8.export(model, tmp_path)
     plain = linears(64, 48, nn.GELU, 32)
     x = torch.randn(shape) * torch.logspace(-3, 3, shape[-2])[:, None]
@@ -234,39 +224,27 @@ def test_rows_of_experts(tmp_path):
 
 
 def test_one_layout_in_a_file(tmp_path):
-    parts = [nn.Sequential(nn.Linear(32, 32)) for _ in range(2)]
-    model = nn.Sequential(
-        fp8.convert(parts[0], "tensor"), fp8.convert(parts[1], "mxfp8")
-    )
-    report = fp8.export(model, tmp_path)
+    recipes = "tensor", "mxfp8"
+    parts = [fp8.convert(nn.Sequential(nn.Linear(32, 32)), name) for name in recipes]
+    report = fp8.export(nn.Sequential(*parts), tmp_path)
     assert [row.done for row in report] == ["FP8", "left alone"]
     assert "layout 'float-quantized' and no other" in report[1].why
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(32, 16)
-        self.layer = nn.Linear(16, 16)
-        self.head = nn.Linear(16, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-
 def test_a_model_of_ones_own(tmp_path):
-    model = fp8.convert(Tied(), "row")
-    report = {row.path: row for row in fp8.export(torch.compile(model), tmp_path)}
+    head = nn.Linear(16, 32, bias=False)
+    model = Net(embed=nn.Embedding(32, 16), layer=nn.Linear(16, 16), head=head)
+    head.weight = model.embed.weight
+    fp8.convert(model, "row")
+    report = by_path(fp8.export(torch.compile(model), tmp_path))
     assert report["layer"].done == "FP8"
     assert report["head"].why == "its weight is tied to another module's"
     stored = safetensors.load_file(tmp_path / "model.safetensors")
     about = json.loads((tmp_path / "fp8.json").read_text())
     assert about["tied"] == {"head.weight": "embed.weight"}
     assert about["quantization_config"]["ignore"] == ["head"]
-    assert set(stored) == {
-        "embed.weight",
-        "layer.weight",
-        "layer.weight_scale",
-        "layer.bias",
-    }
+    named = "embed.weight layer.weight layer.weight_scale layer.bias"
+    assert set(stored) == set(named.split())
     product = stored["layer.weight"].float() * stored["layer.weight_scale"]
     bias, identity = model.layer.bias, torch.eye(16)
     assert torch.equal(model.layer(identity) - bias, product.T + bias - bias)

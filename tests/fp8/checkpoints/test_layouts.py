@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import fp8
-from tests.shared import normal, pairs, parametrize, refuses, seeded
+from tests.fp8.checkpoints.reading import compressed_tensors
+from tests.shared import Net, normal, pairs, parametrize, refuses, seeded, theirs
 
 safetensors = pytest.importorskip("safetensors.torch")
 
+FP8 = torch.float8_e4m3fn
 E2M1 = [sign * x for sign in (1, -1) for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 
 
@@ -50,7 +52,7 @@ def arguments(block, bits):
 
 
 def deepseek(shape, block):
-    codes, scales = numbers(shape).to(torch.float8_e4m3fn), grid(shape, block) * 1.1
+    codes, scales = numbers(shape).to(FP8), grid(shape, block) * 1.1
     config = {"quant_method": "fp8", "weight_block_size": list(block)}
     tensors = {"0.weight": codes, "0.weight_scale_inv": scales}
     return File(tensors, config, codes.double(), scales.double())
@@ -88,14 +90,12 @@ def mxfp4(shape, block):
 
 def nvfp4(shape, block):
     file = mxfp4(shape, block)
-    scales = (grid(shape, block).clamp(2**-6, 2**8) * 1.5).to(torch.float8_e4m3fn)
+    scales = (grid(shape, block).clamp(2**-6, 2**8) * 1.5).to(FP8)
     tensors = {"0.weight_scale": scales, "0.weight_global_scale": torch.tensor([0.75])}
     return file._replace(tensors=file.tensors | tensors, scales=scales.double() / 0.75)
 
 
-LAYOUTS = [
-    *(deepseek, deepseek_ue8m0, float_quantized, mxfp8, mxfp4, nvfp4),
-]
+LAYOUTS = [deepseek, deepseek_ue8m0, float_quantized, mxfp8, mxfp4, nvfp4]
 SHAPES = [(192, 192), (200, 400), (576, 100), (97, 50), (50, 288), (130, 96)]
 BLOCKS = [
     (128, 128),
@@ -138,10 +138,8 @@ def test_blocks_of_the_configuration(make, shape, block, tmp_path):
     )
     for source, config in ((tmp_path, None), (path, None), (file.tensors, file.config)):
         for frozen in (True, False):
-            weight = fp8.load(layer(shape), source, frozen=frozen, config=config)[
-                0
-            ].weight
-            assert_close(weight.detach() * 1, want, rtol=rtol, atol=0)
+            model = fp8.load(layer(shape), source, frozen=frozen, config=config)
+            assert_close(model[0].weight.detach() * 1, want, rtol=rtol, atol=0)
     state = fp8.load(layer(shape), tmp_path).state_dict()
     again = fp8.load(layer(shape), state)[0].weight
     assert_close(again.detach() * 1, want, rtol=rtol, atol=0)
@@ -158,7 +156,7 @@ def test_without_a_configuration_shapes_decide_if_they_admit_one_answer():
     for n in range(2, 21):
         for count in range(1, n + 2):
             fit = {by for by in range(1, n + 1) if ceil(n, by) == count}
-            codes = torch.ones(n, 3).to(torch.float8_e4m3fn)
+            codes = torch.ones(n, 3).to(FP8)
             scales = torch.arange(1.0, count + 1)[:, None].expand(-1, 3)
             state = {"0.weight": codes, "0.weight_scale_inv": scales}
             if count == 1 or len(fit) == 1:
@@ -240,7 +238,7 @@ def test_other_missing_scales():
 
 
 @parametrize("frozen", [True, False])
-@parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@parametrize("dtype", [FP8, torch.float8_e5m2])
 def test_weights_that_were_only_cast(dtype, frozen):
     """By their own word. A model whose parameters are in FP8 keeps the codes."""
     values = numbers((4, 6)).to(dtype)
@@ -253,28 +251,16 @@ def test_weights_that_were_only_cast(dtype, frozen):
     assert torch.equal(model[0].weight.float(), values.float())
 
 
-class Attention(nn.Module):
+def attention():
     """Layers that configurations tell apart by name, by pattern and by class."""
-
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(192, 192, bias=False) for _ in range(3)
-        )
-        self.o_proj = nn.Linear(192, 192, bias=False)
+    return Net(**{f"{n}_proj": nn.Linear(192, 192, bias=False) for n in "qkvo"})
 
 
-@pytest.mark.filterwarnings("ignore")
+@theirs
 @parametrize("order", [1, -1])
 def test_groups_of_compressed_tensors(order):
     """Each layer has the blocks that the library gives it; it decompresses the reference."""
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import compress_module, decompress_module
-    from compressed_tensors.quantization import (
-        QuantizationConfig,
-        apply_quantization_config,
-    )
-
+    compressors, quantization = compressed_tensors()
     settings = {
         "q_proj": {"strategy": "group", "group_size": 96},
         "re:[qk]_proj": {"strategy": "block", "block_structure": [96, 50]},
@@ -288,56 +274,51 @@ def test_groups_of_compressed_tensors(order):
         }
         for i, (target, weights) in enumerate(list(settings.items())[::order])
     }
-    config = QuantizationConfig(config_groups=groups, format="float-quantized")
-    model = Attention()
-    apply_quantization_config(model, config)
+    config = quantization.QuantizationConfig(
+        config_groups=groups, format="float-quantized"
+    )
+    model = attention()
+    quantization.apply_quantization_config(model, config)
     for module in model.children():
         module.weight_scale.data = torch.rand_like(module.weight_scale) / 100 + 0.001
-        compress_module(module)
+        compressors.compress_module(module)
     file = json.loads(config.model_dump_json())
     state = {name: x.clone() for name, x in model.state_dict().items()}
-    loaded = fp8.load(Attention(), state, config=file)
+    loaded = fp8.load(attention(), state, config=file)
     for name, module in model.named_children():
-        decompress_module(module)
+        compressors.decompress_module(module)
         assert torch.equal(getattr(loaded, name).weight.dequantize(), module.weight), (
             name
         )
     with refuses(r"_proj\.weight of shape .* has scales of shape"):
-        fp8.load(Attention(), state)
+        fp8.load(attention(), state)
 
 
-@pytest.mark.filterwarnings("ignore")
+@theirs
 @parametrize("rows", [(64, 128), (128, 64), (96, 96), (192, 96), (40, 24, 8)])
 def test_parts_that_were_fused_after_they_were_scaled(rows):
     """Parts of unlike sizes, each with a scale of its own, in one weight: their number fits several
     blocks, and no part takes the rows of another one. With a scale for each row it is decided."""
     n = sum(rows)
-    codes = torch.ones(n, 64).to(torch.float8_e4m3fn)
+    model, codes = layer((n, 64)), {"0.weight": torch.ones(n, 64).to(FP8)}
     scales = torch.arange(1.0, len(rows) + 1)
     want = scales.repeat_interleave(torch.tensor(rows))[:, None].expand(-1, 64)
     for scale in (scales, scales[:, None]):
         for config in (None, {"quant_method": "fbgemm_fp8"}):
             with refuses(rf"0\.weight of shape \({n}, 64\)"):
-                fp8.load(
-                    layer((n, 64)),
-                    {"0.weight": codes, "0.weight_scale": scale},
-                    config=config,
-                )
-    weight = fp8.load(
-        layer((n, 64)), {"0.weight": codes, "0.weight_scale": want[:, :1]}
-    )[0].weight
-    assert torch.equal(weight.dequantize(), want)
+                fp8.load(model, codes | {"0.weight_scale": scale}, config=config)
+    fp8.load(model, codes | {"0.weight_scale": want[:, :1]})
+    assert torch.equal(model[0].weight.dequantize(), want)
 
 
 def test_experts_in_one_tensor():
     """Blocks of the last two dimensions; a scale for each expert; groups for layers of a class."""
 
-    class Experts(nn.Module):
+    class Experts(Net):
         def __init__(self):
-            super().__init__()
-            self.up = nn.Parameter(torch.zeros(3, 100, 96))
+            super().__init__(up=nn.Parameter(torch.zeros(3, 100, 96)))
 
-    codes = numbers((300, 96)).reshape(3, 100, 96).to(torch.float8_e4m3fn)
+    codes = numbers((300, 96)).reshape(3, 100, 96).to(FP8)
     wide = codes.float()
     groups = arguments((1, 48), 8)
     groups["config_groups"]["group_0"]["targets"] = ["Experts"]
@@ -356,15 +337,12 @@ def test_experts_in_one_tensor():
     assert torch.equal(experts.up.dequantize(), wide * each)
     config = arguments((1, 48), 8)  # of linear layers: it says nothing of these
     with refuses("fit no block size, or several"):
-        fp8.load(
-            Experts(), {"up": codes, "up_scale": torch.rand(3, 100, 2)}, config=config
-        )
+        scales = torch.rand(3, 100, 2)
+        fp8.load(Experts(), {"up": codes, "up_scale": scales}, config=config)
 
 
 def test_configurations_are_dicts():
     file = deepseek((96, 96), (48, 48))
     for config in ([48, 48], "config.json"):
-        with refuses(
-            r"config is a quantization_config as a dict or None, not", TypeError
-        ):
-            fp8.load(layer((96, 96)), file.tensors, config=config)  # type: ignore[arg-type]
+        with refuses("config is a quantization_config as a dict or None", TypeError):
+            fp8.load(layer((96, 96)), file.tensors, config=config)

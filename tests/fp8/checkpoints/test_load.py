@@ -8,8 +8,20 @@ import torch
 from torch import nn
 
 import fp8
-from tests.fp8.checkpoints.reading import same
-from tests.shared import normal, pairs, parametrize, refuses, saved, seeded
+from fp8.casts.scaled_tensor import dequantized
+from tests.fp8.checkpoints.reading import compressed_tensors, same
+from tests.shared import (
+    Net,
+    descend,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    refuses,
+    saved,
+    seeded,
+    theirs,
+)
 from unit_scaling.transforms import unit_scale
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -18,34 +30,32 @@ each_layout = parametrize("recipe", "tensor row block mxfp8".split())
 X = normal(8, 256, seed=1)
 
 
-class Net(nn.Module):
-    """A tie, a buffer, a norm, and layers of full blocks and of a part of one."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        self.first = nn.Linear(256, 128, dtype=dtype)
-        self.second = nn.Linear(128, 64, bias=False, dtype=dtype)
-        self.norm = nn.LayerNorm(64, dtype=dtype)
-        self.embed = nn.Embedding(32, 64, dtype=dtype)
-        self.head = nn.Linear(64, 32, bias=False, dtype=dtype)
-        self.head.weight = self.embed.weight
-        self.register_buffer("steps", torch.tensor(3))
-
-    def forward(self, x):
-        return self.head(self.norm(self.second(self.first(x).relu())))
-
-
 LAYERS = ("first", "second")
 
 
 def net(seed=0, dtype=torch.float32):
+    """A tie, a buffer, a norm, and layers of full blocks and of a part of one."""
     torch.manual_seed(seed)
-    return Net(dtype)
+    model = Net(
+        lambda m, x: m.head(m.norm(m.second(m.first(x).relu()))),
+        first=nn.Linear(256, 128, dtype=dtype),
+        second=nn.Linear(128, 64, bias=False, dtype=dtype),
+        norm=nn.LayerNorm(64, dtype=dtype),
+        embed=nn.Embedding(32, 64, dtype=dtype),
+        head=nn.Linear(64, 32, bias=False, dtype=dtype),
+    )
+    model.head.weight = model.embed.weight
+    model.register_buffer("steps", torch.tensor(3))
+    return model
+
+
+def converted(model, recipe):
+    return fp8.convert(model, recipe, where=lambda name, _: name in LAYERS)
 
 
 def exported(recipe, folder):
     """A model under a recipe that has run, and is exported."""
-    model = fp8.convert(net(), recipe, where=lambda name, layer: name in LAYERS)
+    model = converted(net(), recipe)
     model(X)
     fp8.export(model, folder)
     return model
@@ -72,10 +82,10 @@ def wide(tensors, name):
     ("recipe", "frozen"),
     [
         *(
-            (recipe, True)
-            for recipe in ("unit", "tensor", "static", "delayed", "row", "block")
+            (name, True)
+            for name in "unit tensor static delayed row block mxfp8".split()
         ),
-        *(("mxfp8", frozen) for frozen in (True, False)),
+        ("mxfp8", False),
     ],
 )
 def test_what_export_writes(recipe, frozen, tmp_path):
@@ -100,9 +110,7 @@ def test_what_export_writes(recipe, frozen, tmp_path):
     assert again.embed.weight.requires_grad
     if recipe in ("static", "delayed"):
         return  # their scales are in a history, which no file of an export has
-    fp8.export(
-        fp8.convert(again, recipe, where=lambda name, _: name in LAYERS), tmp_path / "2"
-    )
+    fp8.export(converted(again, recipe), tmp_path / "2")
     files = [path / "model.safetensors" for path in (tmp_path, tmp_path / "2")]
     first, second = map(safetensors.load_file, files)
     assert first.keys() == second.keys()
@@ -126,12 +134,9 @@ def test_sources(source, tmp_path):
         shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
         for shard, part in shards.items():
             safetensors.save_file({name: tensors[name] for name in part}, where / shard)
-        index = {
-            "weight_map": {
-                name: shard for shard, part in shards.items() for name in part
-            }
-        }
-        (where / "model.safetensors.index.json").write_text(json.dumps(index))
+        index = {name: shard for shard, part in shards.items() for name in part}
+        about = json.dumps({"weight_map": index})
+        (where / "model.safetensors.index.json").write_text(about)
     if source == "model":
         where = want.state_dict()
     if source == "folder":  # whose tie this model lacks
@@ -160,30 +165,24 @@ def scale_of(weight, args, limit):
     return tiles.amax((1, 3)) / limit
 
 
-@pytest.mark.filterwarnings("ignore")
+@theirs
 @parametrize(
     ("scheme", "dtype"),
     [
         *(
             (s, torch.float32)
-            for s in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4", "NVFP4A16")
+            for s in "FP8 FP8_DYNAMIC FP8_BLOCK MXFP4 NVFP4A16".split()
         ),
-        *((s, torch.bfloat16) for s in ("FP8_DYNAMIC", "MXFP8", "NVFP4A16")),
+        *((s, torch.bfloat16) for s in "FP8_DYNAMIC MXFP8 NVFP4A16".split()),
     ],
 )
 def test_compressed_tensors(scheme, dtype, tmp_path):
     """Of a model that compressed-tensors compresses, the weights are those that it decompresses."""
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import compress_module, decompress_module
-    from compressed_tensors.quantization import (
-        QuantizationConfig,
-        apply_quantization_config,
-    )
-
+    compressors, quantization = compressed_tensors()
     model = net(0, dtype)
     groups = {scheme: ["first", "second"]}
-    config = QuantizationConfig(config_groups=groups, ignore=["head"])
-    apply_quantization_config(model, config)
+    config = quantization.QuantizationConfig(config_groups=groups, ignore=["head"])
+    quantization.apply_quantization_config(model, config)
     layers = [model.first, model.second]
     for layer in layers:
         args = layer.quantization_scheme.weights
@@ -196,7 +195,7 @@ def test_compressed_tensors(scheme, dtype, tmp_path):
             layer.weight_global_scale.data = unit.reshape(1)
             scale = (scale * unit).to(torch.float8_e4m3fn)
         layer.weight_scale.data = scale.to(dtype)
-        compress_module(layer)
+        compressors.compress_module(layer)
     checkpoint = {
         name: tensor.contiguous() for name, tensor in model.state_dict().items()
     }
@@ -208,11 +207,9 @@ def test_compressed_tensors(scheme, dtype, tmp_path):
         fp8.load(net(1, dtype), tmp_path, frozen=frozen) for frozen in (True, False)
     ]
     for name, layer in pairs(LAYERS, layers):
-        decompress_module(layer)
+        compressors.decompress_module(layer)
         for loaded in ours:
-            weight = loaded.get_submodule(name).weight.detach()
-            if isinstance(weight, fp8.ScaledTensor):
-                weight = weight.dequantize()
+            weight = dequantized(loaded.get_submodule(name).weight.detach())
             assert torch.equal(weight.to(layer.weight.dtype), layer.weight)
 
 
@@ -227,23 +224,17 @@ def test_blocks_of_transformers(dtype):
     scales = (torch.rand(3, 2, 3, generator=generator) + 0.5).to(dtype)
     oracle = library.Fp8Dequantize(None)
 
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate_up_proj = nn.Parameter(
-                torch.empty(3, 256, 384, dtype=torch.bfloat16)
-            )
-
     checkpoint = {"gate_up_proj": values, "gate_up_proj_scale_inv": scales}
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     for frozen in (True, False):
-        experts = fp8.load(Experts(), checkpoint, frozen=frozen, config=config)
+        model = Net(gate_up_proj=nn.Parameter(torch.empty(values.shape).bfloat16()))
+        experts = fp8.load(model, checkpoint, frozen=frozen, config=config)
         for i in range(3):
             want = oracle._dequantize_one(values[i], scales[i], torch.bfloat16)
             assert torch.equal(experts.gate_up_proj.detach()[i], want)
 
 
-@pytest.mark.filterwarnings("ignore")
+@theirs
 @parametrize("flat", [False, True], ids=["tensors", "flattened"])
 @parametrize("rows", [False, True], ids=["tensor", "row"])
 def test_torchao(rows, flat):
@@ -294,12 +285,8 @@ def test_a_frozen_weight_is_a_tensor(recipe, tmp_path):
     model = fp8.load(net(1), tmp_path)
     weight = model.first.weight
     want = weight.dequantize()
-    for view in (
-        lambda x: x.t(),
-        lambda x: x[3:70],
-        lambda x: x.t()[5:9],
-        lambda x: x.flatten(),
-    ):
+    views = torch.t, lambda x: x[3:70], lambda x: x.t()[5:9], torch.flatten
+    for view in views:
         assert torch.equal(view(weight.detach()) * 1, view(want))
         assert torch.equal(saved(view(weight.detach())), view(want))
     for again in (copy.deepcopy(weight), saved(weight)):
@@ -318,8 +305,8 @@ def test_a_frozen_weight_is_a_tensor(recipe, tmp_path):
     assert torch.equal(weight.dequantize(), rounded)
 
 
-@pytest.mark.proves("the field", "FP8 checkpoints loaded, for LoRA", how="library")
-@pytest.mark.filterwarnings("ignore")
+@proves("the field", "FP8 checkpoints loaded, for LoRA", how="library")
+@theirs
 @parametrize("recipe", ["row", "mxfp8"])
 def test_lora_on_a_checkpoint(recipe, tmp_path):
     """Loaded, trained by PEFT, merged, and exported in the layout that it came in."""
@@ -334,10 +321,7 @@ def test_lora_on_a_checkpoint(recipe, tmp_path):
         model = peft.get_peft_model(start, config)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        for _ in range(3):
-            model(X).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        descend(optimizer, (model(X).square().mean() for _ in range(3)))
         models.append(model)
     assert torch.equal(models[0](X), models[1](X))
     stored = models[0].base_model.model.first.base_layer.weight
@@ -346,9 +330,7 @@ def test_lora_on_a_checkpoint(recipe, tmp_path):
     assert torch.equal(merged.first.weight.dequantize(), plain.first.weight)
     files = [tmp_path / "merged", tmp_path / "plain"]
     for model, folder in pairs((merged, plain), files):
-        fp8.export(
-            fp8.convert(model, recipe, where=lambda name, _: name in LAYERS), folder
-        )
+        fp8.export(converted(model, recipe), folder)
     assert len({(folder / "model.safetensors").read_bytes() for folder in files}) == 1
     fp8.store_frozen(fp8.revert(merged))
     assert merged.first.weight.stored.dtype == torch.float8_e4m3fn
@@ -375,9 +357,8 @@ UNREADABLE = [
     ),
     (
         {
-            **dict.fromkeys(
-                ("embed.weight", "head.weight"), torch.ones(32, 64).to(FP8.dtype)
-            ),
+            "embed.weight": torch.ones(32, 64).to(FP8.dtype),
+            "head.weight": torch.ones(32, 64).to(FP8.dtype),
             "embed.weight_scale": torch.ones(1),
             "head.weight_scale": torch.full((1,), 2.0),
         },

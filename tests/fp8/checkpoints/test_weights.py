@@ -1,6 +1,6 @@
 """`fp8.weights`: what an export writes, one tensor at a time."""
 
-import copy
+from copy import deepcopy
 
 import pytest
 import torch
@@ -20,14 +20,13 @@ import fp8
 from fp8.training.fsdp import gather_in_fp8
 from tests.fp8.checkpoints.reading import exact, loaded, same
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import linears, normal, pairs, parametrize, refuses
+from tests.shared import descend, linears, normal, pairs, parametrize, proves, refuses
 
 
 def shared_net(recipe):
     """Rows that two processes do not share evenly, in one of its layers; a tie; a buffer."""
     torch.manual_seed(0)
-    model = linears(64, 48, nn.GELU, 33, 64)
-    model.append(nn.Embedding(10, 64))
+    model = linears(64, 48, nn.GELU, 33, 64).append(nn.Embedding(10, 64))
     model.append(nn.Linear(64, 10, bias=False))
     model[5].weight = model[4].weight
     model.register_buffer("steps", torch.tensor(3))
@@ -55,14 +54,14 @@ def check_sharded(folder):
     for recipe in ("unit", "row", "mxfp8"):
         for gather in (False, True) if recipe == "unit" else (False,):
             model = shared_net(recipe)
-            whole = copy.deepcopy(model)
+            whole = deepcopy(model)
             if gather:
                 gather_in_fp8(model, recipe)
             for part in (model[0], model[2], model):
                 fully_shard(part)
             check_equal(whole, model, folder / f"{recipe}{gather}")
         model = shared_net(recipe)
-        whole = copy.deepcopy(model)
+        whole = deepcopy(model)
         mesh = dist.init_device_mesh("cpu", (2,))
         parallelize_module(
             model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -73,12 +72,9 @@ def check_sharded(folder):
 def check_sent(recipe):
     """Process 0 trains and sends, after each of two steps; process 1 has never seen the model."""
     x = normal(4, 7, 64, seed=1)
-    sizes = [(64, 48), (48, 64)]
     stream = optimizer = model = None
     if dist.get_rank() == 0:
-        model = fp8.convert(
-            nn.Sequential(*(nn.Linear(*size) for size in sizes)), recipe
-        )
+        model = fp8.convert(linears(64, 48, 64), recipe)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         stream = fp8.weights(model)
     for _ in range(2):
@@ -91,9 +87,7 @@ def check_sent(recipe):
                 name, torch.empty(entry.shape, dtype=entry.dtype)
             )
             dist.broadcast(tensor.detach().flatten().view(torch.uint8), 0)
-        plain = loaded(
-            nn.Sequential(*(nn.Linear(*size) for size in sizes)), tensors, config
-        )
+        plain = loaded(linears(64, 48, 64), tensors, config)
         with torch.no_grad():
             y = plain(x)
         if model is None:
@@ -106,9 +100,7 @@ def check_sent(recipe):
         torch.testing.assert_close(
             got, want.detach(), rtol=0, atol=1e-5 * float(want.abs().max())
         )
-        want.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, [want.square().mean()])
 
 
 def check_ranks(rank, store):
@@ -179,7 +171,7 @@ def test_names_are_those_without_wrappers(tmp_path):
         dist.destroy_process_group()
 
 
-@pytest.mark.proves("the field", "weights sent to a running engine", how="library")
+@proves("the field", "weights sent to a running engine", how="library")
 @needs_gloo
 def test_two_processes(tmp_path):
     pytest.importorskip("compressed_tensors", reason="reads what is sent")

@@ -22,7 +22,7 @@ from tests.fp8.oracles import (
     with_gfloat,
     within,
 )
-from tests.shared import normal, parametrize, refuses, seeded
+from tests.shared import normal, parametrize, proves, refuses, seeded
 
 ROWS = list(FORMATS.values())
 CASES = [
@@ -37,7 +37,7 @@ BAD_SCALES = (0.0, -1.0, math.nan, math.inf)
 NESTED = torch.nested.nested_tensor([torch.ones(2, 8)], layout=torch.jagged)
 
 
-@pytest.mark.proves("unit-scaling", "FP16 and FP8", how="own")
+@proves("unit-scaling", "FP16 and FP8")
 @parametrize("dtype", [torch.bfloat16, torch.float16])
 @parametrize(("format", "overflow"), CASES, ids=IDS)
 def test_every_16_bit_pattern(format, overflow, dtype):

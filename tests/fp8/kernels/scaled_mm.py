@@ -1,4 +1,4 @@
-"""`torch.nn.functional.scaled_mm` of a CUDA device, written out: what it asks for and computes.
+"""`F.scaled_mm` of a CUDA device, written out: what it asks for and computes.
 
 Slow, in float64, and apart from the code that is tested: bytes are decoded number by number and
 scales looked up by the formulas of the libraries' documents. Each call is also put to torch's own

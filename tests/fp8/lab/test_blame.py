@@ -31,8 +31,8 @@ class Network(nn.Module):
         )
         for layer in self.layers:
             nn.init.zeros_(layer.weight[0].detach())
-        self.inputs: dict[int, float] = {}
-        self.grads: dict[int, float] = {}
+        self.inputs = {}
+        self.grads = {}
 
     def forward(self, x):
         for i, layer in enumerate(self.layers):

@@ -1,8 +1,8 @@
 """`fp8.parity`: a trainer's and an engine's policy on one checkpoint, and the command for it."""
 
-import copy
 import json
 import math
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fp8
 from fp8.__main__ import main
 from fp8.lab.parity.parity import ENGINES
-from tests.shared import linears, pairs, parametrize, refuses, seeded
+from tests.shared import linears, pairs, parametrize, proves, refuses, seeded
 
 WORDS = 32
 
@@ -48,15 +48,13 @@ def prompts():
 
 
 def logits(model, recipe, ids):
-    own = copy.deepcopy(model).eval()
+    own = deepcopy(model).eval()
     own = own if recipe is None else fp8.convert(own, recipe)
     with torch.no_grad():
         return own(ids).double()
 
 
-@pytest.mark.proves(
-    "the field", "trainer and FP8 engine compared by log-probability", how="own"
-)
+@proves("the field", "trainer and FP8 engine compared by log-probability")
 @parametrize("named", [False, True])
 def test_the_figures_are_those_of_the_distributions(named):
     """By the definitions, from models that are converted here."""
@@ -87,7 +85,7 @@ def test_the_figures_are_those_of_the_distributions(named):
 
 def test_two_runs_are_equal_and_change_nothing():
     model = Model()
-    before = copy.deepcopy(model.state_dict())
+    before = deepcopy(model.state_dict())
     state = torch.get_rng_state()
     given = {"train": "static", "rollout": "engine_static", "bound": 1e-9}
     first = fp8.parity(model, prompts(), **given)

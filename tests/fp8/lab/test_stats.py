@@ -13,7 +13,7 @@ from fp8 import RECIPES
 from tests.fp8.blocks import block
 from tests.fp8.calls import CALLS, name_of, operands
 from tests.reference import cast, nearest, unrotated
-from tests.shared import in_one_graph, linears, parametrize, randn, refuses
+from tests.shared import in_one_graph, linears, parametrize, proves, randn, refuses
 
 KINDS = "unit tensor row_gw_hp block mxfp8 nvfp4".split()
 """A recipe for each kind of scales."""
@@ -29,7 +29,7 @@ def wide(*shape, seed=0):
     ).detach()
 
 
-@pytest.mark.proves("the field", "statistics of casts", how="own")
+@proves("the field", "statistics of casts")
 @parametrize("name", KINDS)
 def test_shares_are_what_a_count_by_hand_gives(name):
     recipe = unrotated(nearest(RECIPES[name]))

@@ -1,8 +1,8 @@
 """`fp8.cached_weights`: weights that are cast once for several micro-batches."""
 
-import copy
 import pickle
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def test_changes_that_torch_counts_are_cast_in_eager_mode():
             with torch.no_grad():
                 change()
             y = model(x)
-            assert torch.equal(y, copy.deepcopy(model)(x))
+            assert torch.equal(y, deepcopy(model)(x))
 
 
 @parametrize("ends", ["step", "block"])
@@ -146,7 +146,7 @@ def test_copies_carry_no_cast():
     size = len(pickle.dumps(model.state_dict()))
     with fp8.cached_weights(model):
         model(x)
-        copies = [copy.deepcopy(model), pickled(model)]
+        copies = [deepcopy(model), pickled(model)]
         assert len(pickle.dumps(model.state_dict())) == size
         for other in copies:
             with torch.no_grad():

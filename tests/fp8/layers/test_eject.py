@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 import fp8
 from fp8.layers.eject import MAX_LINES, WIDTH
-from tests.shared import linears, normal, parametrize, refuses
+from tests.shared import linears, normal, parametrize, proves, refuses
 from unit_scaling.transforms import unit_scale
 
 from . import eject_models
@@ -110,7 +110,7 @@ def different(folder):
     return json.loads(ran.stdout)
 
 
-@pytest.mark.proves("the field", "layers as a file without the library", how="own")
+@proves("the field", "layers as a file without the library")
 @parametrize("case", range(len(CASES)))
 def test_the_file_computes_the_same_bits(different, case):
     assert different[f"case_{case}"] == []

@@ -4,18 +4,17 @@ import logging
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8
 from fp8.layers.roles import with_role
 from fp8.layers.select import layers_of
-from tests.shared import parametrize, quietly, randn
+from tests.shared import parametrize, quietly, randn, theirs
 
 with quietly():
     transformers = pytest.importorskip("transformers", reason="its models")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own
+pytestmark = theirs
 
 EXPERTS, TOKENS = 5, (2, 14)
 SIZES = {
@@ -95,7 +94,7 @@ class Operands(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found: list[tuple[str, Tensor]] = []
+        self.found = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         y = function(*args, **(kwargs or {}))

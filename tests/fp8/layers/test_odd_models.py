@@ -1,6 +1,6 @@
 """Layers and classes that are not as most are: converted and reverted, or left alone by name."""
 
-import copy
+from copy import deepcopy
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_products_that_compute_a_weight_are_not_the_layer_s(
     module = make()
     torch.manual_seed(1)
     low = LowRank(*(sizes or module.weight.shape))
-    merged = copy.deepcopy(module)
+    merged = deepcopy(module)
     getattr(merged, name).data = low(getattr(module, name)).detach()
     fp8.convert(merged, recipe, backend="simulate")
     if after:
@@ -167,7 +167,7 @@ class Reduced(nn.Linear):
 
 @pytest.mark.parametrize("recipe", ["tensor", "static", "delayed"])
 @pytest.mark.parametrize("cls", [nn.Linear, Reduced])
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickled(m)])
+@pytest.mark.parametrize("way", [deepcopy, lambda m: pickled(m)])
 def test_copies_have_the_settings_and_scales_of_the_layer(way, cls, recipe):
     model = fp8.convert(nn.Sequential(cls(16, 16)), recipe)
     x = normal(4, 16)

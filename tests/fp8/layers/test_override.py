@@ -1,8 +1,8 @@
 """Recipes of layers, products and operands that are switched at run time, and back."""
 
 import contextlib
-import copy
 import itertools
+from copy import deepcopy
 
 import pytest
 import torch
@@ -12,7 +12,15 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from fp8.recipes.policy import CONCERNS
 from tests.fp8.compare import outcome
-from tests.shared import in_one_graph, linears, pairs, parametrize, refuses, warns
+from tests.shared import (
+    in_one_graph,
+    linears,
+    pairs,
+    parametrize,
+    proves,
+    refuses,
+    warns,
+)
 
 
 def model_and_input(recipe="tensor"):
@@ -29,16 +37,14 @@ def equal(a, b):
     return [torch.equal(p, q) for p, q in pairs(a, b)]
 
 
-@pytest.mark.proves(
-    "the field", "single products in high precision, at run time", how="own"
-)
+@proves("the field", "single products in high precision, at run time")
 @parametrize("concern", [None, *CONCERNS])
 def test_is_the_policy_with_these_rules_and_back(concern):
     """Every product, operand and cast: in the block as converted under that policy."""
     model, x = model_and_input("mxfp8")
     before = step(model, x)
     rule = ("2", concern, None)
-    other = fp8.convert(copy.deepcopy(model), fp8.Policy("mxfp8", rules=[rule]))
+    other = fp8.convert(deepcopy(model), fp8.Policy("mxfp8", rules=[rule]))
     expected = step(other, x)
     with fp8.override(model, rule):
         assert all(equal(step(model, x), expected))
@@ -173,7 +179,7 @@ def test_blocks_are_closed_in_any_order(recipe, name, order):
         pytest.skip("a second cast with a history has no recipe")
     model, x = model_and_input(recipe)
     step(model, x)
-    before, numbers = in_force(model), step(copy.deepcopy(model), x)
+    before, numbers = in_force(model), step(deepcopy(model), x)
     blocks = [fp8.override(model, rule) for rule in NESTED[name]]
     for block in blocks:
         block.__enter__()

@@ -3,7 +3,6 @@
 import copy
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 
@@ -14,7 +13,7 @@ from fp8.layers.roles import with_role
 from fp8.layers.select import candidates
 from fp8.recipes.policy import ROLES, LayerRule
 from tests.fp8.layers.test_where import mlp, nanogpt
-from tests.shared import normal, parametrize, refuses
+from tests.shared import normal, parametrize, proves, refuses
 
 BLOCKS, WIDTH = 4, 32
 
@@ -73,7 +72,7 @@ def same(one, other):
 X = normal(24, 16, seed=1)
 
 
-@pytest.mark.proves("the field", "precision by layer", how="own")
+@proves("the field", "precision by layer")
 def test_later_rules_override_earlier_ones_and_exceptions_override_all():
     rules = [
         ("blocks.*", None, "row"),
@@ -223,7 +222,7 @@ def test_autocast_takes_a_policy_that_selects_no_layers():
 # The switch
 
 
-@pytest.mark.proves("the field", "late switch of precision", how="own")
+@proves("the field", "late switch of precision")
 def test_the_switch_equals_a_model_converted_anew():
     rules = [("*.up", "grad_weight", None), ("head", None, "tensor")]
     policy = Policy("row", rules=rules, first=1, switch=[(0.5, "mxfp8"), (0.9, None)])

@@ -1,6 +1,6 @@
 """`fp8.autocast(enabled=False)` around converted layers: they run in high precision."""
 
-import copy
+from copy import deepcopy
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def both(recipe="mxfp4"):
     """A model and a converted copy."""
     torch.manual_seed(0)
     plain = Net()
-    return plain, fp8.convert(copy.deepcopy(plain), recipe)
+    return plain, fp8.convert(deepcopy(plain), recipe)
 
 
 def results(model, call=None):
@@ -60,7 +60,7 @@ def test_it_is_the_plain_model(recipe):
     plain, model = both(recipe)
     expected = results(plain)
     cast = results(model)
-    state = copy.deepcopy(model.state_dict())
+    state = deepcopy(model.state_dict())
     assert same(results(model, within(OFF, model)), expected)
     assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
     assert not same(cast, expected)

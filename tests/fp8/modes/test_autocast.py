@@ -15,7 +15,15 @@ from fp8.modes.dispatch import COMPOSED, PRODUCTS
 from fp8.products.active import product_recipe
 from fp8.recipes.recipe import get_recipe
 from tests.fp8.calls import CALLS, COARSE, MATMUL, OFF, cast, forms, name_of, operands
-from tests.shared import in_one_graph, normal, pairs, parametrize, randn, refuses
+from tests.shared import (
+    in_one_graph,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    randn,
+    refuses,
+)
 
 
 def test_every_row_of_products_is_here():
@@ -46,7 +54,7 @@ def test_rows(function, dtype):
         assert torch.equal(call(), plain)  # the block is over
 
 
-@pytest.mark.proves("the field", "attention in FP8", how="own")
+@proves("the field", "attention in FP8")
 @parametrize("function", CALLS, ids=name_of)
 def test_gradients(function):
     """Of each operand: what the product's own backward makes of cast operands and gradient."""

@@ -1,9 +1,6 @@
 """The number of functions of this project that one product calls in eager mode."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,7 +19,7 @@ OWN = tuple(
 )
 
 
-def calls(run: Callable[[], object], where: tuple[str, ...] = OWN) -> int:
+def calls(run, where=OWN):
     """The calls of functions in these files, comprehensions and items of generators included."""
     count = 0
 
@@ -82,7 +79,7 @@ def test_a_step_of_a_model_calls_few_functions(monkeypatch):
     model, ids = GPT(layers=4), torch.randint(65, (1, 8))
     model = fp8.convert(unit_scale(model, batch=(ids, ids)))
 
-    def step() -> None:
+    def step():
         _, loss = model(ids, ids)
         loss.backward()
 
@@ -109,9 +106,9 @@ def test_modes_see_a_product_as_a_whole():
     """Operations inside of casts pass no torch-function mode, of ours or of a user."""
 
     class Seen(TorchFunctionMode):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
-            self.names: list[str] = []
+            self.names = []
 
         def __torch_function__(self, function, types, args=(), kwargs=None):
             self.names.append(function.__name__)

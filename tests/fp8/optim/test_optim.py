@@ -3,7 +3,6 @@
 import functools
 import inspect
 
-import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
@@ -11,7 +10,7 @@ from torch.testing import assert_close
 import fp8
 import fp8.optim.step
 from fp8.optim import Adam, AdamW, state_bytes
-from tests.shared import normal, pairs, parametrize, refuses
+from tests.shared import normal, pairs, parametrize, proves, refuses
 
 from . import test_state
 from .test_state import steps
@@ -61,7 +60,7 @@ def test_with_float32_states_it_is_torchs(name, settings):
         assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.proves("the field", "optimizer states in low precision", how="own")
+@proves("the field", "optimizer states in low precision")
 @parametrize("formats", LOW, ids=["tensor", "blocks", "bfloat16"])
 def test_low_precision_states_stay_near(formats):
     """Half a unit of 3 mantissa bits is 6 %, which is what moments of independent errors are off
@@ -81,7 +80,7 @@ def assert_same(a, b):
             assert torch.equal(a[i][key].float(), b[i][key].float()), (i, key)
 
 
-@pytest.mark.proves("MS-AMP", "FP16 AMP", how="own")
+@proves("MS-AMP", "FP16 AMP")
 def test_grad_scaler():
     """It unscales, skips what is not finite by itself, and so counts there and not here."""
     params = parameters()
@@ -131,7 +130,7 @@ def test_compiled_and_eager_keep_the_same_bits(dtype, settings, monkeypatch):
 # --- weights ----------------------------------------------------------------------------------
 
 
-@pytest.mark.proves("the field", "master weights", how="own")
+@proves("the field", "master weights")
 def test_float32_master_weights():
     """The weights are those of a float32 run on the same gradients, rounded."""
     dtype = torch.bfloat16
@@ -147,7 +146,7 @@ def test_float32_master_weights():
     assert state_bytes(optimizer)["master"] == 4 * sum(p.numel() for p in ours)
 
 
-@pytest.mark.proves("the field", "master weights", how="own")
+@proves("the field", "master weights")
 def test_float16_master_weights():
     """In units of a scale: weights far below the range of float16 keep its precision, 2**-11 of a
     magnitude of up to 5e-9, and so steps of a quarter of that."""

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from torch.nn import functional as F
 
@@ -11,10 +10,10 @@ from fp8 import RECIPES
 from fp8.casts.casting import cast_forward
 from fp8.products.attention import by_products
 from tests.fp8.compare import assert_near, assert_same, outcome
-from tests.shared import normal, pairs, parametrize, randn, refuses, seeded
+from tests.shared import normal, pairs, parametrize, proves, randn, refuses, seeded
 
 
-@pytest.mark.proves("the field", "attention in FP8", how="own")
+@proves("the field", "attention in FP8")
 @parametrize("name", "unit tensor row block nvfp4".split())
 def test_attention_is_one_product_of_cast_operands(name):
     """Query and key along their width, value along the keys, the gradient of the output along its

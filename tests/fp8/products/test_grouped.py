@@ -1,6 +1,6 @@
 """Grouped products: each group is the product of two matrices, whatever the recipe."""
 
-import copy
+from copy import deepcopy
 from itertools import pairwise
 
 import pytest
@@ -15,7 +15,15 @@ from fp8.products.matmul import linear, matmul
 from tests.fp8.blocks import block, keeper
 from tests.fp8.compare import assert_near, assert_same, bytes_kept, outcome
 from tests.reference import nearest
-from tests.shared import in_one_graph, normal, parametrize, quietly, randn, refuses
+from tests.shared import (
+    in_one_graph,
+    normal,
+    parametrize,
+    proves,
+    quietly,
+    randn,
+    refuses,
+)
 
 K, N, GROUPS = 40, 24, 4
 ENDS = [3, 3, 41, 90]  # uneven, one empty
@@ -81,7 +89,7 @@ def both(call, a, b):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.proves("the field", "grouped products of experts", how="own")
+@proves("the field", "grouped products of experts")
 @parametrize("dtype", [torch.float32, BF16])
 @parametrize("name", DYNAMIC)
 @parametrize("shape", SHAPES)
@@ -194,7 +202,7 @@ def test_convert(name):
     model, args = Experts(), inputs()
     plain = model(*args).detach()
     with block(name):
-        expected = copy.deepcopy(model)(*args)
+        expected = deepcopy(model)(*args)
     fp8.convert(model, name)
     (row,) = fp8.report(model)
     assert (row.what, row.done) == ("Experts", "converted")
@@ -206,7 +214,7 @@ def test_convert(name):
     other = fp8.convert(Experts(), name)
     other.load_state_dict(state)
     with torch.no_grad():
-        assert torch.equal(other(*args), copy.deepcopy(model)(*args))
+        assert torch.equal(other(*args), deepcopy(model)(*args))
         assert torch.equal(fp8.revert(other)(*args), plain)
     assert state.keys() - other.state_dict().keys() == {n for n in state if "fp8" in n}
 
@@ -288,7 +296,7 @@ with quietly():
     from torchao.quantization.quantize_.common import KernelPreference
 
 
-@pytest.mark.proves("the field", "grouped products of experts", how="library")
+@proves("the field", "grouped products of experts", how="library")
 def test_mxfp8_is_torchaos():
     """Forward and both gradients of its emulated grouped product, which multiplies the same bf16
     values: groups are multiples of 32 there."""

@@ -21,7 +21,7 @@ from tests.reference import (
     rotation,
     unrotated,
 )
-from tests.shared import normal, pairs, parametrize, randn, refuses
+from tests.shared import normal, pairs, parametrize, proves, randn, refuses
 
 SCALES = (0.3, 2.5, 0.7)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -187,7 +187,7 @@ def test_gradients_only_where_asked_for(needs):
         assert torch.equal(leaf.grad, grad) if need else leaf.grad is None
 
 
-@pytest.mark.proves("the field", "emulation on CPU", how="own")
+@proves("the field", "emulation on CPU")
 @every
 def test_operands_are_exactly_the_reference_s(recipe, dtype):
     """Seen through a product with the unit matrix, which the casts leave as it is."""

@@ -1,8 +1,6 @@
 """What a cast loses to the range of its format: against casts of known values, and beside those
 that `fp8.stats` sees."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

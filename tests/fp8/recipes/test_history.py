@@ -11,7 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import RECIPES, Cast, Recipe
-from tests.shared import in_one_graph, normal, pairs, parametrize, randn, refuses, warns
+from tests.shared import (
+    in_one_graph,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    randn,
+    refuses,
+    warns,
+)
 
 DELAYED = RECIPES["delayed"]
 SHORT = Recipe(
@@ -29,7 +38,7 @@ def step(layer, x, scale=1.0):
     return y.detach()
 
 
-@pytest.mark.proves("the field", "delayed scaling", how="own")
+@proves("the field", "delayed scaling")
 def test_the_scale_is_that_of_the_passes_before():
     """Written out: input of history 3, weight of 1, gradient of 2 and a margin of 2."""
     layer = fp8.convert(nn.Linear(8, 4, bias=False), SHORT)

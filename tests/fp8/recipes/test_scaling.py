@@ -10,7 +10,7 @@ from fp8.casts.rotation import rotated
 from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS, scale_of
 from tests import reference
-from tests.shared import normal, parametrize
+from tests.shared import normal, parametrize, proves
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NOW = {name: row for name, row in SCALINGS.items() if row.rules and name != "delayed"}
@@ -84,7 +84,7 @@ TILES += [("block", (4, 16)), ("block", (4, 1)), ("mx", (2, 8)), ("nv", (16, 16)
 SHAPES = [(1, 1), (17, 33), (4, 130), (130, 3), (2, 1, 5, 20)]
 
 
-@pytest.mark.proves("the field", "blocks of 128 and of 128 x 128", how="own")
+@proves("the field", "blocks of 128 and of 128 x 128")
 @parametrize("axis", [-1, -2])
 @parametrize("shape", SHAPES)
 @parametrize(("scaling", "tile"), TILES)

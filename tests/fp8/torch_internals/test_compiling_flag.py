@@ -1,7 +1,5 @@
 """The flag of `torch.compiler.is_compiling` in several threads."""
 
-from __future__ import annotations
-
 import torch
 
 from fp8.torch_internals.compiling_flag import marked_as_compiling

@@ -1,8 +1,8 @@
 """FLOPs that torch's counter finds in a converted layer: those of the plain one."""
 
-import copy
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,7 @@ def test_a_simulated_layer_has_those_of_the_plain_one(kind, recipe):
     if kind == "conv" and RECIPES[recipe].accumulate:
         pytest.skip("a convolution has the sums of torch, with a warning")
     x = torch.randn(shape)
-    simulated = fp8.convert(copy.deepcopy(layer), recipe, backend="simulate")
+    simulated = fp8.convert(deepcopy(layer), recipe, backend="simulate")
     assert 0 < flops(simulated, x) == flops(layer, x)
 
 
@@ -54,7 +54,7 @@ def test_a_simulated_layer_has_those_of_the_plain_one(kind, recipe):
 def test_a_native_layer_has_those_of_the_plain_one(kind, recipe):
     layer, shape = LAYERS[kind]
     x = torch.randn(shape)
-    native = fp8.convert(copy.deepcopy(layer), recipe, backend="native")
+    native = fp8.convert(deepcopy(layer), recipe, backend="native")
     assert not why_not_recipe(RECIPES[recipe])
     assert 0 < flops(native, x) == flops(layer, x)
 

@@ -1,14 +1,11 @@
 """Functions that torch.compile hides from modes: a mode sees them in a compiled model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.shared import in_one_graph
-from tests.transforms.models import Net
+from tests.shared import Net, in_one_graph
 from unit_scaling.transforms import unit_scale
 
 

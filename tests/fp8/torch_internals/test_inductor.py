@@ -1,7 +1,5 @@
 """Kernels of inductor: which graphs become some."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from fp8.torch_internals.inductor import run_compiled
 from fp8.torch_internals.running_calls import is_inductors
 from tests.shared import in_one_graph
 
-ANSWERS: list[bool] = []
+ANSWERS = []
 
 
 @in_graph

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8
 from fp8.training.fsdp import gather_in_fp8, update_scales
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import linears, normal, pairs, parametrize, refuses
+from tests.shared import linears, normal, pairs, parametrize, proves, refuses
 from tests.unit_scaling import distributed_worker as unit_scaled
 from unit_scaling.transforms import simulate_fp8
 
@@ -285,7 +285,7 @@ def check_ranks(rank, store):
         fp8.store_frozen(model.requires_grad_(False))
 
 
-@pytest.mark.proves("the field", "FSDP2, weights gathered in FP8", how="own")
+@proves("the field", "FSDP2, weights gathered in FP8")
 @needs_gloo
 # torch's own: there is no process group in this process, and none is needed
 @pytest.mark.filterwarnings(

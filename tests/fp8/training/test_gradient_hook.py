@@ -14,7 +14,7 @@ import fp8
 from fp8.training import gradient_hook as distributed
 from fp8.training.gradient_hook import BLOCK, all_reduce_hook
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import linears, normal, seeded
+from tests.shared import linears, normal, proves, seeded
 
 WORLD = 4
 SIZES = (5000, 7)  # no multiple of anything; fewer elements than blocks
@@ -215,7 +215,7 @@ def test_bits_are_those_of_e3m4():
     assert torch.equal(distributed._encode(values), ALL_BITS)
 
 
-@pytest.mark.proves("the field", "gradients reduced in FP8", how="own")
+@proves("the field", "gradients reduced in FP8")
 @needs_gloo
 def test_four_processes(tmp_path):
     run_ranks(check_ranks, 4, tmp_path / "store")

@@ -1,7 +1,7 @@
 """What users do with weights and gradients: at each level as with a plain model of the same
 numbers."""
 
-import copy
+from copy import deepcopy
 
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def averaged(name):
     """An average beside the training of a model, made by deepcopy."""
 
     def run(model):
-        ema = copy.deepcopy(model)
+        ema = deepcopy(model)
         with torch.no_grad():
             for _ in range(50):
                 states = ema.state_dict().values(), moved(model).state_dict().values()
@@ -149,7 +149,7 @@ def inferred(model):
 
 def deep_copied(model):
     backward(model)
-    other = copy.deepcopy(model)
+    other = deepcopy(model)
     empty = [p.grad is None for p in other.parameters()]
     backward(other)
     return empty, [p.grad for p in other.parameters()], model, other

@@ -14,7 +14,7 @@ import fp8
 from fp8.torch_internals.autograd_functions import apply
 from fp8.training import layer_norm2d as module
 from fp8.training.layer_norm2d import layer_norm2d
-from tests.shared import in_one_graph, normal, pairs, parametrize, refuses
+from tests.shared import in_one_graph, normal, pairs, parametrize, proves, refuses
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -115,8 +115,7 @@ STORED = {
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.proves("timm", "contiguous stays contiguous", how="own")
-@pytest.mark.proves("timm", "one operation over the channels", how="own")
+@proves("timm", "contiguous stays contiguous", "one operation over the channels")
 @parametrize("dtype", DTYPES[1:3])
 @parametrize("stored", STORED)
 @parametrize("compiled", [False, True])
@@ -230,7 +229,7 @@ def compiled_for(layout):
     return torch.no_grad()(function), code
 
 
-@pytest.mark.proves("timm", "no E[x²] - E[x]²", how="own")
+@proves("timm", "no E[x²] - E[x]²")
 @each_layout
 @parametrize("how", ["eager", "formula", "compiled"])
 def test_no_less_accurate_than_torch(how, layout):
@@ -253,7 +252,7 @@ def test_no_less_accurate_than_torch(how, layout):
         assert error(ours(x, w, b), reference) <= limit * error(torchs, reference)
 
 
-@pytest.mark.proves("timm", "LayerNorm2d(num_channels, eps, affine)", how="own")
+@proves("timm", "LayerNorm2d(num_channels, eps, affine)")
 def test_constructor_is_timms():
     norm = fp8.LayerNorm2d(6, eps=1e-3, device="cpu", dtype=torch.float64)
     assert norm.eps == 1e-3
@@ -268,7 +267,7 @@ def test_constructor_is_timms():
     assert repr(norm) == f"LayerNorm2d({nn.LayerNorm(6, eps=1e-3).extra_repr()})"
 
 
-@pytest.mark.proves("timm", "TorchScript", how="own")
+@proves("timm", "TorchScript")
 @each_layout
 @parametrize("affine", [True, False])
 # torch's own: TorchScript is deprecated, and still what servers run.
@@ -286,7 +285,7 @@ def test_scripted_saved_and_loaded(layout, affine, bias):
     assert y.stride() == norm(x).stride()
 
 
-@pytest.mark.proves("timm", "export", how="own")
+@proves("timm", "export")
 @each_layout
 def test_exported_to_torchs_operations(layout):
     norm, x = fp8.LayerNorm2d(6), image(2, 6, 4, 4, layout=layout)
@@ -304,8 +303,7 @@ def test_exported_to_torchs_operations(layout):
         assert y.stride() == batch.stride()
 
 
-@pytest.mark.proves("timm", "channels-last without copies", how="own")
-@pytest.mark.proves("timm", "fused by the compiler", how="own")
+@proves("timm", "channels-last without copies", "fused by the compiler")
 @each_layout
 def test_compiled_it_is_one_kernel_and_for_channels_last_one_loop(layout):
     _, code = compiled_for(layout)

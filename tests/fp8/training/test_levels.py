@@ -1,7 +1,7 @@
 """`fp8.initialize`: what it changes, what it keeps, what it refuses; and what the levels keep."""
 
-import copy
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import fp8
 import unit_scaling as uu
 from fp8.casts.scaled_tensor import ScaledTensor, dequantized
 from fp8.training.levels import LEVELS
-from tests.shared import normal, pairs, parametrize, warns
+from tests.shared import normal, pairs, parametrize, proves, refuses, warns
 
 OPTIMIZERS = {
     "Adam": torch.optim.Adam,
@@ -67,7 +67,7 @@ def same(one, other):
 # --- what it does -------------------------------------------------------------------------------
 
 
-@pytest.mark.proves("MS-AMP", "msamp.initialize", how="own")
+@proves("MS-AMP", "msamp.initialize")
 @parametrize("name", OPTIMIZERS)
 def test_it_is_the_same_optimizer(name):
     model, optimizer = build(OPTIMIZERS[name])
@@ -84,7 +84,7 @@ def test_it_is_the_same_optimizer(name):
     steps(model, optimizer, 1)
     schedule.step()
     assert [group["lr"] for group in groups] == [rate * 0.5 for rate in rates]
-    assert type(copy.deepcopy(optimizer)) is type(optimizer)
+    assert type(deepcopy(optimizer)) is type(optimizer)
 
 
 @each_level
@@ -93,7 +93,7 @@ def test_a_training_under_way_goes_on(level):
     the roundings; from zero moments they are not."""
     model, optimizer = build()
     steps(model, optimizer, 20)
-    other, expected = copy.deepcopy((model, optimizer))
+    other, expected = deepcopy((model, optimizer))
     fp8.initialize(model, optimizer, level, recipe=None)
     before, after = numbers(other), numbers(model)
     for p, q in pairs(before, after):
@@ -198,7 +198,7 @@ ALLOWED = {"O1": 11.1, "O2": 6.1, "O3": 7.1}
 """Bytes for each covered weight: of it, its gradient, master and moments."""
 
 
-@pytest.mark.proves("MS-AMP", "the precisions of O1, O2, O3", how="own")
+@proves("MS-AMP", "the precisions of O1, O2, O3")
 @each_level
 def test_bytes(level):
     model = nn.Sequential(
@@ -231,7 +231,7 @@ def test_a_backward_pass_after_a_step_is_refused(level):
     loss = model(batch(0)[0]).square().mean()
     loss.backward(retain_graph=True)
     optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with refuses("modified by an inplace operation", RuntimeError):
         loss.backward()
 
 
@@ -271,7 +271,7 @@ def test_bad_input_changes_nothing():
     state, kinds = numbers(model), [type(p) for p in model.parameters()]
 
     def refused(error, match, *args, **kwargs):
-        with pytest.raises(error, match=match):
+        with refuses(match, error):
             fp8.initialize(*args, **kwargs)
 
     refused(

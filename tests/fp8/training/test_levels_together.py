@@ -17,7 +17,7 @@ import unit_scaling as uu
 from fp8.casts.scaled_tensor import ScaledTensor
 from fp8.training.gradient_hook import all_reduce_hook
 from fp8.training.levels import LEVELS
-from tests.shared import linears, normal, pairs, parametrize, refuses
+from tests.shared import linears, normal, pairs, parametrize, proves, refuses
 
 unit_adamw = partial(uu.optim.AdamW, allow_non_unit_scaling_params=True)
 each_level = parametrize("level", LEVELS)
@@ -52,7 +52,7 @@ def _one_process():
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.proves("MS-AMP", "communication in FP8", how="own")
+@proves("MS-AMP", "communication in FP8")
 @each_level
 @pytest.mark.usefixtures("_one_process")
 @parametrize("hooked", [False, True])

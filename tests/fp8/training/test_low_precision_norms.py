@@ -9,7 +9,7 @@ from torch import nn
 
 import fp8
 from fp8.training.low_precision_norms import PRECISIONS
-from tests.shared import parametrize, refuses, warns
+from tests.shared import parametrize, proves, refuses, warns
 
 D = 8
 
@@ -106,11 +106,8 @@ def dtypes(model, x):
     return found
 
 
-@pytest.mark.proves(
-    "Composer", "autocast off inside, input in low precision", how="own"
-)
-@pytest.mark.proves("timm", "GroupNorm as well", how="own")
-@pytest.mark.proves("timm", "fast norm", how="own")
+@proves("Composer", "autocast off inside, input in low precision")
+@proves("timm", "GroupNorm as well", "fast norm")
 def test_follows_autocast_and_does_nothing_outside(model, x):
     before = model(x)
     assert low(model) is model
@@ -122,7 +119,7 @@ def test_follows_autocast_and_does_nothing_outside(model, x):
     # That it asks for the device of the input, not for CUDA: Composer's has no effect here.
 
 
-@pytest.mark.proves("Composer", "amp is float16, bf16 bfloat16", how="own")
+@proves("Composer", "amp is float16, bf16 bfloat16")
 @parametrize("precision", [name for name, dtype in PRECISIONS.items() if dtype])
 def test_a_named_precision_holds_everywhere(model, x, precision):
     dtype = PRECISIONS[precision]
@@ -142,7 +139,7 @@ def test_a_named_precision_holds_everywhere(model, x, precision):
     assert model.norm(x.double()).dtype == torch.float64
 
 
-@pytest.mark.proves("Composer", "no effect in fp32 and fp16", how="own")
+@proves("Composer", "no effect in fp32 and fp16")
 @parametrize("precision", [name for name, dtype in PRECISIONS.items() if not dtype])
 def test_precisions_without_effect(model, precision):
     with warns(precision, fp8.warnings.ConvertWarning):
@@ -150,7 +147,7 @@ def test_precisions_without_effect(model, precision):
     assert norms_of(model) == []
 
 
-@pytest.mark.proves("Composer", "normalized_shape and eps are kept", how="own")
+@proves("Composer", "normalized_shape and eps are kept")
 def test_everything_is_kept(model, x):
     """Composer's LPLayerNorm is a new float32 module: dtype, requires_grad, the evaluation flag and
     hooks are lost, and a bias=False layer is built with one."""
@@ -219,7 +216,7 @@ def test_with_converted_layers(model, x):
     assert {row.done for row in fp8.report(model)} == {"left alone"}
 
 
-@pytest.mark.proves("Composer", "apply_low_precision_layernorm", how="own")
+@proves("Composer", "apply_low_precision_layernorm")
 def test_composers_function_changes_layer_norms(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings():

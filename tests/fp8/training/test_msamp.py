@@ -9,12 +9,11 @@ with values of e4m3, because at O3 ours are rounded in the first step, and not b
 
 import ml_dtypes
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
 import fp8
-from tests.shared import parametrize
+from tests.shared import parametrize, proves
 
 LARGEST = {"e4m3": 448.0, "fp16": 65504.0}
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "fp16": np.float16}
@@ -85,9 +84,7 @@ def ours(level, steps):
     return other.weight.detach().numpy()
 
 
-@pytest.mark.proves("MS-AMP", "O1", how="own")
-@pytest.mark.proves("MS-AMP", "O2", how="own")
-@pytest.mark.proves("MS-AMP", "O3", how="own")
+@proves("MS-AMP", "O1", "O2", "O3")
 @parametrize("level", FORMATS)
 def test_one_step(level):
     """To the unit in the last place of fp16, which only sums in another order change."""
@@ -97,7 +94,7 @@ def test_one_step(level):
     assert np.mean(result == expected) > 0.99
 
 
-@pytest.mark.proves("MS-AMP", "no degraded accuracy", how="own")
+@proves("MS-AMP", "no degraded accuracy")
 @parametrize("level", FORMATS)
 def test_a_run(level):
     """The two differ by less than half of what their roundings move them from float32."""

@@ -1,13 +1,12 @@
 """Norms in low precision."""
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fp8
-from tests.shared import normal, pairs, parametrize
+from tests.shared import normal, pairs, parametrize, proves
 
 C = 48
 
@@ -70,8 +69,8 @@ def error(value, reference):
     )
 
 
-@pytest.mark.proves("Composer", "math equivalent", how="own")
-@pytest.mark.proves("timm", "statistics in float32 whatever the dtype", how="own")
+@proves("Composer", "math equivalent")
+@proves("timm", "statistics in float32 whatever the dtype")
 @parametrize("precision", PRECISIONS)
 @each_norm
 @parametrize("mean", [0.0, 20.0])
@@ -86,7 +85,7 @@ def test_rounded_operands_wide_statistics_one_rounding_of_the_output(
     assert error(y, reference) < torch.finfo(dtype).eps / 2 + 1e-7 * mean + 1e-6
 
 
-@pytest.mark.proves("timm", "statistics in float32 whatever the dtype", how="own")
+@proves("timm", "statistics in float32 whatever the dtype")
 @each_norm
 @parametrize("affine", [True, False])
 def test_gradients_use_wide_statistics(name, affine):
@@ -103,9 +102,7 @@ def test_gradients_use_wide_statistics(name, affine):
         )  # torch's kernels on a CPU sum rows in bfloat16
 
 
-@pytest.mark.proves(
-    "Composer", "autocast off inside, input in low precision", how="own"
-)
+@proves("Composer", "autocast off inside, input in low precision")
 @each_norm
 def test_in_autocasts_dtype_and_outside_as_it_came(name):
     norm, tensors = made(name)

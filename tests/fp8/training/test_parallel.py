@@ -9,7 +9,6 @@ n terms in float32 lose n * 2**-24 of the sum of magnitudes.
 import contextlib
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +19,7 @@ from torch.testing import assert_close
 
 import fp8
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import linears, normal, pairs
+from tests.shared import linears, normal, pairs, proves
 
 WORLD, TOKENS, WIDTH = 2, 256, 32
 RECIPES = ("unit", "mxfp8", "bf16")
@@ -110,7 +109,7 @@ def check_ranks(rank, store):
         check_delayed(wrap)
 
 
-@pytest.mark.proves("MS-AMP", "communication in FP8", how="own")
+@proves("MS-AMP", "communication in FP8")
 @needs_gloo
 def test_two_processes(tmp_path):
     run_ranks(check_ranks, 2, tmp_path / "store")

@@ -9,7 +9,7 @@ from torch import nn
 import fp8
 from fp8.casts.scaled_tensor import ScaledTensor, dequantized, scaled
 from fp8.training.stored_weights import scale_weights
-from tests.shared import both, parametrize, refuses, seeded
+from tests.shared import both, parametrize, proves, refuses, seeded
 
 
 class Model(nn.Module):
@@ -56,7 +56,7 @@ def plain_model(model, recipe=None):
     return fp8.convert(other, recipe) if recipe else other
 
 
-@pytest.mark.proves("the field", "weights kept in FP8", how="own")
+@proves("the field", "weights kept in FP8")
 @parametrize(
     ("format", "recipe"),
     [

@@ -33,7 +33,7 @@ import fp8
 from fp8.casts.casting import rounded
 from tests.fp8.checkpoints.reading import same
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import pairs, parametrize, refuses
+from tests.shared import pairs, parametrize, proves, refuses
 from unit_scaling.transforms import unit_scale
 
 WORLD = int(os.environ.get("WORLD", "2"))
@@ -261,7 +261,7 @@ def check_ranks(rank, store):
         check_two_dimensions(store.parent)
 
 
-@pytest.mark.proves("the field", "tensor and sequence parallelism", how="own")
+@proves("the field", "tensor and sequence parallelism")
 @needs_gloo
 @parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_parallelize_module(world, tmp_path):

@@ -23,6 +23,7 @@ import unit_scaling as uu
 from fp8.warnings import ScaleWarning
 from tests.launch import needs_gloo, run_ranks
 from tests.shared import (
+    Net,
     both,
     in_one_graph,
     linears,
@@ -32,7 +33,7 @@ from tests.shared import (
     seeded,
     warns,
 )
-from tests.transforms.models import Net, batch, gpt, graphs, hooks_of, same, step
+from tests.transforms.models import batch, gpt, graphs, hooks_of, same, step
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 from unit_scaling.transforms.values import pending

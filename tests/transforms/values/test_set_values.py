@@ -1,8 +1,8 @@
 """`unit_scale` with a batch: parameters times numbers, in a plain model."""
 
-import copy
 import math
 import sys
+from copy import deepcopy
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
-from tests.shared import linears, parametrize, refuses
-from tests.transforms.models import GPT, KINDS, Net, hooks_of, loss_of, rms
+from tests.shared import Net, linears, parametrize, proves, refuses
+from tests.transforms.models import GPT, KINDS, hooks_of, loss_of, rms
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import unit_scale
 
@@ -60,9 +60,7 @@ def test_the_result_is_a_plain_model(name, pending):
     other = plain(name)
     other.load_state_dict(ours.state_dict(), strict=True)
     for mode in (True, False):
-        results = [
-            loss_of(copy.deepcopy(each).train(mode), x) for each in (ours, other)
-        ]
+        results = [loss_of(deepcopy(each).train(mode), x) for each in (ours, other)]
         assert torch.equal(*results)
     assert calls(ours, x) == calls(other, x)
 
@@ -76,7 +74,7 @@ def sizes_of(report):
     ]
 
 
-@pytest.mark.proves("the field", "unit scaling", how="own")
+@proves("the field", "unit scaling")
 @every_kind
 def test_results_of_products_have_rms_one(name):
     """Those of residual branches that of their stream times a weight, those of a readout less."""
@@ -335,7 +333,7 @@ def test_the_bias_of_a_weight_that_keeps_its_values_is_kept():
 
 def test_values_that_come_out_non_finite_are_an_error():
     model = linears(4, 4, 4)
-    before = copy.deepcopy(model.state_dict())
+    before = deepcopy(model.state_dict())
     with torch.no_grad():
         model[1].weight.fill_(math.inf)
     with refuses(r"unit_scale: 1.weight .*not finite"):

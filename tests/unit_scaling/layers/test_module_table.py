@@ -3,8 +3,8 @@
 Modules that need arguments, or inputs other than a standard normal matrix, have a line in EXAMPLES.
 """
 
-import copy
 import inspect
+from copy import deepcopy
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import unit_scaling as uu
-from tests.shared import parametrize, pickled
+from tests.shared import parametrize, pickled, proves
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import has_parameter_data
 
@@ -95,7 +95,7 @@ def shapes(value):
     )
 
 
-@pytest.mark.proves("unit-scaling", "uu for nn", how="own")
+@proves("unit-scaling", "uu for nn")
 @each_row
 def test_is_torchs_module(plain):
     theirs, ours, inputs = example(plain)
@@ -189,10 +189,10 @@ def test_device_and_dtype(plain):
 def test_tags_survive_copies_and_new_parameters(plain):
     """deepcopy, pickle, load_state_dict(assign=True), and to_empty with reset_parameters."""
     _, ours, _ = example(plain)
-    stack = uu.DepthSequential(ours, copy.deepcopy(ours))
+    stack = uu.DepthSequential(ours, deepcopy(ours))
     before, values = tags(stack), stack.state_dict()
     assert {depth for *_, depth in before} == {2}
-    assert tags(copy.deepcopy(stack)) == tags(pickled(stack)) == before
+    assert tags(deepcopy(stack)) == tags(pickled(stack)) == before
     stack.load_state_dict({k: v.clone() for k, v in values.items()}, assign=True)
     assert tags(stack) == before
     empty = stack.to("meta").to_empty(device="cpu")

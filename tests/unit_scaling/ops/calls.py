@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.shared import pairs
+
 SIZE = 256
 
 
@@ -45,7 +47,7 @@ def by_group(left, right, offs):
     if left.dtype != torch.float64:
         return F.grouped_mm(left, right, offs=offs)
     parts = left.tensor_split(offs[:-1].long())
-    return torch.cat([x @ w for x, w in zip(parts, right.unbind(), strict=True)])
+    return torch.cat([x @ w for x, w in pairs(parts, right.unbind())])
 
 
 def normals(*, settings=None, **shapes):

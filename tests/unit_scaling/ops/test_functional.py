@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import unit_scaling.functional as U
-from tests.shared import parametrize, refuses
+from tests.shared import parametrize, proves, refuses
 from unit_scaling.rules.quadrature import largest_square
 from unit_scaling.rules.table import OPS
 
@@ -93,7 +93,7 @@ def test_embedding_forms():
 # --- residual branches ---------------------------------------------------------------------
 
 
-@pytest.mark.proves("unit-scaling", "skip and residual additions", how="own")
+@proves("unit-scaling", "skip and residual additions")
 def test_residual_branch_equals_its_weighted_sum():
     """split and add together have the gradient of the weighted sum itself."""
     tau, x = 0.3, X.clone().requires_grad_()

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import unit_scaling.functional as U
-from tests.shared import parametrize, refuses, seeded
+from tests.shared import parametrize, proves, refuses, seeded
 from unit_scaling.rules.table import OPS, find_op
 
 GENERATOR = seeded(0)
@@ -47,7 +47,7 @@ LOSSES = [  # (torch's function, arguments, settings)
 ]
 
 
-@pytest.mark.proves("unit-scaling", "losses", how="own")
+@proves("unit-scaling", "losses")
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @parametrize("reduction", "mean sum none batchmean".split())

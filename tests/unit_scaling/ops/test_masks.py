@@ -12,8 +12,7 @@ from torch.testing import assert_close
 
 import unit_scaling.functional as U
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import in_one_graph, pairs, parametrize, seeded
-from tests.transforms.models import Net
+from tests.shared import Net, in_one_graph, pairs, parametrize, seeded
 from unit_scaling.rules.table import OPS
 
 BATCH, HEADS, LENGTH, WIDTH = 64, 2, 48, 32

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import unit_scaling.functional as U
-from tests.shared import in_one_graph, parametrize
+from tests.shared import in_one_graph, parametrize, proves
 from tests.unit_scaling.ops.calls import (
     FITTED,
     PLAIN,
@@ -51,7 +51,7 @@ each_op = parametrize(
 )
 
 
-@pytest.mark.proves("unit-scaling", "U for F", how="own")
+@proves("unit-scaling", "U for F")
 @each_op
 def test_unit_scale_without_constraint(op):
     """Five standard errors of an RMS over n values: 5 / sqrt(2 n), n counting rows and columns.
@@ -88,7 +88,7 @@ def test_constrained_gradient_is_parallel_to_torch(op):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.proves("unit-scaling", "FP16 and FP8", how="own")
+@proves("unit-scaling", "FP16 and FP8")
 @each_op
 @parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtype_is_kept(op, dtype):

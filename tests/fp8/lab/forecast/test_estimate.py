@@ -15,6 +15,7 @@ from fp8.lab.forecast.estimate import estimate
 from fp8.lab.hardware import HARDWARE
 from fp8.lab.trace import Product
 from fp8.recipes.recipe import get_recipe
+from tests.shared import pairs, parametrize
 
 PAGE = Path(__file__).parents[4] / "docs" / "hardware.md"
 
@@ -53,9 +54,7 @@ class Speedup(NamedTuple):
 
 def squares(recipe, *speedups):
     sizes = [256 << i for i in range(len(speedups))]
-    return [
-        Speedup(m, m, m, recipe, s, True) for m, s in zip(sizes, speedups, strict=True)
-    ]
+    return [Speedup(m, m, m, recipe, s, True) for m, s in pairs(sizes, speedups)]
 
 
 #: Source -> device and rows.
@@ -168,7 +167,7 @@ M, K, N = 8192, 16384, 32768  # sizes of input (M, K), weight (K, N), gradient (
 X, W, G = M * K, K * N, M * N
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("recipe", "device", "moved", "launches"),
     [
         # Two kernels for the maximum, one of which only launches; one reads 2 bytes and writes 1

@@ -13,7 +13,7 @@ from fp8.lab.forecast import forecast as module
 from fp8.lab.forecast.card import gradients, why_not
 from fp8.lab.forecast.result import Forecast
 from fp8.lab.hardware import BF16, HARDWARE
-from tests.shared import linears, normal, parametrize, refuses
+from tests.shared import linears, normal, parametrize, proves, refuses
 
 compiles = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -168,7 +168,7 @@ def test_the_command_prints_the_table_or_json(tmp_path, monkeypatch, capsys):
 # From the compiler's code
 
 
-@pytest.mark.proves("the field", "time of a step on a GPU that is not there", how="own")
+@proves("the field", "time of a step on a GPU that is not there")
 @compiles
 def test_kernels_are_those_of_the_recipe():
     model, before = mlp(), torch.cuda.is_available()

@@ -16,7 +16,7 @@ from fp8.lab.preflight.findings import Candidate, Findings
 from fp8.lab.preflight.paired_runs import Budget
 from fp8.lab.preflight.preflight import Preflight, PreflightError
 from fp8.lab.preflight.search import finalists, recommended
-from tests.shared import pairs, parametrize, refuses
+from tests.shared import pairs, parametrize, proves, refuses
 from unit_scaling.transforms import simulate_fp8
 
 from .problems import Classifier, batches, setup
@@ -40,9 +40,7 @@ def report():
     return fp8.preflight(setup, **QUICK)
 
 
-@pytest.mark.proves(
-    "the field", "which precision a model takes, measured before", how="own"
-)
+@proves("the field", "which precision a model takes, measured before")
 def test_every_stage_leaves_its_findings(report):
     found = report.findings
     assert [p.layer for p in found.products] == "first blocks.0 blocks.1 head".split()

@@ -8,7 +8,7 @@ from fp8.formats.quantize import quantize
 from fp8.lab.sums import dot as dot_module
 from fp8.lab.sums.dot import dot
 from fp8.recipes.tensor_cores import FORMATS, TENSOR_CORES
-from tests.shared import parametrize
+from tests.shared import parametrize, proves
 
 nvidia = pytest.importorskip("mmasim.nv_ptx.sim")
 
@@ -87,7 +87,7 @@ def check(chip, first, second, op, kind, k, seed=0):
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.proves("the field", "sums of tensor cores", how="library")
+@proves("the field", "sums of tensor cores", how="library")
 @parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
 @parametrize("kind", MAGNITUDES)
 def test_bits_of_plain_instructions(chip, first, second, made, kind):
