@@ -5,6 +5,7 @@ import importlib
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +34,20 @@ PRELOADED = [
     *("torch.distributed.tensor.parallel", "fp8", "unit_scaling"),
 ]
 """Imported once, by the server that processes are forked from: it takes each of them seconds."""
+
+
+def ran(*command, cwd=ROOT, **options):
+    """What a command prints. It must succeed."""
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, capture_output=True, text=True, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def python(*arguments, warnings="error", **options):
+    """What a new interpreter prints, as by `ran`."""
+    return ran(sys.executable, "-W", warnings, *arguments, **options)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from tests.fp8 import operands
 parametrize = pytest.mark.parametrize
 normal, randn = operands.normal, operands.randn
 pairs = functools.partial(zip, strict=True)
+assert_close = torch.testing.assert_close
 
 #: Warnings of other libraries are theirs to fix.
 theirs = pytest.mark.filterwarnings("ignore")
@@ -25,6 +26,11 @@ theirs = pytest.mark.filterwarnings("ignore")
 def proves(system, *features, how="own"):
     """What a test shows of `docs.features`."""
     return pytest.mark.proves(system, *features, how=how)
+
+
+def assert_same(found, expected, **options):
+    """To the bit, with their dtypes: tensors, and collections of them."""
+    assert_close(found, expected, rtol=0, atol=0, **options)
 
 
 def refuses(match, error=ValueError):
@@ -69,6 +75,10 @@ def both(one, other):
     return zip(one.parameters(), other.parameters(), strict=True)
 
 
+def rms(x):
+    return x.detach().double().square().mean().sqrt().item()
+
+
 def seeded(seed):
     """A generator of random numbers."""
     return torch.Generator().manual_seed(seed)
@@ -94,13 +104,13 @@ def descend(optimizer, losses):
 
 
 @contextmanager
-def said():
-    """The messages of all warnings of a block, once it has ended."""
+def said(kind=Warning):
+    """The messages of all warnings of a kind in a block, once it has ended."""
     messages = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield messages
-    messages += [str(warning.message) for warning in caught]
+    messages += [str(w.message) for w in caught if issubclass(w.category, kind)]
 
 
 def by_path(rows, *names):

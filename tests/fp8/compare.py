@@ -2,8 +2,6 @@
 
 import torch
 
-from tests.shared import pairs
-
 
 def outcome(call, leaves, grad=None):
     """The result of ``call()`` and the gradients of ``leaves``, of ``grad`` (None: of the sum of
@@ -15,17 +13,6 @@ def outcome(call, leaves, grad=None):
         y.detach(),
         *torch.autograd.grad(end, list(leaves), grad, retain_graph=True),
     ]
-
-
-def assert_same(found, expected):
-    """To the bit, with their dtypes."""
-    for one, other in pairs(found, expected):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def assert_near(found, expected, **near):
-    for one, other in pairs(found, expected):
-        torch.testing.assert_close(one, other, **near)
 
 
 def bytes_kept(run, *, beside=()):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8
-from tests.shared import normal, parametrize, refuses
+from tests.shared import assert_close, normal, parametrize, refuses
 from tests.threads import Meet, meeting, together
 
 X = normal(16, 32)
@@ -32,7 +32,7 @@ def step(model, x=X):
 
 
 def assert_same(got, expected):
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert_close(got, expected, rtol=0, atol=0)
 
 
 def within(block, call, *args):
@@ -154,5 +154,5 @@ def test_blocks_that_are_compiled():
         lambda: within(fp8.autocast("unit"), F.linear, X, W), fullgraph=True
     )
     got = [fn(), *together(*[fn] * 3)]
-    torch.testing.assert_close(got, [within(fp8.autocast("unit"), F.linear, X, W)] * 4)
+    assert_close(got, [within(fp8.autocast("unit"), F.linear, X, W)] * 4)
     assert graphs == [1]

@@ -14,7 +14,16 @@ from fp8.recipes.rules import E8M0
 from fp8.recipes.scaling import scale_of, scaled_tiles
 from tests import reference
 from tests.fp8.compare import outcome
-from tests.shared import normal, pairs, parametrize, proves, quietly, seeded, theirs
+from tests.shared import (
+    assert_close,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    quietly,
+    seeded,
+    theirs,
+)
 
 with quietly():
     pytest.importorskip("torchao", reason="torchao is the oracle")
@@ -69,11 +78,11 @@ def test_mx_is_torchao_s_at_every_magnitude_and_for_nan(format, rule, dtype):
     tiles, dims = scaled_tiles(x, (1, 32), -1)
     scale = scale_of(tiles, dims, get_format(format), rule + E8M0).squeeze(-1)
     used = tiles.abs().amax(-1) != 0
-    torch.testing.assert_close(scale[used], stored[used], **EQUAL)
+    assert_close(scale[used], stored[used], **EQUAL)
     got = cast_forward(x, Cast(format=format, scaling="mx", rule=rule))
     assert torch.equal(got.isnan(), values.isnan())
     same = (stored != 2.0**-127).repeat_interleave(32, -1)
-    torch.testing.assert_close(got[same], values[same], **EQUAL)
+    assert_close(got[same], values[same], **EQUAL)
 
 
 @proves("the field", "NVFP4", how="library")

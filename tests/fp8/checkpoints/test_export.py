@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
@@ -16,6 +15,7 @@ from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
 from tests.fp8.checkpoints.reading import exact, loaded
 from tests.shared import (
     Net,
+    assert_close,
     by_path,
     descend,
     linears,
@@ -251,7 +251,7 @@ def test_a_model_of_ones_own(tmp_path):
 
 
 @parametrize(
-    ("make", "message"),
+    "make, message",
     [
         (llama, r"fp8\.convert was not called"),
         (

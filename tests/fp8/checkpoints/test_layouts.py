@@ -8,11 +8,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 import fp8
 from tests.fp8.checkpoints.reading import compressed_tensors
-from tests.shared import Net, normal, pairs, parametrize, refuses, seeded, theirs
+from tests.shared import (
+    Net,
+    assert_close,
+    normal,
+    pairs,
+    parametrize,
+    refuses,
+    seeded,
+    theirs,
+)
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -172,7 +180,7 @@ def test_without_a_configuration_shapes_decide_if_they_admit_one_answer():
 
 
 @parametrize(
-    ("make", "group"), [(mxfp8, 32), (mxfp4, 32), (nvfp4, 16), (deepseek_ue8m0, 32)]
+    "make, group", [(mxfp8, 32), (mxfp4, 32), (nvfp4, 16), (deepseek_ue8m0, 32)]
 )
 def test_formats_define_their_groups(make, group):
     file = make((64, 96), (1, group))

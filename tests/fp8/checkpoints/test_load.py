@@ -79,7 +79,7 @@ def wide(tensors, name):
 
 
 @parametrize(
-    ("recipe", "frozen"),
+    "recipe, frozen",
     [
         *(
             (name, True)
@@ -103,7 +103,7 @@ def test_what_export_writes(recipe, frozen, tmp_path):
         if frozen:
             assert weight.stored.dtype == torch.float8_e4m3fn
             assert weight.numel() <= weight.nbytes <= 1.25 * weight.numel() + 4
-    for name in ("first.bias", "norm.weight", "embed.weight", "steps"):
+    for name in "first.bias norm.weight embed.weight steps".split():
         assert torch.equal(again.state_dict()[name], model.state_dict()[name])
     assert tied
     assert again.head.weight is again.embed.weight
@@ -167,7 +167,7 @@ def scale_of(weight, args, limit):
 
 @theirs
 @parametrize(
-    ("scheme", "dtype"),
+    "scheme, dtype",
     [
         *(
             (s, torch.float32)

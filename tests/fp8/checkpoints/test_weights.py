@@ -20,7 +20,16 @@ import fp8
 from fp8.training.fsdp import gather_in_fp8
 from tests.fp8.checkpoints.reading import exact, loaded, same
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import descend, linears, normal, pairs, parametrize, proves, refuses
+from tests.shared import (
+    assert_close,
+    descend,
+    linears,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    refuses,
+)
 
 
 def shared_net(recipe):
@@ -97,9 +106,7 @@ def check_sent(recipe):
         dist.recv(got, 1)
         assert torch.equal(got, y)
         want = model(x)
-        torch.testing.assert_close(
-            got, want.detach(), rtol=0, atol=1e-5 * float(want.abs().max())
-        )
+        assert_close(got, want.detach(), rtol=0, atol=1e-5 * float(want.abs().max()))
         descend(optimizer, [want.square().mean()])
 
 

@@ -80,7 +80,7 @@ def test_what_is_accepted(name):
     assert getattr(check, name)(*ACCEPTED[name]) is None
 
 
-@parametrize(("name", "given", "error", "message"), REFUSED)
+@parametrize("name, given, error, message", REFUSED)
 def test_what_is_refused(name, given, error, message):
     with refuses(message, error):
         getattr(check, name)(*given)

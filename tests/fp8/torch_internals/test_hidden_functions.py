@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.shared import Net, in_one_graph
+from tests.shared import Net, assert_close, in_one_graph
 from unit_scaling.transforms import unit_scale
 
 
@@ -20,4 +20,4 @@ def test_a_mode_sees_them_in_a_compiled_model(function, seen):
     net = unit_scale(plain, {seen: F.relu}, batch=x)
     expected = net.b(net.a(x).relu())
     for call in (net, in_one_graph(net, "eager")):
-        torch.testing.assert_close(call(x), expected)
+        assert_close(call(x), expected)

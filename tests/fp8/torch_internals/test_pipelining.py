@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 import fp8
 import unit_scaling as uu
 from tests.launch import needs_gloo
-from tests.shared import linears, normal, pairs, parametrize
+from tests.shared import assert_close, linears, normal, pairs, parametrize
 from unit_scaling.transforms import unit_scale
 
 pytestmark = needs_gloo
@@ -87,7 +87,7 @@ def test_a_run_without_values_leaves_no_state(kind):
             optimizer.zero_grad()
     for part, other in pairs(parts, expected):
         for mine, buffer in pairs(part.buffers(), other.buffers()):
-            torch.testing.assert_close(mine, buffer)
+            assert_close(mine, buffer)
 
 
 MODELS = {

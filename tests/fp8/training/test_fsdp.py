@@ -16,7 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8
 from fp8.training.fsdp import gather_in_fp8, update_scales
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import linears, normal, pairs, parametrize, proves, refuses
+from tests.shared import (
+    Net,
+    assert_close,
+    both,
+    descend,
+    linears,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    refuses,
+)
 from tests.unit_scaling import distributed_worker as unit_scaled
 from unit_scaling.transforms import simulate_fp8
 
@@ -34,11 +45,8 @@ def optimizer(model):
 def step(model, opt):
     """One on a fixed batch; the loss before it."""
     x = normal(16, 20, seed=6)
-    loss = (model(x) - x[:, :4]).square().mean()
-    opt.zero_grad()
-    loss.backward()
-    opt.step()
-    return loss.item()
+    (loss,) = descend(opt, [(model(x) - x[:, :4]).square().mean()])
+    return loss
 
 
 def started(seed, sharded=False):
@@ -101,13 +109,11 @@ def net(recipe):
 @torch.no_grad()
 def rounded(plain, model, recipe):
     """Gives `plain` the parameters of `model`; in 16 bits, rounded once, from 32."""
-    for p, q in pairs(model.parameters(), plain.parameters()):
+    for p, q in both(model, plain):
         p = p.full_tensor() if isinstance(p, DTensor) else p
         if q.dtype == torch.bfloat16 and q.dim() == 2:
-            scale = (
-                2 ** (p.abs().max() / 448).log2().ceil() if recipe == "tensor" else None
-            )
-            p = fp8.quantize(p, "e4m3", scale=scale)
+            scale = 2 ** (p.abs().max() / 448).log2().ceil()
+            p = fp8.quantize(p, "e4m3", scale=scale if recipe == "tensor" else None)
         q.copy_(p)
 
 
@@ -127,10 +133,9 @@ def check_equal(recipe, policy, dtype):
             assert torch.equal(y, expected)
             y.square().mean().backward()
             expected.square().mean().backward()
-        for p, q in pairs(model.parameters(), plain.parameters()):
-            torch.testing.assert_close(
-                p.grad.full_tensor(), q.grad.float(), rtol=1e-6, atol=1e-7
-            )
+        for p, q in both(model, plain):
+            mine, expected = p.grad.full_tensor(), q.grad.float()
+            assert_close(mine, expected, rtol=1e-6, atol=1e-7)
         opt.step()
         opt.zero_grad()
         plain.zero_grad()
@@ -155,20 +160,14 @@ def check_static():
                 model(torch.ones(8, 20)).sum().backward()
             assert gathered.reduced == reduces
         plain(torch.ones(8, 20)).sum().backward()
-        assert (
-            fp8.calibration(model)["0.weight"]
-            == fp8.calibration(plain)["0.weight"]
-            == 5
-        )
+        assert [fp8.calibration(m)["0.weight"] for m in (model, plain)] == [5, 5]
 
 
 def check_bytes():
     """Weights in a quarter of the bytes; one all-reduce for all scales, or one for each."""
     counted = {}
     for kind in ("plain", "tensor"):
-        model = nn.Sequential(
-            nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-        )
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
         if kind != "plain":
             gather_in_fp8(model, kind)
         fully_shard(model, reshard_after_forward=True)
@@ -217,9 +216,8 @@ def check_fp8_states(folder):
     # With FSDP2's own view.
     shards = {n: p.to_local() for n, p in model.named_parameters()}
     torch.save(shards, folder / f"{dist.get_rank()}")
-    for name, tensor in torch.load(
-        folder / f"{dist.get_rank()}", weights_only=True
-    ).items():
+    read = torch.load(folder / f"{dist.get_rank()}", weights_only=True)
+    for name, tensor in read.items():
         assert type(tensor) in (Tensor, nn.Parameter)
         assert torch.equal(tensor, sharded[name].to_local())
     check_resumed(folder, model, opt)
@@ -236,11 +234,8 @@ def check_resumed(folder, model, opt):
     ]
     dcp.save(states[0], checkpoint_id=folder / "resumed")
     dcp.load(states[1], checkpoint_id=folder / "resumed")
-    loaded = {
-        "model_state_dict": states[1]["model"],
-        "optim_state_dict": states[1]["opt"],
-    }
-    set_state_dict(other, its_opt, **loaded)
+    weights, moments = states[1].values()
+    set_state_dict(other, its_opt, model_state_dict=weights, optim_state_dict=moments)
     assert all(map(torch.equal, numbers(its_opt), numbers(opt)))
     assert "exp_avg_values" in its_opt.state[other[0].weight]
 
@@ -260,10 +255,8 @@ def check_skipped_steps():
         assert opt.skipped_steps == 1
         for i, state in opt.state_dict()["state"].items():
             assert state["step"] == 2
-            assert (
-                state["exp_avg"].full_tensor().shape
-                == list(model.parameters())[i].shape
-            )
+            shape = list(model.parameters())[i].shape
+            assert state["exp_avg"].full_tensor().shape == shape
 
 
 def check_ranks(rank, store):
@@ -310,7 +303,7 @@ def check_fp8(folder, model, opt):
     load(folder, restored, its_opt)
     for mine, expected in pairs(numbers(its_opt), numbers(opt)):
         assert (mine - expected).norm() <= 2**-3 * expected.norm()
-    for p, q in pairs(model.parameters(), restored.parameters()):
+    for p, q in both(model, restored):
         assert (p - q).norm() <= 2**-4 * 1e-2 * p.numel() ** 0.5  # of a step of lr 1e-2
 
 
@@ -336,19 +329,17 @@ def test_state_dicts_are_plain(tmp_path):
 
 
 def test_report_names_what_is_left_alone():
-    model = nn.ModuleDict(
-        {
-            "tied": nn.Embedding(8, 4),
-            "head": nn.Linear(4, 8),
-            "conv": nn.Conv1d(2, 2, 3),
-            "norm": nn.LayerNorm(4),
-            "first": nn.Linear(4, 4),
-            "second": nn.Linear(4, 4),
-        }
+    model = Net(
+        tied=nn.Embedding(8, 4),
+        head=nn.Linear(4, 8),
+        conv=nn.Conv1d(2, 2, 3),
+        norm=nn.LayerNorm(4),
+        first=nn.Linear(4, 4),
+        second=nn.Linear(4, 4),
     )
-    model["head"].weight = model["tied"].weight
-    model["second"].weight = model["first"].weight
-    model["first"].weight.requires_grad_(False).mup_type = "weight"
+    model.head.weight = model.tied.weight
+    model.second.weight = model.first.weight
+    model.first.weight.requires_grad_(False).mup_type = "weight"
     report = gather_in_fp8(model, where=lambda name, layer: name != "conv")
     assert [(row.path, row.done, row.why) for row in report] == [
         ("tied", "left alone", "its weight is no operand of a product"),
@@ -357,8 +348,8 @@ def test_report_names_what_is_left_alone():
         ("first", "sent as e4m3, tensor", ""),
         ("second", "sent as e4m3, tensor", ""),
     ]
-    weight = model["first"].weight
-    assert model["second"].weight is weight
+    weight = model.first.weight
+    assert model.second.weight is weight
     assert (weight.mup_type, weight.requires_grad) == ("weight", False)
     update_scales(model)  # nothing is sharded
     again = gather_in_fp8(model)
@@ -366,9 +357,9 @@ def test_report_names_what_is_left_alone():
 
 
 def sent(recipe, **options):
-    layers = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)]
-    layers[2].weight = layers[1].weight
-    model = fp8.convert(nn.Sequential(*layers), recipe, **options)
+    model = linears(16, 16, 16, 16)
+    model[2].weight = model[1].weight
+    fp8.convert(model, recipe, **options)
     report = gather_in_fp8(model)
     assert model[1].weight is model[2].weight  # what is tied stays tied
     return [row.why.partition(" has ")[0] or row.done for row in report]
@@ -390,7 +381,7 @@ def test_layers_are_sent_as_they_compute():
 
 
 @parametrize(
-    ("recipe", "message"),
+    "recipe, message",
     [
         ("row", "scaling 'row', which goes along what FSDP2 cuts"),
         ("mxfp8", "scaling 'mx'"),

@@ -1,7 +1,9 @@
 """Gradients averaged in FP8, by two processes and by four; the bytes that they send."""
 
 from contextlib import contextmanager
+from copy import deepcopy
 from math import inf, nan
+from types import SimpleNamespace
 
 import ml_dtypes
 import pytest
@@ -14,24 +16,16 @@ import fp8
 from fp8.training import gradient_hook as distributed
 from fp8.training.gradient_hook import BLOCK, all_reduce_hook
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import linears, normal, proves, seeded
+from tests.shared import both, linears, normal, proves, seeded
 
 WORLD = 4
 SIZES = (5000, 7)  # no multiple of anything; fewer elements than blocks
 
 
-class Bucket:
-    """What the hook reads of a DDP bucket."""
-
-    def __init__(self, gradients):
-        self.gradients = gradients
-
-    def buffer(self):
-        return self.gradients
-
-
 def reduced(gradients, group):
-    return all_reduce_hook(group, Bucket(gradients.clone())).wait()
+    """By what the hook reads of a DDP bucket."""
+    mine = gradients.clone()
+    return all_reduce_hook(group, SimpleNamespace(buffer=lambda: mine)).wait()
 
 
 def of_all(x, group):
@@ -156,13 +150,12 @@ def check_model(level, group):
     """DDP with the hook, over accumulation and rebuilt buckets, also at one of MS-AMP's levels:
     gradients are those of the whole batch, the same on every rank."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = linears(32, 64, nn.GELU, 16)
-        models.append(
-            model if level is None else fp8.initialize(model, None, level, "tensor")[0]
-        )
+    torch.manual_seed(0)
+    one = linears(32, 64, nn.GELU, 16)
+    models = one, deepcopy(one)
+    if level is not None:
+        for each in models:
+            fp8.initialize(each, None, level, "tensor")
     one, model = models
     ddp = DistributedDataParallel(model, process_group=group)
     ddp.register_comm_hook(group, all_reduce_hook)
@@ -173,7 +166,7 @@ def check_model(level, group):
             with ddp.no_sync():
                 each(batch).square().mean().backward()
             each(batch).square().mean().backward()
-        for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        for p, q in both(model, one):
             mine, expected = (r.grad.to(torch.float32) + 0 for r in (p, q))
             assert torch.equal(of_all(mine, group), mine.expand(world, *mine.shape))
             assert not torch.equal(mine, expected)

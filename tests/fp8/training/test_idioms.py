@@ -9,24 +9,21 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8
 from fp8.casts.scaled_tensor import dequantized
-from tests.shared import normal, pairs, parametrize
+from tests.shared import Net, normal, pairs, parametrize
 
 DECAY = 0.999
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.outer = nn.Linear(16, 16, bias=False)
+def forward(m, x):
+    x = m.inner(x)
+    x = x + m.attention(x, x, x, need_weights=False)[0]
+    return m.outer(x) @ m.inner.weight.t() + sum(m.outer.weight.chunk(2))[0]
 
-    def forward(self, x):
-        x = self.inner(x)
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return (
-            self.outer(x) @ self.inner.weight.t() + sum(self.outer.weight.chunk(2))[0]
-        )
+
+def made():
+    inner, outer = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    return Net(forward, inner=inner, attention=attention, outer=outer)
 
 
 def inputs(seed=0):
@@ -191,18 +188,15 @@ rounding of a gradient to e4m3."""
 
 
 def at_level(level):
-    torch.manual_seed(0)
-    model = Model()
-    return fp8.initialize(
-        model, torch.optim.Adam(model.parameters()), level, recipe=None
-    )[0]
+    model = made()
+    optimizer = torch.optim.Adam(model.parameters())
+    return fp8.initialize(model, optimizer, level, recipe=None)[0]
 
 
 def plain_of(model):
-    other = Model()
-    other.load_state_dict(
-        {k: dequantized(v).clone() for k, v in model.state_dict().items()}
-    )
+    values = {k: dequantized(v).clone() for k, v in model.state_dict().items()}
+    other = made()
+    other.load_state_dict(values)
     return other
 
 

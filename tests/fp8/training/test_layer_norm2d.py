@@ -8,13 +8,23 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 import fp8
 from fp8.torch_internals.autograd_functions import apply
 from fp8.training import layer_norm2d as module
 from fp8.training.layer_norm2d import layer_norm2d
-from tests.shared import in_one_graph, normal, pairs, parametrize, proves, refuses
+from tests.shared import (
+    assert_close,
+    in_one_graph,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    refuses,
+)
+
+# What code is compiled to depends on it.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -51,18 +61,7 @@ def step(function, *tensors):
 def error(value, reference):
     """RMS of the error over that of the reference."""
     wide = reference.double()
-    return float(
-        (value.double() - wide).square().mean().sqrt() / wide.square().mean().sqrt()
-    )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """What code is compiled to depends on it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    return float((value.double() - wide).norm() / wide.norm())
 
 
 def permuted(x, weight, bias, eps=1e-6):
@@ -124,9 +123,7 @@ def test_output_and_gradient_are_stored_as_the_input(compiled, stored, dtype):
     format of the gradient is. In a graph torch 2.13 takes other strides for a single channel."""
     x = STORED[stored]().to(dtype)
     (w, b), wanted = parameters(x.shape[1], dtype), torch.empty_like(x).stride()
-    function = layer_norm2d
-    if compiled:
-        function = in_one_graph(function)
+    function = in_one_graph(layer_norm2d) if compiled else layer_norm2d
     leaf = x.detach().requires_grad_()
     y = function(leaf, w, b)
     assert_close(y, exact(x, w, b).to(dtype))
@@ -148,15 +145,12 @@ MODES = [
 
 @pytest.mark.sampled(3)
 @each_layout
-@parametrize(("how", "dtype"), MODES)
+@parametrize("how, dtype", MODES)
 def test_output_and_gradients_are_those_of_float64_rounded_once(how, layout, dtype):
-    x, (w, b) = (
-        image(2, 24, 7, 5, dtype=dtype, layout=layout, mean=30.0),
-        parameters(24, dtype),
-    )
-    if (
-        how == "eager"
-    ):  # torch's kernel: with parameters in 16 bits its statistics are so backward
+    x = image(2, 24, 7, 5, dtype=dtype, layout=layout, mean=30.0)
+    w, b = parameters(24, dtype)
+    # torch's kernel: with parameters in 16 bits its statistics are so backward.
+    if how == "eager":
         w, b = module._wide(x, w), module._wide(x, b)
     function = {"eager": layer_norm2d, "formula": formula}.get(how)
     function = function or torch.compile(layer_norm2d, fullgraph=True)
@@ -176,11 +170,8 @@ def test_output_and_gradients_are_those_of_float64_rounded_once(how, layout, dty
 def test_parameters_of_any_dtype(dtype, given):
     """Where torch has no kernel for the two they are widened to the dtype of computation."""
     x, (w, b) = image(2, 6, 4, 4, dtype=dtype), parameters(6)
-    for tensors in (
-        (x, w.to(given), b),
-        (x, w, b.to(given)),
-        (x, w.to(given), b.to(given)),
-    ):
+    v, a = w.to(given), b.to(given)
+    for tensors in ((x, v, b), (x, w, a), (x, v, a)):
         results, references = step(layer_norm2d, *tensors), step(exact, *tensors)
         assert [t.dtype for t in results] == [dtype, *(t.dtype for t in tensors)]
         # A rounding of each result, the sums of torch, and statistics of a mean of 1 and a standard
@@ -191,11 +182,8 @@ def test_parameters_of_any_dtype(dtype, given):
 
 @each_layout
 def test_twice_differentiable(layout):
-    x, w, b = (
-        image(2, 3, 2, 2, dtype=torch.float64, layout=layout),
-        *parameters(3, torch.float64),
-    )
-    leaves = [t.requires_grad_() for t in (x, w, b)]
+    x = image(2, 3, 2, 2, dtype=torch.float64, layout=layout)
+    leaves = [t.requires_grad_() for t in (x, *parameters(3, torch.float64))]
     for function in (layer_norm2d, formula):
         assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(layer_norm2d, leaves)
@@ -273,11 +261,8 @@ def test_constructor_is_timms():
 # torch's own: TorchScript is deprecated, and still what servers run.
 @parametrize("bias", [True, False])
 def test_scripted_saved_and_loaded(layout, affine, bias):
-    norm, x = (
-        fp8.LayerNorm2d(6, affine=affine, bias=bias),
-        image(2, 6, 4, 4, layout=layout),
-    )
-    file = io.BytesIO()
+    norm = fp8.LayerNorm2d(6, affine=affine, bias=bias)
+    x, file = image(2, 6, 4, 4, layout=layout), io.BytesIO()
     torch.jit.save(torch.jit.script(norm), file)
     file.seek(0)
     y = torch.jit.load(file)(x)
@@ -289,14 +274,11 @@ def test_scripted_saved_and_loaded(layout, affine, bias):
 @each_layout
 def test_exported_to_torchs_operations(layout):
     norm, x = fp8.LayerNorm2d(6), image(2, 6, 4, 4, layout=layout)
-    program = torch.export.export(
-        norm, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)
-    )
-    names = {
-        str(node.target) for node in program.graph.nodes if node.op == "call_function"
-    }
-    assert names
-    assert all(name.startswith("aten.") for name in names)
+    sizes = ({0: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(norm, (x,), dynamic_shapes=sizes)
+    called = [n.target for n in program.graph.nodes if n.op == "call_function"]
+    assert called
+    assert all(str(target).startswith("aten.") for target in called)
     for batch in (x, torch.cat([x, x + 1]).contiguous(memory_format=FORMATS[layout])):
         y = program.module()(batch)
         assert_close(y, norm(batch))
@@ -322,14 +304,15 @@ def test_errors_name_what_was_given():
     for dtype in (torch.int64, torch.cfloat):
         with refuses(str(dtype).rpartition(".")[2], TypeError):
             layer_norm2d(torch.ones(2, 4, dtype=dtype))
-    for affine, what in (
-        (True, "weight must have shape"),
-        (False, "8 channels, its input 7"),
+    x, plain = torch.ones(2, 7, 3, 3), fp8.LayerNorm2d(8, affine=False)
+    with refuses("weight must have shape"):
+        fp8.LayerNorm2d(8)(x)
+    for norm, error in (
+        (plain, ValueError),
+        (torch.jit.script(plain), torch.jit.Error),
     ):
-        with refuses(what):
-            fp8.LayerNorm2d(8, affine=affine)(torch.ones(2, 7, 3, 3))
-    with refuses("8 channels, its input 7", torch.jit.Error):
-        torch.jit.script(fp8.LayerNorm2d(8, affine=False))(torch.ones(2, 7, 3, 3))
+        with refuses("8 channels, its input 7", error):
+            norm(x)
 
 
 @pytest.mark.gpu

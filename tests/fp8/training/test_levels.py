@@ -2,6 +2,7 @@
 
 import math
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,17 @@ import fp8
 import unit_scaling as uu
 from fp8.casts.scaled_tensor import ScaledTensor, dequantized
 from fp8.training.levels import LEVELS
-from tests.shared import normal, pairs, parametrize, proves, refuses, warns
+from tests.shared import (
+    Net,
+    assert_close,
+    descend,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    refuses,
+    warns,
+)
 
 OPTIMIZERS = {
     "Adam": torch.optim.Adam,
@@ -29,9 +40,8 @@ each_level = parametrize("level", LEVELS)
 
 def build(optimizer=torch.optim.AdamW, lr=1e-2):
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 8)
-    )
+    layers = nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 8)
+    model = nn.Sequential(*layers)
     return model, optimizer(model.parameters(), lr=lr)
 
 
@@ -40,20 +50,14 @@ def batch(seed):
     return x, x[:, :8].sin()
 
 
-def backward(model, seed=0, scaler=None):
+def loss_of(model, seed):
     x, y = batch(seed)
-    loss = (model(x) - y).square().mean()
-    (loss if scaler is None else scaler.scale(loss)).backward()
-    return loss.item()
+    return (model(x) - y).square().mean()
 
 
 def steps(model, optimizer, count, start=0):
-    losses = []
-    for seed in range(start, start + count):
-        optimizer.zero_grad()
-        losses.append(backward(model, seed))
-        optimizer.step()
-    return losses
+    seeds = range(start, start + count)
+    return descend(optimizer, (loss_of(model, seed) for seed in seeds))
 
 
 def numbers(model):
@@ -78,9 +82,8 @@ def test_it_is_the_same_optimizer(name):
     assert same_optimizer is optimizer
     assert isinstance(optimizer, getattr(fp8.optim, name.rpartition(".")[2]))
     assert optimizer.param_groups is groups
-    assert {id(p) for g in groups for p in g["params"]} == {
-        id(p) for p in model.parameters()
-    }
+    given = {id(p) for g in groups for p in g["params"]}
+    assert given == {id(p) for p in model.parameters()}
     steps(model, optimizer, 1)
     schedule.step()
     assert [group["lr"] for group in groups] == [rate * 0.5 for rate in rates]
@@ -97,44 +100,34 @@ def test_a_training_under_way_goes_on(level):
     fp8.initialize(model, optimizer, level, recipe=None)
     before, after = numbers(other), numbers(model)
     for p, q in pairs(before, after):
-        torch.testing.assert_close(p, q, rtol=2**-4, atol=1e-3)
+        assert_close(p, q, rtol=2**-4, atol=1e-3)
     steps(model, optimizer, 1, 20)
     steps(other, expected, 1, 20)
     moved = [q - p for p, q in pairs(before, numbers(other))]
     if level != "O3":  # there the weight is coarser than a step: the master moves
         error = [q - p - d for p, q, d in pairs(after, numbers(model), moved)]
         assert sum(e.norm() for e in error) < 0.2 * sum(d.norm() for d in moved)
-    names = {
-        name.partition("_")[0] for state in optimizer.state.values() for name in state
-    }
-    assert ("master" in names) == (level == "O3")
+    names = [name for state in optimizer.state.values() for name in state]
+    assert any(name.startswith("master") for name in names) == (level == "O3")
 
 
 @each_level
 def test_ties_frozen_parameters_tags_and_groups(level):
-    model = nn.ModuleDict(
-        {"embed": nn.Embedding(8, 16), "head": nn.Linear(16, 8, bias=False)}
-    )
-    model["head"].weight = model["embed"].weight
-    model["other"] = nn.Linear(16, 16)
-    model["other"].weight.requires_grad_(False)
-    model["head"].weight.mup_type = "output"
-    groups = [
-        {
-            "params": [model["head"].weight, model["other"].weight],
-            "lr": 0.1,
-            "weight_decay": 0.3,
-        },
-        {"params": [model["other"].bias], "name": "rest"},
-    ]
+    embed, head = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
+    head.weight, other = embed.weight, nn.Linear(16, 16)
+    model = Net(embed=embed, head=head, other=other)
+    other.weight.requires_grad_(False)
+    head.weight.mup_type = "output"
+    tied = {"params": [head.weight, other.weight], "lr": 0.1, "weight_decay": 0.3}
+    groups = [tied, {"params": [other.bias], "name": "rest"}]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     fp8.initialize(model, optimizer, level)
-    assert model["head"].weight is model["embed"].weight
-    assert model["head"].weight.mup_type == "output"
-    assert not model["other"].weight.requires_grad
-    assert isinstance(model["other"].weight, ScaledTensor)
+    assert head.weight is embed.weight
+    assert head.weight.mup_type == "output"
+    assert not other.weight.requires_grad
+    assert isinstance(other.weight, ScaledTensor)
     first, second = optimizer.param_groups
-    assert first["params"][0] is model["head"].weight
+    assert first["params"][0] is head.weight
     assert (first["lr"], first["weight_decay"]) == (0.1, 0.3)
     assert (second["lr"], second["name"]) == (0.01, "rest")
 
@@ -154,11 +147,8 @@ def test_what_the_optimizer_does_not_train_stays():
 def test_without_an_optimizer():
     model, optimizer = fp8.initialize(build()[0])
     assert isinstance(optimizer, fp8.optim.AdamW)
-    assert (
-        fp8.report(model)
-        .notes[0]
-        .endswith("that AdamW trains, made here with lr=0.001")
-    )
+    (line,) = fp8.report(model).notes
+    assert line.endswith("that AdamW trains, made here with lr=0.001")
 
 
 def test_what_has_no_level_is_reported():
@@ -175,7 +165,7 @@ def test_what_has_no_level_is_reported():
 
 
 @parametrize(
-    ("level", "where", "bad"), [("O1", "bias", math.inf), ("O3", "weight", math.nan)]
+    "level, where, bad", [("O1", "bias", math.inf), ("O3", "weight", math.nan)]
 )
 def test_a_step_with_a_bad_gradient_is_skipped_and_counted(level, bad, where):
     model, optimizer = build()
@@ -236,7 +226,7 @@ def test_a_backward_pass_after_a_step_is_refused(level):
 
 
 @each_level
-@parametrize(("name", "order"), [("AdamW", 1), ("uu.AdamW", -1)])
+@parametrize("name, order", [("AdamW", 1), ("uu.AdamW", -1)])
 def test_resume_is_exact(level, name, order, tmp_path):
     model, optimizer = build(OPTIMIZERS[name])
     fp8.initialize(model, optimizer, level)
@@ -270,45 +260,31 @@ def test_bad_input_changes_nothing():
     others = build()[1]
     state, kinds = numbers(model), [type(p) for p in model.parameters()]
 
-    def refused(error, match, *args, **kwargs):
+    def refused(match, model, optimizer, *args, error=ValueError, **kwargs):
+        if isinstance(optimizer, partial):
+            optimizer = optimizer(model.parameters())
         with refuses(match, error):
-            fp8.initialize(*args, **kwargs)
+            fp8.initialize(model, optimizer, *args, **kwargs)
 
-    refused(
-        ValueError,
-        "unknown opt_level 'O4'; choose one of 'O1', 'O2', 'O3'",
-        model,
-        optimizer,
-        "O4",
-    )
-    refused(ValueError, "unknown recipe", model, optimizer, recipe="none")
-    refused(ValueError, "not the model's", model, others)
-    refused(
-        TypeError, "SGD is not supported", model, torch.optim.SGD(model.parameters())
-    )
-    refused(TypeError, "Unknown", model, Unknown(model.parameters()))
-    refused(TypeError, "nn.Module", "model", optimizer)
-    refused(
-        TypeError, "needs a torch optimizer, got generator", model, model.parameters()
-    )
-    refused(ValueError, "unknown opt_level", model, optimizer, ["O1"])
-    refused(
-        ValueError, "amsgrad", model, torch.optim.Adam(model.parameters(), amsgrad=True)
-    )
-    mixed = nn.Sequential(
-        model[0], nn.ParameterList([torch.zeros(2).to(torch.float8_e5m2)])
-    )
-    refused(TypeError, "float8_e5m2", mixed, torch.optim.Adam(mixed.parameters()))
-    refused(ValueError, "fully_shard", DeepSpeedEngine(), optimizer)
+    adam, wrong = partial(torch.optim.Adam), {"error": TypeError}
+    levels = "unknown opt_level 'O4'; choose one of 'O1', 'O2', 'O3'"
+    refused(levels, model, optimizer, "O4")
+    refused("unknown recipe", model, optimizer, recipe="none")
+    refused("not the model's", model, others)
+    refused("SGD is not supported", model, partial(torch.optim.SGD), **wrong)
+    refused("Unknown", model, partial(Unknown), **wrong)
+    refused("nn.Module", "model", optimizer, **wrong)
+    generator = "needs a torch optimizer, got generator"
+    refused(generator, model, model.parameters(), **wrong)
+    refused("unknown opt_level", model, optimizer, ["O1"])
+    refused("amsgrad", model, partial(torch.optim.Adam, amsgrad=True))
+    codes = nn.ParameterList([torch.zeros(2).to(torch.float8_e5m2)])
+    refused("float8_e5m2", nn.Sequential(model[0], codes), adam, **wrong)
+    refused("fully_shard", DeepSpeedEngine(), optimizer)
     wrapper = nn.Sequential(nn.DataParallel(model[0]))
-    refused(
-        ValueError,
-        r"DataParallel \(0\)",
-        wrapper,
-        torch.optim.Adam(wrapper.parameters()),
-    )
+    refused(r"DataParallel \(0\)", wrapper, adam)
     assert same(numbers(model), state)
     assert [type(p) for p in model.parameters()] == kinds
     assert type(optimizer) is torch.optim.AdamW
     fp8.initialize(model, optimizer)
-    refused(ValueError, r"has a level already: 0\.weight", model, optimizer, "O1")
+    refused(r"has a level already: 0\.weight", model, optimizer, "O1")

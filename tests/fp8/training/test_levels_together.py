@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 from functools import partial
 
 import pytest
@@ -17,7 +16,16 @@ import unit_scaling as uu
 from fp8.casts.scaled_tensor import ScaledTensor
 from fp8.training.gradient_hook import all_reduce_hook
 from fp8.training.levels import LEVELS
-from tests.shared import linears, normal, pairs, parametrize, proves, refuses
+from tests.shared import (
+    descend,
+    linears,
+    normal,
+    pairs,
+    parametrize,
+    pickled,
+    proves,
+    refuses,
+)
 
 unit_adamw = partial(uu.optim.AdamW, allow_non_unit_scaling_params=True)
 each_level = parametrize("level", LEVELS)
@@ -32,15 +40,8 @@ def build(
 
 
 def run(model, optimizer, count=3, call=None):
-    losses = []
-    for seed in range(count):
-        x = normal(8, 16, seed=seed)
-        optimizer.zero_grad()
-        loss = (call or model)(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    call, inputs = call or model, (normal(8, 16, seed=seed) for seed in range(count))
+    return descend(optimizer, (call(x).square().mean() for x in inputs))
 
 
 @pytest.fixture
@@ -123,10 +124,6 @@ def test_resume_from_a_distributed_checkpoint(level, before, tmp_path):
     assert run(model, optimizer) == expected
 
 
-def pickled(things):
-    return pickle.loads(pickle.dumps(things))
-
-
 def saved(things):
     torch.save(things, file := io.BytesIO())
     file.seek(0)
@@ -134,7 +131,7 @@ def saved(things):
 
 
 @parametrize("copied", [copy.deepcopy, pickled, saved])
-@parametrize(("level", "kind"), [("O2", torch.optim.AdamW), ("O3", unit_adamw)])
+@parametrize("level, kind", [("O2", torch.optim.AdamW), ("O3", unit_adamw)])
 def test_copies_train_on(level, copied, kind):
     """To the same bits. pickle cannot read torch's tensors in FP8, nor the name of a new class."""
     model = linears(16, 256, nn.ReLU, 16)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fp8
-from tests.shared import parametrize, proves
+from tests.shared import descend, parametrize, proves
 
 LARGEST = {"e4m3": 448.0, "fp16": 65504.0}
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "fp16": np.float16}
@@ -73,10 +73,7 @@ def ours(level, steps):
         model.parameters(), LR, BETAS, EPS, weight_decay=DECAY
     )
     fp8.initialize(model, optimizer, level, recipe=None)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
+    descend(optimizer, ((model(x) - y).square().mean() for _ in range(steps)))
     other = nn.Linear(128, 64, bias=False)
     other.load_state_dict(model.state_dict())
     # Masters of O3.

@@ -15,11 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing import assert_close
 
 import fp8
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import linears, normal, pairs, proves
+from tests.shared import assert_close, linears, normal, pairs, proves
 
 WORLD, TOKENS, WIDTH = 2, 256, 32
 RECIPES = ("unit", "mxfp8", "bf16")
@@ -56,11 +55,8 @@ def run(model, recipe, calls, dtype, parts, part):
     for inputs, targets in pairs(x, y):
         lower = torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
         with lower, fp8.autocast(recipe) if recipe else contextlib.nullcontext():
-            loss = (
-                LOSS_SCALE
-                * nn.functional.mse_loss(model(inputs).float(), targets)
-                / calls
-            )
+            loss = nn.functional.mse_loss(model(inputs).float(), targets)
+        loss = LOSS_SCALE * loss / calls
         loss.backward()
         total += loss.detach()
     grads = (p.grad for p in model.parameters())

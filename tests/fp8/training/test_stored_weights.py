@@ -9,25 +9,27 @@ from torch import nn
 import fp8
 from fp8.casts.scaled_tensor import ScaledTensor, dequantized, scaled
 from fp8.training.stored_weights import scale_weights
-from tests.shared import both, parametrize, proves, refuses, seeded
+from tests.shared import Net, both, parametrize, proves, refuses, seeded
 
 
-class Model(nn.Module):
+def loss(m, ids):
+    x = m.conv(m.embed(ids).mT).mT
+    x = m.norm(x + m.attention(x, x, x, need_weights=False)[0])
+    return m.head(x).square().mean()
+
+
+def plain():
     """A tied embedding, a convolution, attention, linear layers, norms."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(24, 16)
-        self.conv = nn.Conv1d(16, 16, 3, padding=1)
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 24, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        x = self.conv(self.embed(ids).mT).mT
-        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
-        return self.head(x).square().mean()
+    model = Net(
+        loss,
+        embed=nn.Embedding(24, 16),
+        conv=nn.Conv1d(16, 16, 3, padding=1),
+        attention=nn.MultiheadAttention(16, 2, batch_first=True),
+        norm=nn.LayerNorm(16),
+        head=nn.Linear(16, 24, bias=False),
+    )
+    model.head.weight = model.embed.weight
+    return model
 
 
 def weights(model):
@@ -40,7 +42,7 @@ def weights(model):
 
 def build(format="fp16", recipe=None):
     torch.manual_seed(0)
-    model = Model()
+    model = plain()
     scale_weights(model, weights(model), format, "e4m3")
     return fp8.convert(model, recipe) if recipe else model
 
@@ -50,7 +52,7 @@ def ids(seed=0):
 
 
 def plain_model(model, recipe=None):
-    other = Model()
+    other = plain()
     for one, same in both(model, other):
         same.data.copy_(dequantized(one.detach()))
     return fp8.convert(other, recipe) if recipe else other
@@ -58,13 +60,10 @@ def plain_model(model, recipe=None):
 
 @proves("the field", "weights kept in FP8")
 @parametrize(
-    ("format", "recipe"),
+    "format, recipe",
     [
-        ("fp16", None),
-        ("fp16", "tensor"),
-        ("e4m3", "unit"),
-        ("e4m3", "row"),
-        ("e4m3", "nvfp4"),
+        *(("fp16", recipe) for recipe in (None, "tensor")),
+        *(("e4m3", recipe) for recipe in "unit row nvfp4".split()),
     ],
 )
 def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):
@@ -80,33 +79,27 @@ def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):
     kinds = set()
     for p, q in both(model, other):
         kinds.add(type(p.grad))
-        expected = (
-            scaled(q.grad, "e4m3") if isinstance(p.grad, ScaledTensor) else q.grad
-        )
+        stored = isinstance(p.grad, ScaledTensor)
+        expected = scaled(q.grad, "e4m3") if stored else q.grad
         assert torch.equal(dequantized(p.grad), dequantized(expected))
     assert kinds == {torch.Tensor, ScaledTensor}
 
 
 def test_hooks_and_gradients_stay():
-    model = Model()
+    model = plain()
     calls = []
     model.conv.weight.register_hook(lambda grad: calls.append("grad"))
-    model.conv.weight.register_post_accumulate_grad_hook(
-        lambda p: calls.append(type(p.grad))
-    )
+    after = lambda p: calls.append(type(p.grad))  # noqa: E731
+    model.conv.weight.register_post_accumulate_grad_hook(after)
     model.attention.in_proj_weight.requires_grad_(False)
     model(ids()).backward()
     calls.clear()
-    gradient, names = (
-        model.conv.weight.grad.clone(),
-        list(dict(model.named_parameters())),
-    )
+    gradient = scaled(model.conv.weight.grad.clone(), "e4m3")
+    names = list(dict(model.named_parameters()))
     assert len(scale_weights(model, weights(model), "fp16", "e4m3")) == 4
     assert list(dict(model.named_parameters())) == names
     assert type(model.norm.weight) is type(model.conv.bias) is nn.Parameter
-    assert torch.equal(
-        dequantized(model.conv.weight.grad), dequantized(scaled(gradient, "e4m3"))
-    )
+    assert torch.equal(dequantized(model.conv.weight.grad), dequantized(gradient))
     model(ids()).backward()
     assert calls == ["grad", ScaledTensor]
     assert model.attention.in_proj_weight.grad is None
@@ -117,16 +110,14 @@ def test_files_are_plain_and_exact(format, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model = build(format)
     state = model.state_dict()
-    assert list(state) == list(Model().state_dict())
+    assert list(state) == list(plain().state_dict())
     assert torch.equal(model.conv.state_dict()["weight"], state["conv.weight"])
     torch.save(state, tmp_path / "model.pt")
     safetensors.save_model(model, tmp_path / "tied.safetensors")
     del state["head.weight"]  # tied, which safetensors has no form for
     safetensors.save_file(state, tmp_path / "model.safetensors")
-    assert safetensors.load_model(build(format), tmp_path / "tied.safetensors") == (
-        set(),
-        [],
-    )
+    left = safetensors.load_model(build(format), tmp_path / "tied.safetensors")
+    assert left == (set(), [])
     for read in (
         torch.load(tmp_path / "model.pt", weights_only=True),
         safetensors.load_file(tmp_path / "model.safetensors"),
@@ -142,10 +133,10 @@ def test_files_are_plain_and_exact(format, tmp_path):
         assert all(map(torch.equal, *values))
 
 
-@parametrize(("dtype", "assign"), [(torch.float32, False), (torch.bfloat16, True)])
+@parametrize("dtype, assign", [(torch.float32, False), (torch.bfloat16, True)])
 def test_checkpoints_of_plain_models(dtype, assign):
     torch.manual_seed(1)
-    other = Model().to(dtype)
+    other = plain().to(dtype)
     model = build()
     model.load_state_dict(other.state_dict(), assign=assign)
     for name, parameter in model.named_parameters():

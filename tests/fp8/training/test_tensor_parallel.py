@@ -33,7 +33,7 @@ import fp8
 from fp8.casts.casting import rounded
 from tests.fp8.checkpoints.reading import same
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import pairs, parametrize, proves, refuses
+from tests.shared import Net, descend, pairs, parametrize, proves, refuses
 from unit_scaling.transforms import unit_scale
 
 WORLD = int(os.environ.get("WORLD", "2"))
@@ -43,47 +43,30 @@ SCALED = (
 )
 
 
-class Block(nn.Module):
+def gated(m, x):
+    return m.down(nn.functional.silu(m.gate(x)) * m.up(x))
+
+
+def block():
     """Two gated branches that read the same input, after a norm, around a residual connection."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Module()
-        self.mlp = Gated()
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        hidden = 4 * 128  # whole tiles of 128 for four processes
-        self.gate, self.up = nn.Linear(WIDTH, hidden), nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+    hidden = 4 * 128  # whole tiles of 128 for four processes
+    gate, up = nn.Linear(WIDTH, hidden), nn.Linear(WIDTH, hidden)
+    mlp = Net(gated, gate=gate, up=up, down=nn.Linear(hidden, WIDTH))
+    norm, inner = nn.LayerNorm(WIDTH), nn.Module()
+    return Net(lambda m, x: x + m.mlp(m.norm(x)), norm=norm, inner=inner, mlp=mlp)
 
 
 def plan(sequence):
+    columns = {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel()}
     if not sequence:
-        return {
-            "mlp.gate": ColwiseParallel(),
-            "mlp.up": ColwiseParallel(),
-            "mlp.down": RowwiseParallel(),
-        }
-    return {
-        "norm": SequenceParallel(),
-        "mlp": PrepareModuleInput(
-            input_layouts=Shard(1),
-            desired_input_layouts=Replicate(),
-            use_local_output=False,
-        ),
-        "mlp.gate": ColwiseParallel(),
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-    }
+        return {**columns, "mlp.down": RowwiseParallel()}
+    whole = PrepareModuleInput(
+        input_layouts=Shard(1),
+        desired_input_layouts=Replicate(),
+        use_local_output=False,
+    )
+    down = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    return {"norm": SequenceParallel(), "mlp": whole, **columns, "mlp.down": down}
 
 
 def full(x):
@@ -92,7 +75,7 @@ def full(x):
 
 def model_of(kind, recipe):
     torch.manual_seed(0)
-    model = Block()
+    model = block()
     if kind != "plain":
         model = unit_scale(model, batch=torch.randn(2, TOKENS, WIDTH))
     return fp8.convert(model, recipe)
@@ -134,13 +117,9 @@ def check_optimizers():
             fp8.optim.AdamW(m.parameters(), 0.01, **options) for m in (model, whole)
         ]
         for x in torch.randn(3, 2, TOKENS, WIDTH):
-            (
-                full(model(distribute_tensor(x, mesh, [Shard(1)]))) - x
-            ).square().mean().backward()
-            (whole(x) - x).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            y = full(model(distribute_tensor(x, mesh, [Shard(1)])))
+            for optimizer, output in pairs(optimizers, (y, whole(x))):
+                descend(optimizer, [(output - x).square().mean()])
         for (name, p), q in pairs(model.named_parameters(), whole.parameters()):
             close(full(p), q, name)
 
@@ -153,10 +132,8 @@ def close(got, want, name=""):
 def check_casts():
     """Every cast of every recipe, of operands that are divided along each dimension, to the bit."""
     mesh = dist.init_device_mesh("cpu", (WORLD,))
-    x = (
-        torch.randn(32 * WORLD, 128 * WORLD)
-        * torch.logspace(-4, 4, 32 * WORLD)[:, None]
-    )
+    sizes = torch.logspace(-4, 4, 32 * WORLD)[:, None]
+    x = torch.randn(32 * WORLD, 128 * WORLD) * sizes
     zeros = x.clone()
     zeros[:32] = zeros[:, :128] = 0  # all of the first part
     nonfinite = x.clone()
@@ -211,7 +188,7 @@ def check_two_dimensions(folder):
     """FSDP2 over one dimension of a mesh and tensor parallelism over the other. Checkpoints load on
     another mesh, and in one process."""
     mesh = dist.init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("dp", "tp"))
-    for recipe in ("tensor", "delayed", "row", "mxfp8"):
+    for recipe in "tensor delayed row mxfp8".split():
         model = model_of("plain", recipe)
         whole = deepcopy(model)
         parallelize_module(model, mesh["tp"], plan(False))
@@ -220,13 +197,11 @@ def check_two_dimensions(folder):
         for _ in range(2):
             x = torch.randn(2, TOKENS, WIDTH)
             losses = [full(m(x)).square().mean() for m in (model, whole)]
-            for loss, optimizer in pairs(losses, optimizers):
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            for optimizer, loss in pairs(optimizers, losses):
+                descend(optimizer, [loss])
             close(losses[0].detach(), losses[1].detach())
-        for (name, p), q in pairs(model.named_parameters(), whole.named_parameters()):
-            close(full(p), q[1], name)
+        for (name, p), q in pairs(model.named_parameters(), whole.parameters()):
+            close(full(p), q, name)
         path = folder / f"checkpoint {recipe}"
         dcp.save(get_model_state_dict(model), checkpoint_id=path)
         other = model_of("plain", recipe)
