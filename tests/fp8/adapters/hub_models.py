@@ -23,8 +23,9 @@ def llama(**options):
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
     }
-    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 64}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | options)))
 
 
@@ -37,11 +38,6 @@ def gpt2(**options):
         "n_positions": 64,
         "vocab_size": 64,
     }
-    sizes |= {
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "bos_token_id": 0,
-    }
-    config = transformers.GPT2Config(**(sizes | {"eos_token_id": 0} | options))
+    zeros = "resid_pdrop embd_pdrop attn_pdrop bos_token_id eos_token_id".split()
+    config = transformers.GPT2Config(**(sizes | dict.fromkeys(zeros, 0) | options))
     return transformers.GPT2LMHeadModel(config)

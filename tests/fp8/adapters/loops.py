@@ -4,38 +4,38 @@ import contextlib
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.shared import Net, seeded
 
-class Model(nn.Module):
+
+def logits(m, tokens):
+    x = m.embed(tokens)
+    return m.head(m.norm(x + m.down(F.gelu(m.up(x)))))
+
+
+def small(width=32):
     """A tied embedding and head around two layers and a norm."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.embed = nn.Embedding(32, width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        """Logits."""
-        x = self.embed(tokens)
-        return self.head(self.norm(x + self.down(nn.functional.gelu(self.up(x)))))
+    model = Net(
+        logits,
+        embed=nn.Embedding(32, width),
+        up=nn.Linear(width, 2 * width),
+        down=nn.Linear(2 * width, width),
+        norm=nn.LayerNorm(width),
+        head=nn.Linear(width, 32, bias=False),
+    )
+    model.head.weight = model.embed.weight
+    return model
 
 
 def batches(steps=4, start=0):
-    generator = torch.Generator().manual_seed(2)
-    return [
-        torch.randint(32, (8, 17), generator=generator) for _ in range(start + steps)
-    ][start:]
+    every = torch.randint(32, (start + steps, 8, 17), generator=seeded(2))
+    return list(every[start:])
 
 
 def loss_of(model, tokens):
-    return nn.functional.cross_entropy(
-        model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
-    )
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def accelerated(

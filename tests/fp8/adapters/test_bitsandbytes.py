@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fp8
-from tests.shared import parametrize, quietly, refuses, theirs
+from tests.shared import Net, by_path, descend, parametrize, quietly, refuses, theirs
 from unit_scaling.transforms import unit_scale
 
 with quietly():
@@ -16,36 +16,20 @@ pytestmark = theirs
 
 def train(model, optimizer, steps):
     x, target = torch.randn(256, 64), torch.randn(256, 32)
-    losses = []
-    for _ in range(steps):
-        loss = nn.functional.mse_loss(model(x), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-class Lora(nn.Module):
-    """A frozen layer and one that is trained beside it."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.beside = base, nn.Linear(64, 32, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.beside(x)
+    losses = (nn.functional.mse_loss(model(x), target) for _ in range(steps))
+    return descend(optimizer, losses)
 
 
 @parametrize("kind", ["Linear8bitLt", "Linear4bit"])
 def test_quantized_weights_stay_and_what_is_beside_them_is_converted(kind):
     """Their products are in functions of their own, which no mode sees; the weights are codes."""
     base = getattr(library.nn, kind)(64, 32).to("cpu").requires_grad_(False)
-    model, x = Lora(base), torch.randn(16, 64)
+    beside, x = nn.Linear(64, 32, bias=False), torch.randn(16, 64)
+    model = Net(lambda m, x: m.base(x) + m.beside(x), base=base, beside=beside)
     plain = base(x)
     fp8.convert(model)
-    rows = [(row.path, row.done) for row in fp8.report(model)]
-    assert rows == [("base", "left alone"), ("beside", "converted")]
+    done = by_path(fp8.report(model), "done")
+    assert done == {"base": "left alone", "beside": "converted"}
     assert "of bitsandbytes" in fp8.report(model)[0].why
     assert torch.equal(base(x), plain)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -59,7 +43,7 @@ def test_quantized_weights_stay_and_what_is_beside_them_is_converted(kind):
     train(model, optimizer, 1)
 
 
-@parametrize(("size", "level"), [(16, "O3"), (128, "O1")])  # small: states of 32 bits
+@parametrize("size, level", [(16, "O3"), (128, "O1")])  # small: states of 32 bits
 def test_at_a_level_small_steps_count(level, size):
     """It writes to the weights by an operation of its own, which no table of torch's has."""
     model, _ = fp8.initialize(nn.Linear(size, size), opt_level=level, recipe=None)

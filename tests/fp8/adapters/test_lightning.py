@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import warnings
 from copy import deepcopy
 
 import pytest
@@ -12,8 +11,18 @@ from torch.utils.data import DataLoader
 
 import fp8
 from fp8.adapters.lightning import FP8FabricPrecision, FP8Precision
-from tests.fp8.adapters.loops import Model, adam, batches, loss_of, plain_loop
-from tests.shared import parametrize, pickled, proves, quietly, refuses, theirs
+from tests.fp8.adapters.loops import adam, batches, loss_of, plain_loop, small
+from tests.shared import (
+    Net,
+    parametrize,
+    paths,
+    pickled,
+    proves,
+    quietly,
+    refuses,
+    said,
+    theirs,
+)
 
 with quietly():
     pytest.importorskip("lightning", reason="the library that is adapted")
@@ -27,26 +36,27 @@ pytestmark = theirs
 BITS = ["fp8.optim", "bitsandbytes"]
 
 
-class Net(nn.Module):
+def logits(m, tokens):
+    x = m.embed(tokens)
+    x = x + m.attention(m.norm(x), x, x)[0]
+    return m.head(m.frozen(x + m.down(nn.functional.gelu(m.up(x)))))
+
+
+def net():
     """What Lightning's own conversion loses: a tie, a frozen layer, a norm without weight, a
-    layer of an odd size before others, attention, a hook."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(32, 32)
-        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
-        self.norm = nn.LayerNorm(32, elementwise_affine=False)
-        self.up = nn.Linear(32, 24)
-        self.down = nn.Linear(24, 32)
-        self.frozen = nn.Linear(32, 32).requires_grad_(False)
-        self.head = nn.Linear(32, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        """Logits."""
-        x = self.embed(tokens)
-        x = x + self.attention(self.norm(x), x, x)[0]
-        return self.head(self.frozen(x + self.down(nn.functional.gelu(self.up(x)))))
+    layer of an odd size before others, attention."""
+    model = Net(
+        logits,
+        embed=nn.Embedding(32, 32),
+        attention=nn.MultiheadAttention(32, 2, batch_first=True),
+        norm=nn.LayerNorm(32, elementwise_affine=False),
+        up=nn.Linear(32, 24),
+        down=nn.Linear(24, 32),
+        frozen=nn.Linear(32, 32).requires_grad_(False),
+        head=nn.Linear(32, 32, bias=False),
+    )
+    model.head.weight = model.embed.weight
+    return model
 
 
 OPTIMIZERS = {
@@ -113,20 +123,17 @@ DTYPES = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat
     how="library",
 )
 @parametrize(
-    ("library", "optimizer", "precision"),
+    "library, optimizer, precision",
     [
-        *(
-            ("lightning", "torch", precision)
-            for precision in ("32-true", "16-mixed", "bf16-mixed")
-        ),
+        *(("lightning", "torch", precision) for precision in DTYPES),
         ("pytorch_lightning", "torch", "32-true"),
         *(("lightning", name, "bf16-mixed") for name in BITS),
     ],
 )
 def test_the_same_losses_as_a_plain_loop(library, optimizer, precision, tmp_path):
-    net = Net()
-    other = fp8.convert(deepcopy(net), "tensor")
-    lit = module(library, net, optimizer)
+    inner = net()
+    other = fp8.convert(deepcopy(inner), "tensor")
+    lit = module(library, inner, optimizer)
     plugin = FP8Precision("tensor", precision=precision, library=library)
     trainer(library, plugin, tmp_path, 2).fit(lit, loader())
     stepping, dtype = OPTIMIZERS[optimizer](other), DTYPES[precision]
@@ -140,7 +147,7 @@ STATES = ["delayed", "static", fp8.Policy("row", switch=[(0.4, "delayed")])]
 def fitted(recipe, folder, epochs=2, precision="32-true", **options):
     """A module with layers of one product and of several, and the Trainer that has trained it."""
     torch.manual_seed(0)
-    lit = module("lightning", Net())
+    lit = module("lightning", net())
     plugin = FP8Precision(recipe, precision=precision)
     run = trainer("lightning", plugin, folder, epochs, **options)
     run.fit(lit, loader())
@@ -148,7 +155,7 @@ def fitted(recipe, folder, epochs=2, precision="32-true", **options):
 
 
 @parametrize(
-    ("recipe", "precision"),
+    "recipe, precision",
     [("static", "32-true"), (STATES[2], "32-true"), ("delayed", "bf16-mixed")],
 )
 def test_what_follows_a_fit(recipe, precision, tmp_path):
@@ -162,18 +169,12 @@ def test_what_follows_a_fit(recipe, precision, tmp_path):
     assert state
     assert all(torch.equal(value, state[name]) for name, value in lit.named_buffers())
     best = run.checkpoint_callback.best_model_path
-    for call in (run.validate, run.test, run.predict):
-        call(
-            lit,
-            loader(),
-            ckpt_path="best",
-            **({} if call == run.predict else {"verbose": False}),
-        )
+    for call in (run.validate, run.test):
+        call(lit, loader(), ckpt_path="best", verbose=False)
+    run.predict(lit, loader(), ckpt_path="best")
     models = [fitted(recipe, tmp_path, 4, **how)[0]] if isinstance(recipe, str) else []
-    for model in (
-        lit,
-        module("lightning", Net()),
-    ):  # a switch comes later in a longer training
+    # A switch comes later in a longer training.
+    for model in (lit, module("lightning", net())):
         plugin = FP8Precision(recipe, precision=precision)
         trainer("lightning", plugin, tmp_path, 4).fit(model, loader(), ckpt_path=best)
         models.append(model)
@@ -188,20 +189,16 @@ def test_what_follows_a_fit(recipe, precision, tmp_path):
 @parametrize("recipe", ["unit", "static"])
 def test_checkpoints_are_those_of_the_plain_model(recipe, tmp_path):
     """Whose weights may be in 16 bits."""
-    lit = module("lightning", Model())
-    plugin = FP8Precision(
-        recipe, precision="bf16-true", where=lambda name, _: "up" not in name
-    )
+    lit = module("lightning", small())
+    where = lambda name, _: "up" not in name  # noqa: E731
+    plugin = FP8Precision(recipe, precision="bf16-true", where=where)
     run = trainer("lightning", plugin, tmp_path, 1)
     run.fit(lit, loader())
     assert {p.dtype for p in lit.parameters()} == {torch.bfloat16}
-    assert {row.path for row in fp8.report(lit) if row.left_alone} == {
-        "net.embed",
-        "net.up",
-    }
+    assert paths(fp8.report(lit), "left alone") == {"net.embed", "net.up"}
     run.save_checkpoint(tmp_path / "checkpoint.ckpt")
     saved = torch.load(tmp_path / "checkpoint.ckpt", weights_only=True)
-    module("lightning", Model()).load_state_dict(saved["state_dict"])  # strict
+    module("lightning", small()).load_state_dict(saved["state_dict"])  # strict
     assert saved["FP8Precision"]["fp8"]["recipe"]["name"] == recipe
     histories = saved["FP8Precision"]["fp8"]["histories"]
     assert bool(histories) == (recipe != "unit")
@@ -215,7 +212,7 @@ POLICY = fp8.Policy(
 
 def test_a_policy_and_its_switch(tmp_path):
     """From the fifth of 8 steps on: the first with at least 0.4 of them done."""
-    net = Model()
+    net = small()
     other = fp8.convert(nn.ModuleDict({"net": deepcopy(net)}), POLICY)
     done = iter(range(8))
 
@@ -234,7 +231,7 @@ def test_a_policy_and_its_switch(tmp_path):
 
 
 @parametrize(
-    ("first", "second", "message"),
+    "first, second, message",
     [
         ("unit", "tensor", "under the recipe 'unit', goes on under 'tensor'"),
         (POLICY, "row", "under the recipe 'a policy of tensor'.* 'row'"),
@@ -242,20 +239,16 @@ def test_a_policy_and_its_switch(tmp_path):
     ],
 )
 def test_another_recipe_is_said(first, second, message, tmp_path):
-    lit = module("lightning", Model())
+    lit = module("lightning", small())
     run = trainer("lightning", FP8Precision(first), tmp_path, 1)
     run.fit(lit, loader())
     run.save_checkpoint(tmp_path / "checkpoint.ckpt")
     run = trainer("lightning", FP8Precision(second), tmp_path, 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with said() as messages:
         run.fit(lit, loader(), ckpt_path=tmp_path / "checkpoint.ckpt")
-    said = [
-        str(w.message) for w in caught if "the checkpoint was trained" in str(w.message)
-    ]
-    assert [bool(re.search(message or "", text)) for text in said] == [True] * (
-        message is not None
-    )
+    found = [text for text in messages if "the checkpoint was trained" in text]
+    assert len(found) == (message is not None)
+    assert all(re.search(message, text) for text in found)
 
 
 def fabric_loop(fabric, model, optimizer, max_norm=None):
@@ -272,10 +265,10 @@ def fabric_loop(fabric, model, optimizer, max_norm=None):
     return losses
 
 
-@parametrize(("recipe", "precision"), [("unit", "16-mixed"), ("delayed", "32-true")])
+@parametrize("recipe, precision", [("unit", "16-mixed"), ("delayed", "32-true")])
 def test_fabric(recipe, precision):
     """A root that is a layer itself among what it sets up."""
-    net = Model()
+    net = small()
     other = fp8.convert(deepcopy(net), recipe)
     plugin = FP8FabricPrecision(recipe, precision=precision)
     fabric = lightning.Fabric(plugins=plugin, accelerator="cpu")
@@ -311,7 +304,7 @@ def test_pickled(make):
 
 
 @parametrize(
-    ("recipe", "options", "message"),
+    "recipe, options, message",
     [
         *(  # Lightning's short forms are not taken, but named
             (

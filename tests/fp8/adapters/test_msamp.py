@@ -12,8 +12,7 @@ from torch import nn
 import fp8
 from fp8.adapters import msamp
 from fp8.common.libraries import LIBRARIES
-from tests.fp8.compare import assert_near
-from tests.shared import parametrize, proves, refuses
+from tests.shared import assert_close, by_path, parametrize, paths, proves, refuses
 
 
 @pytest.fixture
@@ -69,12 +68,12 @@ def library(monkeypatch):
 @proves("MS-AMP", "msamp.initialize", how="signatures")
 @parametrize("function", [initialize, clip_grad_norm_])
 def test_the_signatures_are_its_own(function):
-    def described(function):
-        return [
-            (p.name, p.default) for p in inspect.signature(function).parameters.values()
-        ]
-
-    assert described(getattr(msamp, function.__name__)) == described(function)
+    ours, theirs = getattr(msamp, function.__name__), function
+    found, expected = (
+        [(p.name, p.default) for p in inspect.signature(each).parameters.values()]
+        for each in (ours, theirs)
+    )
+    assert found == expected
 
 
 def test_it_is_called_where_it_imports(model, library):
@@ -83,9 +82,7 @@ def test_it_is_called_where_it_imports(model, library):
     assert result == (model, "its optimizer")
     assert CALLS == [{"opt_level": "O2", "use_te": False}]
     report = fp8.report(model)
-    assert [(row.path, row.what, row.why) for row in report] == [
-        ("0", "FP8Linear", "MS-AMP")
-    ]
+    assert by_path(report, "what", "why") == {"0": ("FP8Linear", "MS-AMP")}
     assert report.notes == ["level O2, by msamp.initialize of MS-AMP unknown"]
     norm = msamp.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     assert norm == 2
@@ -98,11 +95,10 @@ def test_it_is_called_where_it_imports(model, library):
 def test_what_it_left_is_reported(library):
     model = nn.Sequential(nn.Linear(16, 16), nn.Embedding(4, 16))
     msamp.initialize(model)
-    whys = [(row.path, row.done, row.why) for row in fp8.report(model)]
-    assert whys == [
-        ("0", "converted", "MS-AMP"),
-        ("1", "left alone", "MS-AMP does not replace it"),
-    ]
+    assert by_path(fp8.report(model), "done", "why") == {
+        "0": ("converted", "MS-AMP"),
+        "1": ("left alone", "MS-AMP does not replace it"),
+    }
 
 
 @proves("MS-AMP", "msamp.initialize")
@@ -147,7 +143,7 @@ def test_use_te_needs_transformer_engine(model, monkeypatch):
 def test_use_te_leaves_the_products(te):
     model = nn.Sequential(te.Linear(32, 32, device="cpu"), nn.Linear(32, 32))
     msamp.initialize(model, torch.optim.Adam(model.parameters()), "O2", True)
-    assert not [row for row in fp8.report(model) if row.done == "converted"]
+    assert not paths(fp8.report(model), "converted")
     assert type(model[0].weight) is nn.Parameter
     assert isinstance(model[1].weight, fp8.ScaledTensor)
 
@@ -163,9 +159,9 @@ def test_clip_grad_norm(model, level, norm_type):
     expected = torch.stack([g.norm(norm_type) for g in wide]).norm(norm_type)
     for max_norm, factor in ((-1.0, 1), (expected / 4, 0.25)):  # 0 and less do not clip
         norm = msamp.clip_grad_norm_(iter(model.parameters()), max_norm, norm_type)
-        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        assert_close(norm, expected, rtol=1e-5, atol=0)
         clipped = [p.grad.to(torch.float32) for p in model.parameters()]
-        assert_near(clipped, [g * factor for g in wide], rtol=1e-4, atol=1e-6)
+        assert_close(clipped, [g * factor for g in wide], rtol=1e-4, atol=1e-6)
     model[1].bias.grad[0] = torch.inf
     with refuses("is non-finite, so it cannot be clipped", RuntimeError):
         msamp.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)

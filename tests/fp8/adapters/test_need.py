@@ -26,11 +26,17 @@ def _same_modules():
     sys.modules.update(before)
 
 
-def pretend(name, body, folder, monkeypatch):
-    """A package of that name, with that body."""
+def forget(name, monkeypatch):
+    """The package of a library, which is imported anew."""
     top = LIBRARIES[name].module.partition(".")[0]
     for loaded in [module for module in sys.modules if module.partition(".")[0] == top]:
         monkeypatch.delitem(sys.modules, loaded)
+    return top
+
+
+def pretend(name, body, folder, monkeypatch):
+    """A package of that name, with that body."""
+    top = forget(name, monkeypatch)
     (folder / top).mkdir()
     (folder / top / "__init__.py").write_text(body)
     monkeypatch.syspath_prepend(folder)
@@ -51,9 +57,7 @@ def test_a_broken_library_is_told_from_a_missing_one(body, tmp_path, monkeypatch
 
 @parametrize("name", LIBRARIES)
 def test_a_missing_library_is_told_how_to_get(name, monkeypatch):
-    top = LIBRARIES[name].module.partition(".")[0]
-    for loaded in [module for module in sys.modules if module.partition(".")[0] == top]:
-        monkeypatch.delitem(sys.modules, loaded)
+    top = forget(name, monkeypatch)
     monkeypatch.setattr(sys, "meta_path", [Without(top), *sys.meta_path])
     assert probe(name).status == "missing"
     with refuses(rf"{name} is not installed: ", ImportError) as raised:

@@ -14,7 +14,7 @@ from torch import nn
 
 import fp8
 from fp8.adapters import composer
-from tests.shared import parametrize, proves, refuses
+from tests.shared import assert_close, parametrize, proves, refuses
 from tests.wheels import signature, unpacked
 
 COMPOSER, TIMM = "mosaicml==0.32.1", "timm==1.0.31"
@@ -87,12 +87,7 @@ def real_composer(wheels, monkeypatch):
     top = package(monkeypatch, "composer", root)
     top.core = package(monkeypatch, "composer.core", root / "core")
     utils = package(monkeypatch, "composer.utils", root / "utils")
-    for name in (
-        "utils.string_enum",
-        "core.serializable",
-        "core.event",
-        "core.algorithm",
-    ):
+    for name in "utils.string_enum core.serializable core.event core.algorithm".split():
         monkeypatch.delitem(sys.modules, f"composer.{name}", raising=False)
         module = importlib.import_module(f"composer.{name}")
         monkeypatch.setitem(sys.modules, f"composer.{name}", module)
@@ -169,5 +164,5 @@ def test_layer_norm_2d_as_timms(timm_norms, low):
     for ours, reference in (outputs, gradients):
         assert torch.equal(ours, reference)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(mine(x), theirs(x), rtol=0.01, atol=0.01)
+        assert_close(mine(x), theirs(x), rtol=0.01, atol=0.01)
         assert mine(x).dtype == (torch.bfloat16 if low else torch.float32)

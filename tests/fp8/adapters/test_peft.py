@@ -6,13 +6,20 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 import fp8
 from fp8.casts.scaled_tensor import ScaledTensor
 from tests.fp8.adapters import hub_models
 from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
-from tests.shared import parametrize, quietly, refuses, seeded, warns
+from tests.shared import (
+    assert_close,
+    descend,
+    parametrize,
+    quietly,
+    refuses,
+    seeded,
+    warns,
+)
 
 with quietly():
     peft = pytest.importorskip("peft", reason="the adapters")
@@ -54,12 +61,6 @@ def logits(model):
     return model.eval()(input_ids=X).logits
 
 
-def backward(model):
-    loss = model.train()(input_ids=X, labels=X).loss
-    loss.backward()
-    return loss.item()
-
-
 def adapted(model, dora=False):
     torch.manual_seed(2)
     config = peft.LoraConfig(r=4, target_modules=TARGETS, use_dora=dora)
@@ -68,12 +69,9 @@ def adapted(model, dora=False):
 
 def train(model, steps=3):
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        losses.append(backward(model))
-        optimizer.step()
-    return losses
+    model.train()
+    losses = (model(input_ids=X, labels=X).loss for _ in range(steps))
+    return descend(torch.optim.AdamW(trained, lr=1e-2), losses)
 
 
 @pytest.mark.sampled(3)

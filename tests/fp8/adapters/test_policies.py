@@ -116,7 +116,7 @@ def megatron(tmp_path_factory):
     core = core / "megatron" / "core"
     modules = {
         name: types.ModuleType(name)
-        for name in ("megatron", "megatron.core", "megatron.core.utils", "quant_config")
+        for name in "megatron megatron.core megatron.core.utils quant_config".split()
     }
     modules["megatron.core.utils"].log_single_rank = lambda *args, **kwargs: None
     module = modules["quant_config"]  # dataclasses look their module up
@@ -222,7 +222,7 @@ def test_the_flags_of_megatron():
 
 
 @parametrize(
-    ("policy", "message"),
+    "policy, message",
     [
         (Policy("row"), "the policy: Megatron has no recipe 'row'; it has 'tensor'"),
         (

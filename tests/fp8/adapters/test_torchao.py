@@ -8,7 +8,7 @@ import fp8
 from fp8 import RECIPES, Cast, Recipe
 from fp8.adapters import torchao
 from fp8.kernels.kernel import why_not_device
-from tests.shared import linears, parametrize, quietly, refuses, theirs
+from tests.shared import by_path, linears, parametrize, quietly, refuses, theirs
 
 with quietly():
     pytest.importorskip("torchao", reason="the library that is adapted")
@@ -61,7 +61,7 @@ def test_a_report_and_the_way_back():
     fp8.convert(
         model, "tensor", backend="torchao", where=lambda name, layer: name != "2"
     )
-    rows = {row.path: (row.done, row.why) for row in fp8.report(model)}
+    rows = by_path(fp8.report(model), "done", "why")
     assert rows == {
         "0": ("converted", "torchao, Float8Linear"),
         "2": ("left alone", "not chosen"),
@@ -83,13 +83,9 @@ def test_a_report_and_the_way_back():
     converted = fp8.convert(layer, "row", backend="torchao")
     assert type(converted) is Float8Linear
     assert type(fp8.revert(converted)) is nn.Linear
-    rows = fp8.report(
-        torchao.convert(nn.Sequential(nn.Linear(10, 6)), "tensor", emulate=True)
-    )
-    assert (rows[0].done, rows[0].why) == (
-        "converted",
-        "torchao, Float8Linear, emulated",
-    )
+    odd = torchao.convert(nn.Sequential(nn.Linear(10, 6)), "tensor", emulate=True)
+    rows = by_path(fp8.report(odd), "done", "why")
+    assert rows == {"0": ("converted", "torchao, Float8Linear, emulated")}
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     with refuses("enable_fsdp_float8_all_gather must be False"):
         # Optimizers would hold weights that are not the model's.

@@ -13,56 +13,56 @@ import fp8
 from fp8.adapters import transformer_engine
 from tests.fp8.adapters.te_library import RAN, recipe_in_force
 from tests.fp8.adapters.test_te_recipe import KINDS
-from tests.shared import linears, pairs, parametrize, proves, refuses, warns
+from tests.shared import (
+    Net,
+    assert_close,
+    by_path,
+    linears,
+    pairs,
+    parametrize,
+    proves,
+    refuses,
+    warns,
+)
 
 pytestmark = pytest.mark.usefixtures("te")
 
 
-class Model(nn.Module):
+def various():
     """An odd layer before others, ties, two names, a frozen layer, norms of every kind."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(48, 32)
-        self.odd = nn.Linear(32, 10)
-        self.back = nn.Linear(10, 32)
-        self.a = nn.Linear(32, 32)
-        self.b = self.a
-        self.frozen = nn.Linear(32, 32).requires_grad_(False)
-        self.norm = nn.LayerNorm(32, eps=1e-3)
-        self.rms = nn.RMSNorm(32)
-        self.plain = nn.LayerNorm(32, elementwise_affine=False)
-        self.unbiased = nn.LayerNorm(32, bias=False)
-        self.wide = nn.LayerNorm((4, 32))
-        self.head = nn.Linear(32, 48, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        """Logits. tokens: (n, 4)."""
-        x = self.wide(self.norm(self.embed(tokens)))
-        x = self.b(self.a(x + self.back(self.odd(x))))
-        x = self.unbiased(self.plain(self.rms(self.frozen(x))))
-        return self.head(x)
+    a = nn.Linear(32, 32)
+    model = Net(
+        embed=nn.Embedding(48, 32),
+        odd=nn.Linear(32, 10),
+        back=nn.Linear(10, 32),
+        a=a,
+        b=a,
+        frozen=nn.Linear(32, 32).requires_grad_(False),
+        norm=nn.LayerNorm(32, eps=1e-3),
+        rms=nn.RMSNorm(32),
+        plain=nn.LayerNorm(32, elementwise_affine=False),
+        unbiased=nn.LayerNorm(32, bias=False),
+        wide=nn.LayerNorm((4, 32)),
+        head=nn.Linear(32, 48, bias=False),
+    )
+    model.head.weight = model.embed.weight
+    return model
 
 
-class Block(nn.Module):
+def mixed(m, x):
+    x = x + m.mix(m.norm(x))
+    return x + m.mlp(x)
+
+
+def block(bias=True):
     """Modules of its own in an order that its forward alone knows, and an nn.Sequential."""
-
-    def __init__(self, bias=True):
-        super().__init__()
-        self.mix = nn.Linear(32, 32, bias=bias)
-        self.norm = nn.LayerNorm(32, eps=1e-3)
-        up, down = nn.Linear(32, 64, bias=bias), nn.Linear(64, 32, bias=bias)
-        self.mlp = nn.Sequential(nn.RMSNorm(32), up, nn.SiLU(), down, nn.RMSNorm(32))
-        self.mlp.append(nn.Linear(32, 32, bias=bias))
-
-    def forward(self, x):
-        x = x + self.mix(self.norm(x))
-        return x + self.mlp(x)
+    sizes = (32, 32), (32, 64), (64, 32), (32, 32)
+    mix, up, down, last = (nn.Linear(*size, bias=bias) for size in sizes)
+    mlp = nn.Sequential(nn.RMSNorm(32), up, nn.SiLU(), down, nn.RMSNorm(32), last)
+    return Net(mixed, mix=mix, norm=nn.LayerNorm(32, eps=1e-3), mlp=mlp)
 
 
-TOKENS = torch.arange(48).view(12, 4)
-INPUTS = {Model: TOKENS, Block: torch.linspace(-2, 2, 3 * 32).view(3, 32)}
+X = torch.linspace(-2, 2, 3 * 32).view(3, 32)
 FUSED = [("norm", "mix"), ("mlp.0", "mlp.1", "mlp.2", "mlp.3"), ("mlp.4", "mlp.5")]
 
 
@@ -90,86 +90,80 @@ def ran(model, *args):
     how="library",
 )
 def test_each_layer_is_converted_or_said_to_be_left_alone(te):
-    model = convert(Model())
-    rows = {row.path: (row.done, row.why) for row in fp8.report(model)}
+    model = convert(various())
+    rows = by_path(fp8.report(model), "done", "why")
     done = ("converted", "TransformerEngine, Float8CurrentScaling")
     assert rows == {
         "embed": ("left alone", "TransformerEngine has no such layer"),
         "odd": ("left alone", "10 is no multiple of 16"),
         "back": ("left alone", "10 is no multiple of 16"),
-        **dict.fromkeys(("a", "frozen", "norm", "rms", "wide", "head"), done),
+        **dict.fromkeys("a frozen norm rms wide head".split(), done),
         "plain": ("left alone", "te.LayerNorm has no form without weight"),
         "unbiased": ("left alone", "te.LayerNorm has no form without bias"),
     }
     assert isinstance(model.a, te.Linear)
     assert isinstance(model.norm, te.LayerNorm)
     assert isinstance(model.rms, te.RMSNorm)
-    rows = {row.path: row.why for row in fp8.report(convert(Model(), "delayed"))}
+    rows = by_path(fp8.report(convert(various(), "delayed")), "why")
     assert rows["a"] == "has two names, and DelayedScaling takes one call a pass"
     assert rows["frozen"] == "TransformerEngine, DelayedScaling"
 
 
-@parametrize(("recipe", "size"), [("mxfp8", 32), ("block", 128), ("tensor", 16)])
+@parametrize("recipe, size", [("mxfp8", 32), ("block", 128), ("tensor", 16)])
 def test_sizes_are_those_that_the_recipe_takes(recipe, size):
     model = linears(size, size, 3 * size // 2)
     rows = fp8.report(convert(model, recipe))
     assert [row.left_alone for row in rows] == [False, True]
 
 
+def modules_of(model):
+    return {n: (type(m), set(vars(m)), m.training) for n, m in model.named_modules()}
+
+
+def parameters_of(model):
+    return [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
+
+
 def test_there_and_back_a_model_with_fused_layers_stays_itself():
     """The same parameters without copies or random numbers, attributes, and no `_extra_state` in
     checkpoints; a copy has them too. Nothing is left after the way back."""
-    model, x = Block(), INPUTS[Block]
+    model = block()
     model.norm.comment = "mine"
     model.norm.eval()
-    modules = {
-        name: (type(m), set(vars(m)), m.training) for name, m in model.named_modules()
-    }
-    parameters = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
-    plain, keys, state = model(x), list(model.state_dict()), torch.get_rng_state()
+    modules, parameters = modules_of(model), parameters_of(model)
+    plain, keys, state = model(X), list(model.state_dict()), torch.get_rng_state()
     assert transformer_engine.convert(model, "unit", fuse=FUSED) is model
     for module in (model, copy.deepcopy(model)):
-        assert torch.allclose(module(x), plain, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(module(X), plain, rtol=1e-5, atol=1e-5)
         assert list(module.state_dict()) == keys
         assert (module.norm.comment, module.norm.training) == ("mine", False)
-    assert [
-        (n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)
-    ] == parameters
+    assert parameters_of(model) == parameters
     assert torch.equal(torch.get_rng_state(), state)
     assert fp8.revert(model) is model
-    found = {
-        name: (type(m), set(vars(m)), m.training) for name, m in model.named_modules()
-    }
-    assert found == modules
-    assert [
-        (n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)
-    ] == parameters
-    assert torch.allclose(model(x), plain, rtol=1e-5, atol=1e-5)
+    assert modules_of(model) == modules
+    assert parameters_of(model) == parameters
+    assert torch.allclose(model(X), plain, rtol=1e-5, atol=1e-5)
 
 
 @parametrize("bias", [True, False])
 def test_fused(te, bias):
     """As accurate as apart, gradients too, with the weights that were loaded or assigned last."""
-    model, x = (
-        transformer_engine.convert(Block(bias), "tensor", fuse=FUSED),
-        INPUTS[Block],
-    )
+    model = transformer_engine.convert(block(bias), "tensor", fuse=FUSED)
     kinds = (te.LayerNormLinear, te.LayerNormMLP, te.LayerNormLinear)
     how = "TransformerEngine, Float8CurrentScaling, in te."
     rows = {n: how + k.__name__ for names, k in pairs(FUSED, kinds) for n in names}
-    assert {row.path: row.why for row in fp8.report(model)} == rows
+    assert by_path(fp8.report(model), "why") == rows
     assert all(isinstance(model.get_submodule(n[1]), k) for n, k in pairs(FUSED, kinds))
     for assign in (False, True):
-        plain = Block(bias)
+        plain = block(bias)
         model.load_state_dict(plain.state_dict(), assign=assign)
-        assert ran(model, x) == {"Float8CurrentScaling"}
+        assert ran(model, X) == {"Float8CurrentScaling"}
         assert len(RAN) == 4
-        both = [
-            torch.autograd.grad(m(x).square().sum(), tuple(m.parameters()))
+        found, expected = (
+            torch.autograd.grad(m(X).square().sum(), tuple(m.parameters()))
             for m in (model, plain)
-        ]
-        for one, other in pairs(*both):
-            assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+        )
+        assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_neighbours_in_a_sequential_are_fused(te, monkeypatch):
@@ -177,21 +171,20 @@ def test_neighbours_in_a_sequential_are_fused(te, monkeypatch):
     inputs, forward = [], te.LayerNormLinear.forward
     record = lambda self, x: inputs.append(x) or forward(self, x)  # noqa: E731
     monkeypatch.setattr(te.LayerNormLinear, "forward", record)
-    model, x = Block(), INPUTS[Block]
-    model.mlp.append(nn.ReLU())
-    model.mlp.append(nn.LayerNorm(32))  # before a layer that is converted to none
-    model.mlp.append(nn.Linear(32, 10))
-    wanted = model.mlp(x)
+    model = block()
+    # A norm before a layer that is converted to none.
+    model.mlp.extend([nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 10)])
+    wanted = model.mlp(X)
     transformer_engine.convert(model, "unit", fuse=True)
     fused = {row.path for row in fp8.report(model) if ", in te." in row.why}
     assert fused == {f"mlp.{i}" for i in range(6)}
-    assert torch.allclose(model.mlp(x), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(model.mlp(X), wanted, rtol=1e-5, atol=1e-5)
     assert inputs[0].shape == (16, 32)
     assert torch.equal(inputs[0][3:], inputs[0][2].expand(13, -1))
 
 
 @parametrize(
-    ("names", "message"),
+    "names, message",
     [
         (
             ("mix", "norm"),
@@ -211,25 +204,13 @@ def test_neighbours_in_a_sequential_are_fused(te, monkeypatch):
     ],
 )
 def test_what_is_not_fused(names, message):
-    model = Block()
-    layers = {
-        "odd": nn.Linear(32, 10),
-        "short": nn.Linear(32, 32).half(),
-        "gelu": nn.GELU(),
-    }
-    layers |= {
-        "twice": nn.Linear(32, 32),
-        "hooked": nn.Linear(32, 32),
-        "back": nn.Linear(64, 16),
-    }
-    layers |= {
-        "wide": nn.LayerNorm((4, 32)),
-        "plain": nn.LayerNorm(32, elementwise_affine=False),
-    }
-    layers["unbiased"] = nn.Linear(64, 32, bias=False)
-    layers["hooked"].register_forward_hook(lambda *_: None)
-    for name, layer in (*layers.items(), ("again", layers["twice"])):
-        model.add_module(name, layer)
+    model = block()
+    model.odd, model.short = nn.Linear(32, 10), nn.Linear(32, 32).half()
+    model.gelu, model.back = nn.GELU(), nn.Linear(64, 16)
+    model.twice = model.again = nn.Linear(32, 32)
+    model.wide, model.unbiased = nn.LayerNorm((4, 32)), nn.Linear(64, 32, bias=False)
+    model.hooked = nn.Linear(32, 32)
+    model.hooked.register_forward_hook(lambda *_: None)
     with refuses(f"cannot fuse {', '.join(names)}: .*{message}"):
         transformer_engine.convert(model, "tensor", fuse=[names])
     assert type(model.mix) is nn.Linear

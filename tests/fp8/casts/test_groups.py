@@ -9,7 +9,7 @@ ENDS = torch.tensor([1, 1, 4], dtype=torch.int32)
 
 
 @parametrize(
-    ("shape", "axis", "shapes"),
+    "shape, axis, shapes",
     [
         ((5, 2), 0, [(1, 2), (0, 2), (3, 2)]),
         ((2, 5), 1, [(2, 1), (2, 0), (2, 3)]),
@@ -31,7 +31,7 @@ def test_ends_ascend_within_the_axis(ends):
 
 
 @parametrize(
-    ("first", "second", "offs", "shape"),
+    "first, second, offs, shape",
     [
         ((5, 2), (3, 2, 4), ENDS, [5, 4]),
         ((3, 5, 2), (3, 2, 4), None, [3, 5, 4]),

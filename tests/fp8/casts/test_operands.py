@@ -17,7 +17,15 @@ from fp8.casts.operands import casts_of, token_of
 from fp8.products.matmul import linear
 from tests.fp8.blocks import block, bytes_of, saved_by
 from tests.fp8.products.test_matmul import DTYPES
-from tests.shared import linears, normal, pairs, parametrize, randn, refuses
+from tests.shared import (
+    assert_same,
+    linears,
+    normal,
+    pairs,
+    parametrize,
+    randn,
+    refuses,
+)
 from unit_scaling.transforms import simulate_fp8
 
 each_backend = parametrize("backend", ["simulate", "native"])
@@ -58,9 +66,7 @@ def test_what_was_in_bytes_is_the_same_to_the_bit(dtype, format, rule):
         recipe = Recipe(name="one", input=cast)
         w = torch.ones(1, a.shape[1], dtype=dtype, requires_grad=True)
         (got,) = torch.autograd.grad(linear(a, w, recipe=recipe).sum(), w)
-        torch.testing.assert_close(
-            got, casting.cast_forward(a, cast), equal_nan=True, rtol=0, atol=0
-        )
+        assert_same(got, casting.cast_forward(a, cast), equal_nan=True)
 
 
 @parametrize("again", [False, True])
@@ -129,7 +135,7 @@ def test_an_activation_that_changed_is_cast_again(change, backend):
     for got, expected in ((again, want), (y, before)):
         assert torch.equal(got, expected)
         (dw,), (other,) = (torch.autograd.grad(out.sum(), w) for out in (got, expected))
-        torch.testing.assert_close(dw, other, rtol=0, atol=0)
+        assert_same(dw, other)
 
 
 def count_of_objects():

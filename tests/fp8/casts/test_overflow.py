@@ -17,25 +17,13 @@ from tests.fp8.blocks import block
 from tests.fp8.kernels.scaled_mm import emulated
 from tests.fp8.kernels.test_product import NATIVE, TILED
 from tests.fp8.oracles import flush_denormal
-from tests.shared import linears, normal, pairs, parametrize
+from tests.shared import assert_close, linears, normal, pairs, parametrize
 
 __all__ = ["emulated"]
 
 BAD = [math.inf, -math.inf, math.nan]
-EIGHT_BIT_SCALES = [
-    name for name, r in RECIPES.items() if r.input.scaling in ("mx", "nv")
-]
-KINDS = (
-    "unit",
-    "tensor",
-    "delayed",
-    "static",
-    "row",
-    "block",
-    "deepseek_v3",
-    "mxfp8",
-    "nvfp4",
-)
+EIGHT_BIT_SCALES = [n for n, r in RECIPES.items() if r.input.scaling in ("mx", "nv")]
+KINDS = "unit tensor delayed static row block deepseek_v3 mxfp8 nvfp4".split()
 """A recipe of each scaling, one with the sums of an accelerator, one with rotations."""
 
 
@@ -58,10 +46,9 @@ def small(rows=32, inner=64, outer=32):
 def check_linear(recipe, operand, bad, backend, sizes=(32, 64, 32)):
     """What a bad number is a factor of is not finite; where nothing of its tile is, all is."""
     tensors = small(*sizes)
-    at = (3, 5)
     clean = [t.clone() for t in tensors]
-    clean[operand][at] = 0
-    tensors[operand][at] = bad
+    clean[operand][3, 5] = 0
+    tensors[operand][3, 5] = bad
     got = results(F.linear, tensors[:2], tensors[2], recipe, backend)
     want = results(F.linear, clean[:2], clean[2], recipe, backend)
     # (result, index of what the bad number is multiplied into)
@@ -80,7 +67,7 @@ def check_linear(recipe, operand, bad, backend, sizes=(32, 64, 32)):
             if which == result:
                 hit[index] = True
         # Another order of sums where a kernel sees NaN and takes another way.
-        torch.testing.assert_close(g[~hit], w[~hit], rtol=1e-5, atol=1e-8)
+        assert_close(g[~hit], w[~hit], rtol=1e-5, atol=1e-8)
 
 
 each_operand = parametrize("operand", [0, 1, 2], ids=["input", "weight", "grad"])
@@ -89,7 +76,7 @@ BACKENDS += [("native", recipe) for recipe in NATIVE]
 
 
 @each_operand
-@parametrize(("backend", "recipe"), BACKENDS)
+@parametrize("backend, recipe", BACKENDS)
 def test_linear(backend, recipe, operand):
     for bad in BAD:
         check_linear(recipe, operand, bad, backend)
@@ -144,9 +131,8 @@ def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale(recipe):
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     with torch.autocast("cpu", torch.float16), block(recipe):
         y = model(normal(16, 32))
-    loss = (
-        100 * y.float().square().sum()
-    )  # its gradient, 200 * 65536 * y, is no float16
+    # Its gradient, 200 * 65536 * y, is no float16.
+    loss = 100 * y.float().square().sum()
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -189,7 +175,7 @@ def test_finite_values_saturate_and_others_stay(format, rounding, dtype):
     bad = quantize_operand(torch.tensor(BAD, dtype=dtype), format, rounding=rounding)
     infinity = math.inf if format.infinity else math.nan
     wanted = torch.tensor([infinity, -infinity, math.nan], dtype=dtype)
-    torch.testing.assert_close(bad, wanted, equal_nan=True)
+    assert_close(bad, wanted, equal_nan=True)
 
 
 MX = [name for name in FORMATS if FORMATS[name].max_exponent < 16]

@@ -1,13 +1,11 @@
 """ScaledTensor against the same operations on plain tensors."""
 
-import io
 import math
 from copy import deepcopy
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing import assert_close
 
 import fp8
 from fp8.casts.scaled_tensor import (
@@ -18,8 +16,19 @@ from fp8.casts.scaled_tensor import (
     scaled,
 )
 from tests.launch import needs_gloo
-from tests.shared import in_one_graph, normal, pairs, parametrize, pickled, refuses
+from tests.shared import (
+    assert_close,
+    assert_same,
+    in_one_graph,
+    normal,
+    pairs,
+    parametrize,
+    pickled,
+    refuses,
+    saved,
+)
 
+BF16 = torch.bfloat16
 #: Half a step of each format, as a share of the number.
 HALF_STEP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "fp16": 2.0**-11}
 
@@ -49,7 +58,7 @@ def test_inf_and_nan(format):
     y = scaled(torch.tensor([1.0, torch.inf, -torch.inf, torch.nan]), format)
     infinity = torch.nan if format == "e4m3" else torch.inf
     expected = torch.tensor([1.0, infinity, -infinity, torch.nan])
-    assert_close(y.dequantize(), expected, rtol=0, atol=0, equal_nan=True)
+    assert_same(y.dequantize(), expected, equal_nan=True)
     assert y.scale == scaled(torch.ones(1), format).scale
 
 
@@ -72,11 +81,7 @@ def test_bad_input():
     with refuses(r"float32, bfloat16, float16, not torch\.float64", TypeError):
         scaled(torch.ones(2, dtype=torch.float64), "e4m3")
     x = scaled(normal(4, 4), "e4m3")
-    for change in (
-        lambda: x.t_(),
-        lambda: x.resize_(2, 2),
-        lambda: x.set_(torch.ones(4, 4)),
-    ):
+    for change in (x.t_, lambda: x.resize_(2, 2), lambda: x.set_(torch.ones(4, 4))):
         with refuses(r"assign x\.data = y", NotImplementedError):
             change()
     with refuses(r"bfloat16 has its values in torch\.float32", RuntimeError):
@@ -173,13 +178,8 @@ def test_its_memory_is_read_by_others():
     x = scaled(normal(4, 4), "e4m3")
     expected = x.dequantize()
     assert x.nbytes == 16 + 4
-    assert (
-        x.t().data_ptr()
-        == x.data_ptr()
-        == x.storage().data_ptr()
-        == x.stored.data_ptr()
-        != 0
-    )
+    (pointer,) = {y.data_ptr() for y in (x.t(), x, x.storage(), x.stored)}
+    assert pointer != 0
     assert torch.equal(x.stored, expected)
     assert x.nbytes == 64
     assert torch.equal(torch.tensor(x.numpy()), expected)
@@ -190,10 +190,7 @@ def test_copy_and_pickle():
     x = weight(6, 4)
     x.mup_type = "weight"
     x.sum().backward()
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    for other in (deepcopy(x), torch.load(file, weights_only=True)):
+    for other in (deepcopy(x), saved(x)):
         assert isinstance(other, nn.Parameter)
         assert isinstance(other, ScaledTensor)
         assert other.stored.data_ptr() != x.stored.data_ptr()
@@ -240,26 +237,21 @@ def test_gradients_of_one_pass(open, compiled):
 
 
 @parametrize(
-    ("count", "equal", "dtype"),
-    [
-        (1, True, torch.bfloat16),
-        (128, True, torch.bfloat16),
-        (1024, False, torch.float32),
-    ],
+    "count, equal, dtype",
+    [(1, True, BF16), (128, True, BF16), (1024, False, torch.float32)],
 )
 def test_gradients_add_up(count, equal, dtype):
     """Micro-batches: the first is rounded to e4m3, and then each sum to float32."""
     w = nn.Parameter(scaled(normal(8, 4).to(dtype), "fp16"))
     keep_gradients_in(w, "e4m3")
-    terms = [normal(8, 4, seed=0 if equal else i).to(dtype) for i in range(count)]
+    seeds = [0] * count if equal else range(count)
+    terms = torch.stack([normal(8, 4, seed=seed).to(dtype) for seed in seeds])
     for term in terms:
         (w * term).sum().backward()
-    expected = torch.stack(terms).double().sum(0)
-    error = (w.grad.dequantize(torch.float32) - expected).abs()
-    step = torch.maximum(
-        terms[0].abs().double() * HALF_STEP["e4m3"], terms[0].abs().max() * 2**-18
-    )
-    sums = torch.stack(terms).double().abs().sum(0) * count * 2**-24
+    error = (w.grad.dequantize(torch.float32) - terms.double().sum(0)).abs()
+    first = terms[0].abs()
+    step = torch.maximum(first.double() * HALF_STEP["e4m3"], first.max() * 2**-18)
+    sums = terms.double().abs().sum(0) * count * 2**-24
     assert (error <= step + sums).all()
     assert w.grad.dtype == dtype
     assert w.grad.nbytes == (w.numel() + 4 if count == 1 else 4 * w.numel())
@@ -346,10 +338,8 @@ def test_a_weight_that_is_no_longer_frozen():
 
 def test_data_is_shared():
     """Initializers, averages of weights and merged adapters assign to ``.data``."""
-    weight, numbers = (
-        nn.Parameter(scaled(torch.zeros(32, 16), "fp16")),
-        torch.randn(34, 16)[2:],
-    )
+    weight = nn.Parameter(scaled(torch.zeros(32, 16), "fp16"))
+    numbers = torch.randn(34, 16)[2:]
     alias = weight.data
     weight.data = numbers
     with torch.no_grad():
@@ -361,11 +351,7 @@ def test_data_is_shared():
     part = weight.t()[3:].as_strided((2, 3), (1, 4), 40)
     assert torch.equal(part, weight.dequantize().as_strided((2, 3), (1, 4), 40))
     weight.data = numbers.mT.bfloat16()
-    assert (weight.shape, weight.dtype, weight.format) == (
-        (16, 32),
-        torch.bfloat16,
-        "fp16",
-    )
+    assert (weight.shape, weight.dtype, weight.format) == ((16, 32), BF16, "fp16")
     assert torch.equal(weight, numbers.mT.bfloat16())
     assert not weight.data.requires_grad
     weight.data = alias

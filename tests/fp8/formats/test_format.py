@@ -83,7 +83,7 @@ def test_a_format_is_frozen_and_prints_its_name():
 
 
 @parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"name": ""}, "name is empty"),
         ({"exponent_bits": 0}, "exponent_bits is 0, allowed are 1 to 8"),

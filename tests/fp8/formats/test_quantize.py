@@ -39,7 +39,7 @@ NESTED = torch.nested.nested_tensor([torch.ones(2, 8)], layout=torch.jagged)
 
 @proves("unit-scaling", "FP16 and FP8")
 @parametrize("dtype", [torch.bfloat16, torch.float16])
-@parametrize(("format", "overflow"), CASES, ids=IDS)
+@parametrize("format, overflow", CASES, ids=IDS)
 def test_every_16_bit_pattern(format, overflow, dtype):
     x = all_patterns(dtype)
     got = quantize(x, format, overflow=overflow)
@@ -83,7 +83,7 @@ def test_float64_is_that_of_gfloat(name):
 
 
 @parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@parametrize(("format", "overflow"), [c for c in CASES if c[0].name in GFLOAT])
+@parametrize("format, overflow", [c for c in CASES if c[0].name in GFLOAT])
 def test_toward_zero_is_that_of_gfloat(format, overflow, dtype):
     """For every number of 16 bits. Only Inf overflows."""
     x = random_patterns(2**18, 1) if dtype == torch.float32 else all_patterns(dtype)
@@ -243,7 +243,7 @@ def test_scale_is_the_size_of_one_unit():
 
 
 @parametrize(
-    ("arguments", "error", "message"),
+    "arguments, error, message",
     [
         ({"x": torch.ones(2).int()}, TypeError, "cannot quantize torch.int32; allowed"),
         ({"x": torch.ones(2, dtype=torch.complex64)}, TypeError, "complex64"),

@@ -6,7 +6,7 @@ import torch
 from fp8 import FORMATS, Format
 from fp8.formats.quantize import quantize, quantize_backward, quantize_forward
 from tests.fp8.oracles import assert_same, random_patterns
-from tests.shared import normal, parametrize
+from tests.shared import assert_close, normal, parametrize
 
 OPTIONS = [
     {},
@@ -38,16 +38,16 @@ CASES = [(format, options) for format in ("e5m2", CUSTOM) for options in OPTIONS
 CASES += [(format, {}) for format in FORMATS.values()]
 
 
-@parametrize(("format", "options"), CASES)
+@parametrize("format, options", CASES)
 def test_one_direction_is_quantized_and_the_other_passes(format, options):
     x, grad = tensors(5, 8)
     y = quantize_forward(x, format, **options)
-    torch.testing.assert_close(y, quantize(x, format, **options), **EQUAL)
+    assert_close(y, quantize(x, format, **options), **EQUAL)
     assert torch.equal(torch.autograd.grad(y, x, grad)[0], grad)
     y = quantize_backward(x, format, **options)
     assert torch.equal(y, x)
     (got,) = torch.autograd.grad(y, x, grad)
-    torch.testing.assert_close(got, quantize(grad, format, **options), **EQUAL)
+    assert_close(got, quantize(grad, format, **options), **EQUAL)
 
 
 def test_quantize_is_not_differentiable():

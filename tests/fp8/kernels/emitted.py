@@ -39,7 +39,7 @@ ANSWERS: dict[str, Any] = {
     **dict.fromkeys(
         ("current_device", "_exchange_device", "_maybe_exchange_device"), 0
     ),
-    **dict.fromkeys(("synchronize", "_lazy_init", "set_rng_state", "set_device"), None),
+    **dict.fromkeys("synchronize _lazy_init set_rng_state set_device".split(), None),
     **dict.fromkeys(("get_device_properties", "_get_device_properties"), CARD),
     "get_device_capability": (9, 0),
     "get_compute_capability": 90,

@@ -87,7 +87,7 @@ def test_scales_of_rule_exact_divide_exactly(name, emitted):
 
 
 @parametrize(
-    ("name", "most"),
+    "name, most",
     [
         ("e5m2", 1.5),
         ("e4m3", 1.5),

@@ -182,7 +182,7 @@ LATER = "native on CUDA devices of compute capability 10.0 and up"
 
 
 @parametrize(
-    ("recipe", "sizes", "why"),
+    "recipe, sizes, why",
     [
         ("tensor", (32, 16), FP8),
         (

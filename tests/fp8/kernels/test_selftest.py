@@ -14,7 +14,7 @@ from fp8.kernels import selftest
 from fp8.lab import doctor
 from fp8.torch_internals import inductor
 from tests.fp8.kernels.scaled_mm import emulated, forget, scaled_mm
-from tests.shared import in_one_graph, normal, parametrize, warns
+from tests.shared import assert_close, in_one_graph, normal, parametrize, warns
 
 __all__ = ["emulated"]
 
@@ -37,7 +37,7 @@ def why_not(recipe, dtype=torch.float32):
 
 
 @parametrize(
-    ("recipe", "dtype"),
+    "recipe, dtype",
     [
         *(("row", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
         *((recipe, torch.bfloat16) for recipe in ("unit", "tensor", *TILED)),
@@ -120,7 +120,7 @@ def unswizzled(recipe, x):
 
 
 @parametrize(
-    ("recipe", "wrong"),
+    "recipe, wrong",
     [("block", "first"), ("mxfp8", "second"), ("nvfp4", "first"), ("nvfp4", "pairs")],
 )
 def test_a_wrong_layout_is_noticed(recipe, wrong, emulated, monkeypatch):
@@ -198,9 +198,7 @@ def test_what_is_compiled_wrongly_is_simulated_in_graphs_alone(fault, monkeypatc
     layer, x = fp8.convert(nn.Linear(48, 64), "row", backend="native"), normal(16, 48)
     with warns(f"of compiled code are simulated on cpu: {why}", RuntimeWarning):
         y = in_one_graph(layer, "eager")(x)
-    torch.testing.assert_close(
-        y, fp8.convert(copy.deepcopy(layer), "row", backend="simulate")(x)
-    )
+    assert_close(y, fp8.convert(copy.deepcopy(layer), "row", backend="simulate")(x))
     calls = []
     monkeypatch.setattr(
         F, "scaled_mm", lambda *a, **k: calls.append(a) or REAL(*a, **k)

@@ -98,45 +98,34 @@ def _nothing(network, x):
 
 
 # The gradient of the batch is not computed: casts of the first layer's second product do not run.
-WEIGHTS, GRADS = (
-    ["forward.weight", *["weight"] * 3],
-    ["grad_weight.grad", *["grad"] * 3],
-)
+WEIGHTS = ["forward.weight", *["weight"] * 3]
+GRADS = ["grad_weight.grad", *["grad"] * 3]
+
+
+def _of_layer(i):
+    """Faults of one layer."""
+    tail = _large_weight(i, value=1e9)
+    return {
+        "weight": Case(_large_weight(i), [(i, WEIGHTS[i])]),
+        "input": Case(_large("inputs", i, 1e4), [(i, "input")]),
+        "gradient": Case(_large("grads", i, 1e9), [(i, GRADS[i])]),
+        "heavy tail": Case(tail, [(i, "forward.weight")], "tensor"),
+        "stuck scale": Case(_stuck(i), [(i, "input")], "static", is_late=True),
+    }
+
+
 CASES = {
-    **{
-        f"weight of layer {i}": Case(_large_weight(i), [(i, WEIGHTS[i])])
-        for i in range(4)
-    },
-    **{
-        f"weights of layers {which}": Case(
-            _large_weight(*which), [(i, WEIGHTS[i]) for i in which]
-        )
-        for which in [(1, 3), (0, 2), (0, 1, 2, 3)]
-    },
-    **{
-        f"input of layer {i}": Case(_large("inputs", i, 1e4), [(i, "input")])
-        for i in range(4)
-    },
-    **{
-        f"gradient of layer {i}": Case(_large("grads", i, 1e9), [(i, GRADS[i])])
-        for i in range(4)
-    },
-    **{
-        f"heavy tail of layer {i}": Case(
-            _large_weight(i, value=1e9), [(i, "forward.weight")], "tensor"
-        )
-        for i in range(4)
-    },
-    **{
-        f"stuck scale of layer {i}": Case(
-            _stuck(i), [(i, "input")], "static", is_late=True
-        )
-        for i in range(4)
-    },
-    **{
-        f"an unlucky batch under {recipe}": Case(lambda network, x: 100 * x, [], recipe)
-        for recipe in ("tensor", "row", "mxfp8")
-    },
+    f"{name} of layer {i}": case
+    for i in range(4)
+    for name, case in _of_layer(i).items()
+}
+for which in ((1, 3), (0, 2), (0, 1, 2, 3)):
+    rules = [(i, WEIGHTS[i]) for i in which]
+    CASES[f"weights of layers {which}"] = Case(_large_weight(*which), rules)
+for recipe in ("tensor", "row", "mxfp8"):
+    unlucky = Case(lambda network, x: 100 * x, [], recipe)
+    CASES[f"an unlucky batch under {recipe}"] = unlucky
+CASES |= {
     "a batch with Inf": Case(
         lambda network, x: x.index_fill(0, torch.tensor(0), math.inf), []
     ),
@@ -186,9 +175,8 @@ def test_the_casts_at_fault_are_named(name):
         assert result.repaired is not None
         assert all(map(math.isfinite, result.repaired.judged))
         assert str(result).startswith("Low precision: the fault is gone with ")
-        assert f"('layers.{case.rules[0][0]}', {case.rules[0][1]!r}, None)" in str(
-            result
-        )
+        layer, product = case.rules[0]
+        assert f"('layers.{layer}', {product!r}, None)" in str(result)
     else:
         assert result.repaired is None
         assert str(result).startswith("Not low precision")
@@ -232,10 +220,9 @@ def test_operands_that_are_rotated_alike_are_named_together(name, layer):
     casts = {"weight": fp8.Cast(**plain), "grad_input_weight": recipe.grad_input[1]}
     model, x = network()
     loss = near(model, x)
+    recipe = dataclasses.replace(recipe, **casts, **again)
     with quiet():
-        fp8.convert(
-            model, dataclasses.replace(recipe, **casts, **again), backend="simulate"
-        )
+        fp8.convert(model, recipe, backend="simulate")
     _large("grads", layer, 1e9)(model, x)
     other = (layer + 1) % LAYERS
     _large_weight(other)(model, x)
@@ -279,9 +266,8 @@ WRONG = {
 @parametrize("message", WRONG)
 def test_bad_input(message):
     make, arguments = WRONG[message]
+    given = {"loss": torch.sum} | arguments
     with refuses(message):
-        fp8.blame(
-            make(), torch.ones(2, WIDTH), **{"loss": lambda y: y.sum(), **arguments}
-        )
+        fp8.blame(make(), torch.ones(2, WIDTH), **given)
     with refuses(r"needs an nn\.Module", TypeError):
         fp8.blame(3, torch.ones(2))

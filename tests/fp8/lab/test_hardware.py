@@ -69,7 +69,7 @@ def test_time_is_the_longer_of_arithmetic_and_memory():
 
 
 @parametrize(
-    ("call", "error", "message"),
+    "call, error, message",
     [
         (lambda: get_hardware("h101"), ValueError, "unknown hardware 'h101'.*'h100'"),
         (lambda: get_hardware(5), TypeError, "hardware is a int; give a name"),

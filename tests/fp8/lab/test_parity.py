@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fp8
 from fp8.__main__ import main
 from fp8.lab.parity.parity import ENGINES
-from tests.shared import linears, pairs, parametrize, proves, refuses, seeded
+from tests.shared import Net, linears, pairs, parametrize, proves, refuses, seeded
 
 WORDS = 32
 
@@ -40,11 +40,8 @@ class Model(nn.Module):
 
 
 def prompts():
-    generator = seeded(1)
-    return [
-        torch.randint(WORDS, shape, generator=generator)
-        for shape in ((3, 8), (5,), (2, 2, 4)[1:])
-    ]
+    generator, shapes = seeded(1), ((3, 8), (5,), (2, 4))
+    return [torch.randint(WORDS, shape, generator=generator) for shape in shapes]
 
 
 def logits(model, recipe, ids):
@@ -54,21 +51,22 @@ def logits(model, recipe, ids):
         return own(ids).double()
 
 
+def divergence(log_q, log_p):
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+
+
 @proves("the field", "trainer and FP8 engine compared by log-probability")
 @parametrize("named", [False, True])
 def test_the_figures_are_those_of_the_distributions(named):
     """By the definitions, from models that are converted here."""
     model, ids = Model(), prompts()
-    found = fp8.parity(
-        Model(named), ids, train="tensor", rollout="engine_row", bound=1.0
-    )
+    given = {"train": "tensor", "rollout": "engine_row", "bound": 1.0}
+    found = fp8.parity(Model(named), ids, **given)
     divergences, squares, changed, differences = [], [], [], []
     for each in ids:
         log_q = logits(model, "tensor", each).log_softmax(-1)
         log_p = logits(model, ENGINES["engine_row"], each).log_softmax(-1)
-        divergences += (
-            F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).flatten()
-        )
+        divergences += divergence(log_q, log_p).flatten()
         squares += (log_q.exp() ** 2 / log_p.exp()).sum(-1).flatten()
         changed += (log_q.argmax(-1) != log_p.argmax(-1)).double().flatten()
         of_tokens = (log_p - log_q)[..., :-1, :].gather(-1, each[..., 1:, None])[..., 0]
@@ -105,12 +103,11 @@ def test_the_trainer_s_model_as_it_is():
     model, ids = fp8.convert(Model(), "static"), prompts()
     fp8.calibrate(model, ids[0], lambda y: y.square().mean())
     found = fp8.parity(model, ids, rollout=fp8.Policy(None), bound=1.0)
-    named = fp8.parity(
-        Model(), ids, train=fp8.Policy(None), rollout="engine_row", bound=1.0
-    )
+    given = {"rollout": "engine_row", "bound": 1.0}
+    named = fp8.parity(Model(), ids, train=fp8.Policy(None), **given)
     assert found.train == "as it is"
     assert found.kl > 0
-    assert fp8.parity(model, ids, rollout="engine_row", bound=1.0).kl != named.kl
+    assert fp8.parity(model, ids, **given).kl != named.kl
 
 
 def test_the_layers_that_make_it():
@@ -132,29 +129,19 @@ def test_the_layers_that_make_it():
         assert row.kl == alone[other].kl
         assert row.share == (both.kl - row.kl) / both.kl
     assert both.layers[0].kl <= both.layers[1].kl
-    assert not fp8.parity(
-        model, ids, train=high, rollout="engine_row", bound=1.0, by_layer=False
-    ).layers
+    given = {"train": high, "rollout": "engine_row", "bound": 1.0}
+    assert not fp8.parity(model, ids, **given, by_layer=False).layers
 
 
-class Fixed(nn.Module):
-    """Logits of which some are -Inf, or NaN."""
-
-    def __init__(self, value):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.head = nn.Embedding(WORDS, 64), nn.Linear(64, WORDS)
-        self.value = value
-
-    def forward(self, ids):
-        y = self.head(self.tokens(ids))
-        return torch.cat([y[..., :-1], torch.full_like(y[..., :1], self.value)], -1)
+def some_nan(m, ids):
+    y = m.head(m.tokens(ids))
+    return torch.cat([y[..., :-1], torch.full_like(y[..., :1], math.nan)], -1)
 
 
 def test_nan_is_beyond_every_bound():
-    found = fp8.parity(
-        Fixed(math.nan), torch.arange(16), rollout="engine_row", bound=math.inf
-    )
+    tokens, head = nn.Embedding(WORDS, 64), nn.Linear(64, WORDS)
+    model, ids = Net(some_nan, tokens=tokens, head=head), torch.arange(16)
+    found = fp8.parity(model, ids, rollout="engine_row", bound=math.inf)
     assert math.isnan(found.kl)
     assert not found.ok
     values = found.to_dict()
@@ -175,7 +162,7 @@ def of_rounded(attend, axes):
 
 
 @parametrize(
-    ("scaling", "axes"), [("tensor", (0, 1, 2, 3)), ("head", (2, 3)), ("token", (3,))]
+    "scaling, axes", [("tensor", (0, 1, 2, 3)), ("head", (2, 3)), ("token", (3,))]
 )
 def test_a_cache_in_fp8(scaling, axes, monkeypatch):
     """It rounds what attention reads. Its part is what is left without it, and the layers' that
@@ -194,10 +181,8 @@ def test_a_cache_in_fp8(scaling, axes, monkeypatch):
         wanted = model(ids).logits
     monkeypatch.undo()
     log_p, log_q = (x.double().log_softmax(-1) for x in (wanted, plain))
-    divergence = (
-        F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).mean()
-    )
-    assert found.kl == pytest.approx(float(divergence), rel=1e-6)
+    wanted = float(divergence(log_q, log_p).mean())
+    assert found.kl == pytest.approx(wanted, rel=1e-6)
     if scaling != "token":
         return
     both = fp8.parity(model, ids, rollout="engine_row", bound=1.0, cache="token")
@@ -209,7 +194,7 @@ def test_a_cache_in_fp8(scaling, axes, monkeypatch):
 
 
 @parametrize(
-    ("changes", "error", "message"),
+    "changes, error, message",
     [
         ({"bound": -1.0}, ValueError, "bound must be 0 or larger, got -1.0"),
         ({"bound": math.nan}, ValueError, "bound must be 0 or larger, got nan"),

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8.lab.preflight.demo import GPT
 from fp8.lab.trace import trace
-from tests.shared import parametrize
+from tests.shared import Net, parametrize
 
 
 def flops(model, *args):
@@ -51,47 +51,31 @@ def test_sizes_and_layers_by_hand():
 
 
 def test_a_tied_weight_belongs_to_the_layer_that_runs_and_calls_add_up():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(8, 8)
-            self.b = nn.Linear(8, 8)
-            self.b.weight = self.a.weight
-
-        def forward(self, x):
-            return self.b(self.a(self.a(x)))
-
-    rows = trace(Tied(), torch.randn(3, 8))
+    a, b = nn.Linear(8, 8), nn.Linear(8, 8)
+    b.weight = a.weight
+    tied = Net(lambda m, x: m.b(m.a(m.a(x))), a=a, b=b)
+    rows = trace(tied, torch.randn(3, 8))
     assert [(row.layer, row.calls) for row in rows] == [("a", 2), ("b", 1)]
 
 
-class OfWeights(nn.Module):
+def of_weights(m, x):
     """A product with a weight that is computed: as autocast, a parametrization or a mask do."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.layer = how, nn.Linear(6, 8)
-        self.register_buffer("mask", torch.ones(8, 6))
-        if how.endswith("norm"):
-            getattr(nn.utils.parametrizations, how)(self.layer)
-
-    def forward(self, x):
-        if self.how == "mask":
-            return nn.functional.linear(x, self.layer.weight.half() * self.mask)
-        with torch.autocast(
-            "cpu", dtype=torch.bfloat16, enabled=self.how == "autocast"
-        ):
-            y = self.layer(x)
-        return (
-            torch.sparse.mm(torch.eye(3).to_sparse(), y)
-            if self.how == "sparse"
-            else y @ y.mT
-        )
+    if m.how == "mask":
+        return nn.functional.linear(x, m.layer.weight.half() * m.mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=m.how == "autocast"):
+        y = m.layer(x)
+    return (
+        torch.sparse.mm(torch.eye(3).to_sparse(), y) if m.how == "sparse" else y @ y.mT
+    )
 
 
 @parametrize("how", "plain autocast weight_norm spectral_norm mask sparse".split())
 def test_a_computed_weight_belongs_to_its_layer(how):
-    first, *others = trace(OfWeights(how), torch.randn(3, 6))
+    model = Net(of_weights, how=how, layer=nn.Linear(6, 8))
+    model.register_buffer("mask", torch.ones(8, 6))
+    if how.endswith("norm"):
+        getattr(nn.utils.parametrizations, how)(model.layer)
+    first, *others = trace(model, torch.randn(3, 6))
     assert (first.layer, first.kind, first.why_not) == ("layer", "linear", "")
     assert first.weight_elements == 48
     assert all(row.kind == "matmul" for row in others)

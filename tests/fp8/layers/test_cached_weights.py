@@ -78,7 +78,7 @@ def test_micro_batches_cast_once_and_equal_to_the_bit(recipe, casts):
     assert casts == {"cached": LAYERS * (1 + STEPS), "products": 0}
 
 
-@parametrize(("recipe", "backend"), [("unit", "inductor"), ("static", "aot_eager")])
+@parametrize("recipe, backend", [("unit", "inductor"), ("static", "aot_eager")])
 def test_compiled(recipe, backend, monkeypatch):
     """A graph reads the casts; after the first step they are cast by compiled code, too."""
     plain, model, casts = make(recipe), make(recipe), []

@@ -9,7 +9,7 @@ from torch import nn
 import fp8
 from fp8 import RECIPES
 from fp8.layers.select import LAYERS
-from tests.shared import linears, pairs, parametrize, warns
+from tests.shared import Net, assert_close, by_path, linears, pairs, parametrize, warns
 
 # Layer -> (constructor, input).
 MAKE = {
@@ -34,31 +34,22 @@ def first(output):
     return output[0] if isinstance(output, tuple) else output
 
 
-class Tied(nn.Module):
-    """Two names for one layer, a tied weight, a frozen one, a weight without a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(32, 8)
-        self.a = nn.Linear(8, 8)
-        self.b = self.a
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.norm = nn.LayerNorm(8)
-        self.own = nn.Parameter(torch.randn(8, 8))
-        self.head = nn.Linear(8, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens, *, twice=False):
-        """Logits."""
-        x = self.b(self.a(self.embed(tokens)))
-        x = self.frozen(x) if twice else x
-        return self.head(self.norm(x) @ self.own)
-
-
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return Tied()
+    """Two names for one layer, a tied weight, a frozen one, a weight without a layer."""
+    a = nn.Linear(8, 8)
+    model = Net(
+        lambda m, tokens: m.head(m.norm(m.b(m.a(m.embed(tokens)))) @ m.own),
+        embed=nn.Embedding(32, 8),
+        a=a,
+        b=a,
+        frozen=nn.Linear(8, 8).requires_grad_(False),
+        norm=nn.LayerNorm(8),
+        own=nn.Parameter(torch.randn(8, 8)),
+        head=nn.Linear(8, 32, bias=False),
+    )
+    model.head.weight = model.embed.weight
+    return model
 
 
 TOKENS = torch.arange(12).view(3, 4)
@@ -66,14 +57,10 @@ TOKENS = torch.arange(12).view(3, 4)
 
 @pytest.mark.filterwarnings("ignore:.* has no sums of accumulate")
 @parametrize(
-    ("kind", "recipe"),
+    "kind, recipe",
     [
         *((kind, recipe) for kind in LAYERS for recipe in ("tensor", "mxfp8")),
-        *(
-            (nn.Linear, name)
-            for name, recipe in RECIPES.items()
-            if not recipe.keeps_history
-        ),
+        *((nn.Linear, n) for n, recipe in RECIPES.items() if not recipe.keeps_history),
     ],
 )
 def test_a_converted_layer_computes_what_autocast_does(kind, recipe):
@@ -118,26 +105,19 @@ def test_the_model_stays_itself(model):
 
 
 def test_the_report_has_every_layer(model):
-    fp8.convert(
-        model, "unit", backend="simulate", where=lambda name, layer: name != "frozen"
-    )
-    rows = {row.path: (row.what, row.done, row.why) for row in fp8.report(model)}
-    assert rows == {
-        "": (
-            "Tied",
-            "left alone",
-            "its products are its own: run the model under fp8.autocast",
-        ),
+    where = lambda name, layer: name != "frozen"  # noqa: E731
+    fp8.convert(model, "unit", backend="simulate", where=where)
+    own = "its products are its own: run the model under fp8.autocast"
+    assert by_path(fp8.report(model), "what", "done", "why") == {
+        "": ("Net", "left alone", own),
         "embed": ("Embedding", "left alone", "a lookup, not a product"),
         "a": ("Linear", "converted", "unit"),
         "frozen": ("Linear", "left alone", "not chosen"),
         "head": ("Linear", "converted", "unit"),
     }
     assert len(fp8.report(model).left_alone) == 3
-    attention = fp8.convert(
-        nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "r": nn.LSTM(8, 8)})
-    )
-    rows = {row.path: row.why for row in fp8.report(attention)}
+    others = fp8.convert(Net(attn=nn.MultiheadAttention(8, 2), r=nn.LSTM(8, 8)))
+    rows = by_path(fp8.report(others), "why")
     assert rows["attn.out_proj"] == "computed by attn"
     assert rows["r"] == "one kernel computes all its products"
 
@@ -145,16 +125,13 @@ def test_the_report_has_every_layer(model):
 def test_the_fast_path_of_an_encoder_does_not_skip_its_layers():
     """What it computes besides them is in high precision, or under the recipe of a block."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-    model, x = (
-        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(),
-        torch.randn(2, 4, 16),
-    )
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 4, 16)
     plain, select = model(x), lambda name, layer: name.endswith("linear1")
     with fp8.autocast("unit"):
         cast = model(x)
-    torch.testing.assert_close(
-        fp8.convert(model, fp8.Recipe(name="none"), where=select)(x), plain
-    )
+    fp8.convert(model, fp8.Recipe(name="none"), where=select)
+    assert_close(model(x), plain)
     fp8.convert(model, "unit", where=select)
     calls = []
     model.layers[0].linear1.register_forward_hook(lambda m, a, y: calls.append(y))
@@ -171,11 +148,9 @@ def test_a_layer_with_another_forward_is_left_alone():
     """As hooks of other libraries set it: what they call is the forward that was there before."""
     model = linears(8, 8, 8)
     model[0].forward = lambda x, forward=model[0].forward: forward(x)
-    assert [row.done for row in fp8.report(fp8.convert(model))] == [
-        "left alone",
-        "converted",
-    ]
-    assert "forward was replaced" in fp8.report(model)[0].why
+    rows = fp8.report(fp8.convert(model))
+    assert [row.done for row in rows] == ["left alone", "converted"]
+    assert "forward was replaced" in rows[0].why
 
 
 @parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
@@ -192,10 +167,8 @@ def test_a_stored_weight_is_no_layer_that_was_not_chosen():
     model[0].requires_grad_(False)
     rows = fp8.report(fp8.store_frozen(model))
     assert [row.left_alone for row in rows] == [True, True]
-    assert (
-        rows[0].why == "frozen: its weight is stored in e4m3, its products are not cast"
-    )
-    assert rows[1].why == "not chosen"
+    stored = "frozen: its weight is stored in e4m3, its products are not cast"
+    assert [row.why for row in rows] == [stored, "not chosen"]
 
 
 @parametrize("recipe", "tensor nvfp4 delayed static".split())

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8
 from fp8.layers.roles import with_role
 from fp8.layers.select import layers_of
-from tests.shared import parametrize, quietly, randn, theirs
+from tests.shared import by_path, parametrize, paths, quietly, randn, theirs
 
 with quietly():
     transformers = pytest.importorskip("transformers", reason="its models")
@@ -117,7 +117,7 @@ ALL = fp8.Recipe(name="all", input=E4M3, weight=E4M3, grad=E4M3)
 
 
 @parametrize(
-    ("name", "implementation"),
+    "name, implementation",
     [
         *((name, "grouped_mm") for name in OWN),
         ("Mixtral", "eager"),
@@ -145,22 +145,19 @@ def test_the_router_is_found_and_stays(name):
     """By its role, although its product is its own: convert leaves it alone."""
     model = make(name)
     router = f"model.layers.1.mlp.{ROUTER.get(name, 'gate')}"
-    found = with_role(
-        "router", model, {name: layer for name, layer, _ in layers_of(model)}
-    )
+    layers = {name: layer for name, layer, _ in layers_of(model)}
+    found = with_role("router", model, layers)
     assert router in found
     assert "model.layers.1.mlp.experts" not in found
     fp8.convert(model, fp8.Policy("tensor", keep=("router",)))
-    rows = {row.path: row for row in fp8.report(model)}
+    rows = by_path(fp8.report(model))
     assert rows[router].left_alone
     assert rows["model.layers.1.mlp.experts"].done == "converted"
 
 
 def test_umup_leaves_experts_as_their_down_projection_joins_the_residual_stream():
     model = fp8.convert(make("Mixtral"), fp8.Policy.umup("tensor"))
-    rows = {r.path: r for r in fp8.report(model)}
-    assert "down projections" in rows["model.layers.1.mlp.experts"].why
-    rows = {
-        r.path: r for r in fp8.report(fp8.convert(model, fp8.Policy.hidden("tensor")))
-    }
-    assert rows["model.layers.1.mlp.experts"].done == "converted"
+    experts = "model.layers.1.mlp.experts"
+    assert "down projections" in by_path(fp8.report(model), "why")[experts]
+    fp8.convert(model, fp8.Policy.hidden("tensor"))
+    assert experts in paths(fp8.report(model), "converted")

@@ -1,7 +1,7 @@
 """The first backward pass under a recipe without scales warns of what its casts lose."""
 
 import copy
-import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 import fp8
 import unit_scaling.functional as U
-from tests.shared import linears, normal, parametrize
+from tests.shared import Net, linears, normal, parametrize, said, warns
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 TARGETS = torch.arange(64) % 32
@@ -17,11 +17,8 @@ TARGETS = torch.arange(64) % 32
 
 def net():
     torch.manual_seed(0)
-    names = {"up": nn.Linear(64, 128), "act": nn.GELU(), "down": nn.Linear(128, 32)}
-    model = nn.Sequential()
-    for name, layer in names.items():
-        model.add_module(name, layer)
-    return model
+    up, down = nn.Linear(64, 128), nn.Linear(128, 32)
+    return nn.Sequential(OrderedDict(up=up, act=nn.GELU(), down=down))
 
 
 def batch(seed=0):
@@ -30,24 +27,15 @@ def batch(seed=0):
 
 def step(model, loss=nn.functional.cross_entropy, scale=2.0**-12, around=None):
     """A backward pass. scale: of the loss: plain models of a usual size have such gradients."""
-    if around is None:
-        y = model(batch())
-    else:
-        with fp8.autocast(around):
-            y = model(batch())
-    (loss(y, TARGETS) * scale).backward()
+    call = model if around is None else fp8.autocast(around)(model)
+    (loss(call(batch()), TARGETS) * scale).backward()
 
 
 def seen_in(run, times=3):
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with said(fp8.warnings.RecipeWarning) as messages:
         for _ in range(times):
             run()
-    return [
-        str(one.message)
-        for one in seen
-        if issubclass(one.category, fp8.warnings.RecipeWarning)
-    ]
+    return messages
 
 
 def converted(model, **options):
@@ -71,11 +59,9 @@ def test_one_warning_names_layer_operand_share_and_recipe(way):
     model, around = WAYS[way]()
     (message,) = seen_in(lambda: step(model, around=around))
     names = {"autocast": "linear 2 (weight (32, 128))"}
-    assert (
-        f"of the grad of {names.get(way, repr('down'))} become zero in e5m2" in message
-    )
-    share = int(message.partition("%")[0])
-    assert 90 < share <= 100
+    name = names.get(way, "'down'")
+    assert f"of the grad of {name} become zero in e5m2" in message
+    assert 90 < int(message.partition("%")[0]) <= 100
     assert 'recipe "tensor" has a scale' in message
 
 
@@ -118,16 +104,8 @@ def test_what_loses_nothing_or_is_too_little_to_tell_is_silent():
 def scaled_to_one():
     """A layer scale, which keeps the gradients of its branch small at first."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), Gain(1e-6))
-
-
-class Gain(nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.value = nn.Parameter(torch.tensor(value))
-
-    def forward(self, x):
-        return self.value * x
+    gain = Net(lambda m, x: m.value * x, value=nn.Parameter(torch.tensor(1e-6)))
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), gain)
 
 
 @parametrize("way", ["static", "unit_scale"])
@@ -142,9 +120,8 @@ def test_static_scales_are_looked_at_again(way):
     summed(model, steps=1)
     with torch.no_grad():
         model[2].value.fill_(1.0)
-    with pytest.warns(
-        fp8.warnings.ScaleWarning,
-        match=r"\d% of the grad of '[01]' saturate in e5m2",
+    with warns(
+        r"\d% of the grad of '[01]' saturate in e5m2", fp8.warnings.ScaleWarning
     ):
         summed(model, steps=8)
     fp8.calibrate(model, batch(), torch.sum)
@@ -176,9 +153,7 @@ def test_a_loss_that_is_not_the_calibrated_one_is_named(factor):
     x = torch.randn(128, 64)
     fp8.convert(model, "static")
     fp8.calibrate(model, x, loss=lambda y: y.square().mean())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with said() as found:
         (factor * model(x).square().mean()).backward()
-    found = [str(w.message) for w in caught]
     assert bool(found) == (factor != 1)
     assert all("% of the grad of " in text and "GradScaler" in text for text in found)

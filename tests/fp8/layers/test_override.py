@@ -13,6 +13,7 @@ import fp8
 from fp8.recipes.policy import CONCERNS
 from tests.fp8.compare import outcome
 from tests.shared import (
+    Net,
     in_one_graph,
     linears,
     pairs,
@@ -77,10 +78,8 @@ def test_a_compiled_model_sees_each_block_close(order):
     model, x = model_and_input("tensor")
     compiled = in_one_graph(model, "eager")
     before = step(compiled, x)
-    blocks = [
-        fp8.override(model, rule)
-        for rule in (("0", None, "mxfp8"), ("*", "input", None))
-    ]
+    rules = ("0", None, "mxfp8"), ("*", "input", None)
+    blocks = [fp8.override(model, rule) for rule in rules]
     for block in blocks:
         block.__enter__()
         assert all(equal(step(compiled, x), step(model, x)))
@@ -251,17 +250,8 @@ def test_files_and_switches_are_refused_inside(tmp_path, part):
     assert fp8.advance(switching, 0.6)
 
 
-class Named(nn.Module):
-    """Names that are patterns to `fnmatch`, beside those that they would match."""
-
-    def __init__(self, names):
-        super().__init__()
-        for name in names:
-            self.add_module(name, nn.Linear(8, 8))
-
-
 @parametrize(
-    ("pattern", "matching"),
+    "pattern, matching",
     [
         ("a[0]", ["a[0]"]),
         ("a0", ["a0"]),
@@ -274,9 +264,9 @@ class Named(nn.Module):
     ],
 )
 def test_names_are_literal_but_for_two_wildcards(pattern, matching):
+    """Also names that are patterns to `fnmatch`, beside those that they would match."""
     names = "a0 a1 a[0] a[01] [!a]b b".split()
-    model = fp8.convert(Named(names), "tensor")
+    model = fp8.convert(Net(**{name: nn.Linear(8, 8) for name in names}), "tensor")
     with fp8.override(model, (pattern, None, "row")):
-        assert [
-            n for n in names if model._modules[n].fp8_recipe.name == "row"
-        ] == matching
+        found = [n for n, m in model.named_children() if m.fp8_recipe.name == "row"]
+        assert found == matching

@@ -13,36 +13,23 @@ from fp8.layers.roles import with_role
 from fp8.layers.select import candidates
 from fp8.recipes.policy import ROLES, LayerRule
 from tests.fp8.layers.test_where import mlp, nanogpt
-from tests.shared import normal, parametrize, proves, refuses
+from tests.shared import Net, by_path, normal, pairs, parametrize, proves, refuses
 
 BLOCKS, WIDTH = 4, 32
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
-
-class Net(nn.Module):
-    """A patch projection, blocks and a readout."""
-
-    def __init__(self):
-        super().__init__()
-        self.patch = nn.Linear(16, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-        self.head = nn.Linear(WIDTH, 48)
-
-    def forward(self, x):
-        return self.head(self.blocks(self.patch(x)))
+def block():
+    forward = lambda m, x: x + m.down(m.up(x).relu())  # noqa: E731
+    return Net(forward, up=nn.Linear(WIDTH, 64), down=nn.Linear(64, WIDTH))
 
 
 def net():
+    """A patch projection, blocks and a readout."""
     torch.manual_seed(0)
-    return Net()
+    forward = lambda m, x: m.head(m.blocks(m.patch(x)))  # noqa: E731
+    patch, blocks = nn.Linear(16, WIDTH), [block() for _ in range(BLOCKS)]
+    head = nn.Linear(WIDTH, 48)
+    return Net(forward, patch=patch, blocks=nn.Sequential(*blocks), head=head)
 
 
 def names(policy, model):
@@ -58,15 +45,8 @@ def gradients(model, x):
     model.zero_grad()
     y = model(x)
     y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape))
-    return {"output": y.detach(), "input": x.grad} | {
-        n: p.grad.clone() for n, p in model.named_parameters()
-    }
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(
-        torch.equal(one[k], other[k]) for k in one
-    )
+    found = {n: p.grad.clone() for n, p in model.named_parameters()}
+    return {"output": y.detach(), "input": x.grad} | found
 
 
 X = normal(24, 16, seed=1)
@@ -98,16 +78,15 @@ def test_the_report_names_the_rule_that_decided():
         "mxfp8", rules=[("*.up", "grad_weight", "row"), ("*.1.*", None, None)], first=1
     )
     model = fp8.convert(net(), policy, backend="simulate")
-    rows = {row.path: (row.done, row.why) for row in fp8.report(model)}
+    rows = by_path(fp8.report(model), "done", "why")
     assert rows["blocks.0.up"] == ("left alone", "first=1: in blocks.0")
     assert rows["blocks.1.up"] == ("left alone", "rule 2: '*.1.*'")
     mixed = "mxfp8 (grad_weight: row)"
     assert rows["blocks.2.up"] == ("converted", f"{mixed} (rule 1: '*.up' grad_weight)")
     assert rows["head"] == ("converted", "mxfp8")
     kept = fp8.convert(net(), Policy(None, rules=[("head", None, "row")]))
-    assert {row.why for row in fp8.report(kept).left_alone} == {
-        "the recipe of the policy is None"
-    }
+    whys = {row.why for row in fp8.report(kept).left_alone}
+    assert whys == {"the recipe of the policy is None"}
 
 
 @parametrize("product", ["forward", "grad_input", "grad_weight"])
@@ -135,12 +114,8 @@ def test_others_take_their_recipe_whatever_the_switch(make):
     policy = make("row", others="bf16")
     assert Policy.from_json(policy.to_json()) == policy
     model = fp8.convert(net(), replace(policy, switch=[(0.5, "mxfp8"), (0.9, None)]))
-    for fraction, recipe in [
-        (0, "row"),
-        (0.5, "mxfp8"),
-        (0.9, "high precision"),
-        (0.1, "row"),
-    ]:
+    switched = {0: "row", 0.5: "mxfp8", 0.9: "high precision", 0.1: "row"}
+    for fraction, recipe in switched.items():
         fp8.advance(model, fraction)
         expected = {n: recipe if ".up" in n else "bf16" for n in candidates(model)}
         if make is Policy.hidden:
@@ -159,7 +134,7 @@ def test_a_role_is_found_or_refused_by_name(role):
 
 
 @parametrize(
-    ("policy", "message"),
+    "policy, message",
     [
         (
             Policy(rules=[LayerRule("haed")]),
@@ -227,33 +202,25 @@ def test_the_switch_equals_a_model_converted_anew():
     rules = [("*.up", "grad_weight", None), ("head", None, "tensor")]
     policy = Policy("row", rules=rules, first=1, switch=[(0.5, "mxfp8"), (0.9, None)])
     model = fp8.convert(net(), policy)
-    for fraction, changed in [
-        (0, 0),
-        (0.4, 0),
-        (0.5, 1),
-        (0.6, 0),
-        (0.95, 1),
-        (0.5, 1),
-        (0, 1),
-    ]:
+    fractions, changes = (0, 0.4, 0.5, 0.6, 0.95, 0.5, 0), (0, 0, 1, 0, 1, 1, 1)
+    for fraction, changed in pairs(fractions, changes):
         assert fp8.advance(model, fraction) == changed
         anew = net() if fraction > 0.9 else fp8.convert(net(), policy.at(fraction))
-        assert same(gradients(model, X), gradients(anew, X)), fraction
+        found, expected = gradients(model, X), gradients(anew, X)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[n], expected[n]) for n in found), fraction
     fp8.advance(model, 0.5)
-    rows = {row.path: row.why for row in fp8.report(model)}
+    rows = by_path(fp8.report(model), "why")
     assert rows["blocks.0.up"].startswith("first=1")
     assert "since 0.5 of the training" in rows["head"]
     assert rows["head"].startswith("mxfp8")
 
 
-@parametrize(("wrap", "name"), [(nn.DataParallel, "module"), (nn.Sequential, "0")])
+@parametrize("wrap, name", [(nn.DataParallel, "module"), (nn.Sequential, "0")])
 def test_names_inside_of_wrappers(wrap, name):
     found = names(Policy("row", keep=["readout"], first=1), wrap(net()))
-    for part, recipe in {
-        "head": None,
-        "blocks.0.up": None,
-        "blocks.1.up": "row",
-    }.items():
+    recipes = {"head": None, "blocks.0.up": None, "blocks.1.up": "row"}
+    for part, recipe in recipes.items():
         assert found[f"{name}.{part}"] == recipe
 
 

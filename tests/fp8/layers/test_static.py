@@ -15,17 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8
 from fp8.casts.watch import watches_of
-from tests.fp8.compare import assert_same
 from tests.launch import needs_gloo, run_ranks
 from tests.shared import (
+    Net,
+    assert_close,
+    assert_same,
+    both,
     in_one_graph,
     linears,
     normal,
-    pairs,
     parametrize,
     pickled,
     randn,
     refuses,
+    rms,
     settle,
     warns,
 )
@@ -35,24 +38,17 @@ STATIC = fp8.RECIPES["static"]
 ROLES = ("input", "weight", "grad")
 
 
-class Net(nn.Module):
+def far(m, x):
+    y = F.dropout(F.gelu(m.norm(m.conv(x))), 0.1, m.training)
+    return m.second(0.01 * m.first(y.flatten(1)))
+
+
+def net(seed=0):
     """A convolution, a norm with buffers, dropout, two linear layers; operands far from RMS 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(4, 16, 3)
-        self.norm = nn.BatchNorm1d(16)
-        self.first = nn.Linear(64, 32)
-        self.second = nn.Linear(32, 16)
-
-    def forward(self, x):
-        y = F.dropout(F.gelu(self.norm(self.conv(x))), 0.1, self.training)
-        return self.second(0.01 * self.first(y.flatten(1)))
-
-
-def net():
-    torch.manual_seed(0)
-    return Net()
+    torch.manual_seed(seed)
+    conv, norm = nn.Conv1d(4, 16, 3), nn.BatchNorm1d(16)
+    first, second = nn.Linear(64, 32), nn.Linear(32, 16)
+    return Net(far, conv=conv, norm=norm, first=first, second=second)
 
 
 def batch(seed=0):
@@ -61,10 +57,6 @@ def batch(seed=0):
 
 def loss_of(y):
     return F.cross_entropy(y, torch.arange(len(y)) % 16)
-
-
-def rms(x):
-    return float(x.detach().double().square().mean().sqrt())
 
 
 def numpy_state():
@@ -183,16 +175,13 @@ def test_the_first_step_measures_by_itself():
         module.eval()  # no dropout
     with torch.no_grad():
         model(batch())
-    assert set(fp8.calibration(model).values()) == {
-        None
-    }  # what does not train does not set
+    # What does not train does not set.
+    assert set(fp8.calibration(model).values()) == {None}
     step(model, batch())
     fp8.calibrate(twin, batch(), loss_of)
-    for name, e in fp8.calibration(model).items():
-        assert (
-            abs(e - fp8.calibration(twin)[name]) <= 1
-        )  # from operands that were cast before
-    known = fp8.calibration(model)
+    known, other = fp8.calibration(model), fp8.calibration(twin)
+    # From operands that were cast before.
+    assert all(abs(e - other[name]) <= 1 for name, e in known.items())
     with warns("RMS of the input of '(conv|second)' is", fp8.warnings.ScaleWarning):
         step(model, 100 * batch(1))
     assert fp8.calibration(model)["conv.input"] == known["conv.input"] + 7
@@ -226,19 +215,14 @@ def test_state_dict_json_copies_and_pickles(tmp_path):
     }
     expected = step(model.eval(), x)
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    loaded = fp8.convert(Net(), "static")
+    loaded = fp8.convert(net(1), "static")
     loaded.load_state_dict(
         torch.load(tmp_path / "model.pt", weights_only=True), strict=True
     )
     written = fp8.convert(net(), "static")
     assert fp8.calibrate(written, scales=json.loads(json.dumps(scales))) == scales
     written.load_state_dict(model.state_dict())
-    for other in (
-        loaded,
-        written,
-        deepcopy(model),
-        pickled(model),
-    ):
+    for other in (loaded, written, deepcopy(model), pickled(model)):
         assert fp8.calibration(other) == scales
         assert_same(step(other.eval(), x), expected)
     plain = fp8.revert(deepcopy(model))
@@ -257,7 +241,7 @@ def test_auto_is_static_where_it_was_calibrated():
     named = fp8.convert(net(), "static")
     assert fp8.calibrate(named, x, loss_of) == scales
     assert fp8.report(model)[0].why.startswith("static (auto: calibrated)")
-    fresh = fp8.convert(Net())
+    fresh = fp8.convert(net(1))
     fresh.load_state_dict(model.state_dict())
     written = fp8.convert(net())
     assert fp8.calibrate(written, scales=scales) == scales
@@ -273,8 +257,7 @@ def test_calibration_may_be_the_first_call_of_a_model_of_unit_scale():
 
     def made(batch):
         torch.manual_seed(0)
-        inner = linears(16, 16, nn.GELU, 8)
-        inner = unit_scale(inner, batch=batch)
+        inner = unit_scale(linears(16, 16, nn.GELU, 8), batch=batch)
         return fp8.convert(nn.Sequential(nn.Flatten(), inner))
 
     x = 2.0**-8 * normal(64, 16)
@@ -282,7 +265,7 @@ def test_calibration_may_be_the_first_call_of_a_model_of_unit_scale():
     want = fp8.calibrate(known, x)
     assert fp8.calibrate(model, x) == want
     assert want != fp8.calibrate(fp8.convert(linears(16, 16, 8)), x)
-    for one, two in pairs(model.parameters(), known.parameters()):
+    for one, two in both(model, known):
         assert torch.equal(one, two)
         assert not one.mup_pending
     y = model(x)
@@ -300,38 +283,29 @@ def test_compiled_code_reads_the_scales_that_are_set():
     compiled = in_one_graph(model, "eager")
     settle(model)
 
-    def both(x):
+    def check(x):
         y = compiled(x)
-        torch.testing.assert_close(y, model(x))
+        assert_close(y, model(x))
         y.sum().backward()
 
-    both(x)
+    check(x)
     with torch._dynamo.config.patch(error_on_recompile=True):
         before = fp8.calibration(model)
-        both(2**-12 * x)
+        check(2**-12 * x)
         assert fp8.calibration(model) == before
         after = fp8.calibrate(compiled, 2**-12 * x)
         assert after["0.input"] == before["0.input"] - 12
-        both(2**-12 * x)
+        check(2**-12 * x)
         fp8.calibrate(model, scales={name: e + 1 for name, e in after.items()})
-        both(x)
-
-
-class Readers(nn.Module):
-    """Two layers that read the input, and one that reads their sum."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.q, self.k, self.o = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x):
-        return self.o(self.q(x) + self.k(x))
+        check(x)
 
 
 @pytest.mark.filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
 def test_layers_that_read_one_tensor_share_its_scale():
-    model, x = fp8.convert(Readers(), "static"), normal(3, 8, 16)
+    """Two that read the input, and not one that reads their sum."""
+    layers = {name: nn.Linear(16, 16) for name in "qko"}
+    model = fp8.convert(Net(lambda m, x: m.o(m.q(x) + m.k(x)), **layers), "static")
+    x = normal(3, 8, 16)
     want = deepcopy(model)(x)
     fp8.calibrate(model, x)
     for each in (model, deepcopy(model)):

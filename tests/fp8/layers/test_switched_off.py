@@ -5,34 +5,31 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
 from tests.fp8.compare import outcome
-from tests.shared import parametrize, randn, refuses
+from tests.shared import Net, parametrize, randn, refuses, warns
 
 OFF = fp8.autocast(enabled=False)
 REFUSED = refuses(r"outside of fp8\.autocast\(enabled=False\)", RuntimeError)
 
 
-class Net(nn.Module):
-    """Layers of one product and of several, and an activation."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.conv, self.act = nn.Conv1d(8, 8, 1), nn.GELU()
-
-    def forward(self, x):
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return self.conv(self.second(self.act(self.first(x))))
+def forward(m, x):
+    x = x + m.attention(x, x, x, need_weights=False)[0]
+    return m.conv(m.second(F.gelu(m.first(x))))
 
 
 def both(recipe="mxfp4"):
-    """A model and a converted copy."""
-    torch.manual_seed(0)
-    plain = Net()
+    """A model with layers of one product and of several, and a converted copy."""
+    plain = Net(
+        forward,
+        attention=nn.MultiheadAttention(16, 2, batch_first=True),
+        first=nn.Linear(16, 32),
+        second=nn.Linear(32, 16),
+        conv=nn.Conv1d(8, 8, 1),
+    )
     return plain, fp8.convert(deepcopy(plain), recipe)
 
 
@@ -73,9 +70,8 @@ def test_the_innermost_block_decides():
     cast, expected = results(model), results(plain)
     inner = within(fp8.autocast("tensor"), model)  # of products outside of layers
     assert same(results(model, within(OFF, inner)), cast)
-    assert same(
-        results(model, within(fp8.autocast("tensor"), within(OFF, model))), expected
-    )
+    outer = within(fp8.autocast("tensor"), within(OFF, model))
+    assert same(results(model, outer), expected)
     for block in (fp8.autocast(fp8.Policy(None)), fp8.autocast(fp8.Policy("bf16"))):
         assert same(results(model, within(block, model)), cast)
     assert same(results(model, OFF(model.forward)), expected)
@@ -83,11 +79,9 @@ def test_the_innermost_block_decides():
 
 def test_an_override_inside_warns_that_it_has_no_effect():
     plain, model = both()
-    warns = pytest.warns(
-        fp8.warnings.RecipeWarning, match="no effect inside of fp8.autocast"
-    )
-    with OFF, warns, fp8.override(model, ("first", None, "tensor")):
-        assert all(map(torch.equal, results(model), results(plain)))
+    said = warns("no effect inside of fp8.autocast", fp8.warnings.RecipeWarning)
+    with OFF, said, fp8.override(model, ("first", None, "tensor")):
+        assert same(results(model), results(plain))
 
 
 WAYS = {
@@ -104,7 +98,8 @@ def test_checkpoints(way):
     expected, how = grads(plain, plain), WAYS[way]
     inside = lambda x: checkpoint(within(OFF, model), x, **how)  # noqa: E731
     assert same(grads(model, inside), expected)
-    around = within(OFF, lambda x: checkpoint(model, x, **how))
+    inner = lambda x: checkpoint(model, x, **how)  # noqa: E731
+    around = within(OFF, inner)
     if way == "contexts":
         assert same(grads(model, around), expected)
     else:
@@ -116,12 +111,7 @@ def test_checkpoints(way):
     y = checkpoint(model, randn(3, 8, 16), **how)
     with OFF, REFUSED:
         y.sum().backward()
-    nested = within(
-        OFF,
-        lambda x: checkpoint(
-            lambda x: checkpoint(model, x, **how), x, **WAYS["contexts"]
-        ),
-    )
+    nested = within(OFF, lambda x: checkpoint(inner, x, **WAYS["contexts"]))
     # Before torch 2.13 the contexts of a checkpoint that raises are open until it is collected.
     if way != "contexts" and torch.__version__ >= (2, 13):
         with REFUSED:

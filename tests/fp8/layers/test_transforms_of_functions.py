@@ -9,21 +9,15 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import fp8
-from tests.shared import normal, parametrize, randn, refuses
+from tests.shared import Net, normal, parametrize, randn, refuses
 
 
-class Net(nn.Module):
-    """Two layers, of which ``apply`` makes a function of the input."""
+def inner(net):
+    return lambda x: net.second(torch.tanh(net.first(x)))
 
-    def __init__(self, apply):
-        super().__init__()
-        self.first, self.second, self.apply_to = nn.Linear(8, 8), nn.Linear(8, 8), apply
 
-    def inner(self, x):
-        return self.second(torch.tanh(self.first(x)))
-
-    def forward(self, x):
-        return self.apply_to(self, x)
+def squared(net):
+    return lambda x: inner(net)(x).square().sum()
 
 
 def adapted(net, x):
@@ -34,13 +28,19 @@ def adapted(net, x):
 
 
 MODELS = {
-    "grad": lambda net, x: grad(lambda z: net.inner(z).square().sum())(x),
-    "vmap": lambda net, x: vmap(net.inner)(x),
-    "vmap of grad": lambda net, x: vmap(grad(lambda z: net.inner(z).square().sum()))(x),
-    "jacrev": lambda net, x: jacrev(net.inner)(x[0]),
+    "grad": lambda net, x: grad(squared(net))(x),
+    "vmap": lambda net, x: vmap(inner(net))(x),
+    "vmap of grad": lambda net, x: vmap(grad(squared(net)))(x),
+    "jacrev": lambda net, x: jacrev(inner(net))(x[0]),
     "functional_call": adapted,
 }
 each_model = parametrize("name", MODELS)
+
+
+def converted(name, recipe):
+    """Two layers, of which a function of the input is made."""
+    layers = {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}
+    return fp8.convert(Net(MODELS[name], **layers), recipe)
 
 
 @pytest.mark.vmap
@@ -49,10 +49,10 @@ def test_what_would_be_stored_is_refused_by_name(name):
     x = normal(4, 8)
     refused = refuses("under a transform of torch", NotImplementedError)
     with refused:
-        fp8.calibrate(fp8.convert(Net(MODELS[name]), "static"), x)
+        fp8.calibrate(converted(name, "static"), x)
     for recipe in ("static", "delayed"):
         with refused:
-            fp8.convert(Net(MODELS[name]), recipe)(x)
+            converted(name, recipe)(x)
 
 
 @pytest.mark.vmap
@@ -61,7 +61,7 @@ def test_what_would_be_stored_is_refused_by_name(name):
     "ignore:There is a performance drop", "ignore::fp8.warnings.RecipeWarning"
 )
 def test_scales_that_are_set_are_used(name):
-    model, x = fp8.convert(Net(MODELS[name]), "static"), normal(4, 8)
+    model, x = converted(name, "static"), normal(4, 8)
     scales = dict.fromkeys(fp8.calibration(model), 0)
     fp8.calibrate(model, scales=scales, freeze=True)
     expected = fp8.convert(fp8.revert(copy.deepcopy(model)), "unit")

@@ -12,7 +12,16 @@ from fp8 import Policy
 from fp8.adapters import torchao
 from fp8.training.fsdp import gather_in_fp8
 from notebooks.nanogpt.model import GPT, GPTConfig
-from tests.shared import linears, pairs, parametrize, refuses, warns
+from tests.shared import (
+    Net,
+    assert_close,
+    linears,
+    pairs,
+    parametrize,
+    paths,
+    refuses,
+    warns,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,19 +58,12 @@ def nanogpt():
     return GPT(GPTConfig(vocab=32, width=32, layers=2, context=16))
 
 
-class Flat(nn.Module):
-    """Attention and MLP written into the block itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-
 def flat():
-    return nn.Sequential(
-        nn.Embedding(9, 32), nn.Sequential(Flat(), Flat()), nn.Linear(32, 9)
-    )
+    """Attention and MLP written into the block itself."""
+    layers = {name: nn.Linear(32, 32) for name in "qkvo"}
+    block = Net(**layers, up=nn.Linear(32, 64), down=nn.Linear(64, 32))
+    blocks = nn.Sequential(block, copy.deepcopy(block))
+    return nn.Sequential(nn.Embedding(9, 32), blocks, nn.Linear(32, 9))
 
 
 def mlp():
@@ -70,14 +72,10 @@ def mlp():
 
 def experts():
     """A list of blocks in each block."""
-    expert = nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
-    block = nn.ModuleDict(
-        {
-            "router": nn.Linear(32, 2),
-            "experts": nn.ModuleList([expert, copy.deepcopy(expert)]),
-        }
-    )
-    return nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": nn.Linear(32, 9)})
+    expert = Net(up=nn.Linear(32, 64), down=nn.Linear(64, 32))
+    both = nn.ModuleList([expert, copy.deepcopy(expert)])
+    block = Net(router=nn.Linear(32, 2), experts=both)
+    return Net(blocks=nn.ModuleList([block]), head=nn.Linear(32, 9))
 
 
 # Model -> what is outside of the blocks, what joins the residual stream.
@@ -111,10 +109,8 @@ def test_published_policies(make, policy):
     assert rows
     for row in rows:
         assert row.why.startswith("bf16" if any_of(row.path, outside) else "unit"), row
-    left = fp8.report(fp8.convert(model, policy("unit"))).left_alone
-    assert {row.path for row in left} >= {
-        r.path for r in rows if any_of(r.path, outside)
-    }
+    left = paths(fp8.report(fp8.convert(model, policy("unit"))), "left alone")
+    assert left >= {row.path for row in rows if any_of(row.path, outside)}
 
 
 @parametrize("recipe", ["tensor", "block"])
@@ -132,7 +128,7 @@ def test_a_layer_of_gpt2_is_a_linear_layer(recipe):
             [y, grads[0], grads[1].T if module is plain else grads[1], grads[2]]
         )
     for got, want in pairs(*results):
-        torch.testing.assert_close(got, want)
+        assert_close(got, want)
     assert "Conv1D" in repr(fp8.revert(layer))
 
 
@@ -140,7 +136,7 @@ def test_a_layer_of_gpt2_is_a_linear_layer(recipe):
 
 
 @parametrize(
-    ("where", "message"),
+    "where, message",
     [
         ("all", r"where is a str; give \(name, module\) -> bool"),
         (3, "where is a int"),
@@ -154,9 +150,8 @@ def test_other_choices_are_refused_and_change_nothing(where, message):
     for call in (fp8.convert, fp8.store_frozen, gather_in_fp8, torchao.convert):
         with refuses(message, TypeError):
             call(model.requires_grad_(False), where=where)
-    assert {
-        module.fp8_recipe.name for module in model if hasattr(module, "fp8_recipe")
-    } == {"row"}
+    converted = [layer for layer in model if isinstance(layer, nn.Linear)]
+    assert {layer.fp8_recipe.name for layer in converted} == {"row"}
 
 
 def never(name, layer):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fp8
@@ -16,6 +15,7 @@ from fp8.products.active import product_recipe
 from fp8.recipes.recipe import get_recipe
 from tests.fp8.calls import CALLS, COARSE, MATMUL, OFF, cast, forms, name_of, operands
 from tests.shared import (
+    assert_close,
     in_one_graph,
     normal,
     pairs,

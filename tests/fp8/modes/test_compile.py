@@ -17,9 +17,7 @@ def results(call, model, x):
 def assert_close(got, expected):
     for one, other in pairs(got, expected):
         # Fused code may round an operand to the other side of a tie: rare, and not far off.
-        torch.testing.assert_close(
-            one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max())
-        )
+        assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
 
 
 @parametrize("backend", ["eager", "inductor"])
@@ -67,7 +65,7 @@ def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
 
 
 @parametrize(
-    ("recipe", "backend"),
+    "recipe, backend",
     [("tensor", "auto"), ("delayed", "simulate"), ("static", "auto")],
 )
 def test_a_converted_model_is_exported_for_any_batch(recipe, backend):

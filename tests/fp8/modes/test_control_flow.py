@@ -7,7 +7,7 @@ from torch._higher_order_ops import map, scan, while_loop
 import fp8
 from tests.fp8.calls import COARSE
 from tests.fp8.compare import outcome
-from tests.shared import in_one_graph, normal, parametrize, randn
+from tests.shared import assert_close, in_one_graph, normal, parametrize, randn
 
 WEIGHT = randn(4, 4)
 
@@ -88,7 +88,7 @@ def test_eager_code_casts_what_the_functions_compute(name, sign):
         pytest.skip("the gradients of scan are wrong in torch 2.11")
     x = sign * normal(3, 2, 4).abs()
     expected = gradients(under(same), x)
-    torch.testing.assert_close(gradients(under(call), x), expected)
+    assert_close(gradients(under(call), x), expected)
     assert not torch.allclose(expected[0], same(x))
 
 
@@ -97,4 +97,4 @@ def test_a_graph_casts_what_the_functions_compute(name):
     call, same = CALLS[name]
     x = normal(3, 2, 4).abs().requires_grad_(name != "while_loop")
     compiled = in_one_graph(under(call))
-    torch.testing.assert_close(compiled(x), under(same)(x))
+    assert_close(compiled(x), under(same)(x))

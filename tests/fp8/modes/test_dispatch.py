@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.testing import assert_close
 
 import fp8
 from fp8 import RECIPES
@@ -21,14 +20,14 @@ from tests.fp8.calls import (
     name_of,
     operands,
 )
-from tests.fp8.compare import assert_near, assert_same, outcome
-from tests.shared import normal, parametrize, randn, refuses
+from tests.fp8.compare import outcome
+from tests.shared import assert_close, assert_same, normal, parametrize, randn, refuses
 
 # --- addmm and its kin
 
 
 @parametrize("function", [torch.addmm, torch.baddbmm], ids=name_of)
-@parametrize(("beta", "alpha"), [(0.5, 2.0), (0, 3)])
+@parametrize("beta, alpha", [(0.5, 2.0), (0, 3)])
 def test_beta_and_alpha(function, beta, alpha):
     input, a, b = (t.requires_grad_() for t in operands(CALLS[function]))
     qa, qb = (cast(t.detach(), COARSE.input).requires_grad_() for t in (a, b))
@@ -38,7 +37,7 @@ def test_beta_and_alpha(function, beta, alpha):
     exact = outcome(
         lambda: function(input, qa, qb, beta=beta, alpha=alpha), (qa, qb), g
     )
-    assert_near(outcome(lambda: y, (a, b), g), exact)
+    assert_close(outcome(lambda: y, (a, b), g), exact)
 
 
 def test_beta_zero_does_not_read_the_input():
@@ -67,7 +66,7 @@ def test_what_torch_refuses_is_refused():
 
 
 @parametrize(
-    ("equation", "left", "right"),
+    "equation, left, right",
     [
         ("ij,jk->ik", (5, 8), (8, 6)),
         ("ij,jk->ki", (5, 8), (8, 6)),
@@ -151,7 +150,7 @@ THREE = [
 ]
 
 
-@parametrize(("equation", "shapes"), THREE)
+@parametrize("equation, shapes", THREE)
 def test_an_einsum_of_three_is_products_of_two(equation, shapes):
     """In torch's order, and without the mode equal to it."""
     tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
@@ -180,7 +179,7 @@ def test_an_einsum_of_three_is_products_of_two(equation, shapes):
 
 
 @parametrize(
-    ("equation", "shapes"),
+    "equation, shapes",
     [
         ("ij->ji", (A,)),
         ("i,j->ij", (V, (5,))),
@@ -248,7 +247,7 @@ def test_sparse_products_are_left_alone():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 @parametrize(
-    ("recipe", "is_causal", "compiled"),
+    "recipe, is_causal, compiled",
     [("mxfp8", True, False), ("tensor", False, True)],
 )
 def test_flex_attention_is_attention(recipe, is_causal, compiled):

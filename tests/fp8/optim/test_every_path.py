@@ -1,9 +1,8 @@
 """Steps with random settings, parameters and gradients: the same bits in a process that is resumed
 or copied, near to those of torch's optimizers in float64."""
 
-import copy
-import io
 import random
+from copy import deepcopy
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from fp8.optim import Adam, AdamW
 from fp8.optim.encodings import MOMENTS
-from tests.shared import pickled, seeded
+from tests.shared import assert_same, pairs, parametrize, pickled, saved, seeded
 
 SHAPES = ((8,), (3, 5), (), (0,), (64, 80), (5000,), (4, 2, 3, 3), (70, 70))
 STEPS = 8
@@ -42,57 +41,45 @@ def gradients(seed, step, parameters):
     draw = seeded(100 * seed + step)
     missing = step % 5 == 3
     for parameter in parameters:
-        grad = torch.randn(parameter.shape, generator=draw) * 10.0 ** choose.choice(
-            [-6, -2, 0, 1]
-        )
+        size = 10.0 ** choose.choice([-6, -2, 0, 1])
+        grad = torch.randn(parameter.shape, generator=draw) * size
         what = choose.choice(["none", "zeros", "sparse", "", "", "", ""])
         if what == "sparse":
             grad *= torch.rand(grad.shape, generator=draw) < 0.05
         grad *= what != "zeros"
-        yield (
-            None
-            if what == "none"
-            else (grad / 0 * 0 if missing else grad).to(parameter.dtype)
-        )
+        grad = grad / 0 * 0 if missing else grad
+        yield None if what == "none" else grad.to(parameter.dtype)
+
+
+def step_by(optimizer, grads, step):
+    (group,) = optimizer.param_groups
+    for parameter, grad in pairs(group["params"], grads):
+        parameter.grad = grad
+    group["lr"] = 0.01 / (1 + step)
+    optimizer.step()
 
 
 def stepped(seed, optimizer, steps):
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for step in steps:
-        for parameter, grad in zip(
-            parameters, gradients(seed, step, parameters), strict=True
-        ):
-            parameter.grad = grad
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 / (1 + step)
-        optimizer.step()
+        given = optimizer.param_groups[0]["params"]
+        step_by(optimizer, gradients(seed, step, given), step)
 
 
-def same(ours, theirs):
-    pairs = zip(
-        *(each.param_groups[0]["params"] for each in (ours, theirs)), strict=True
-    )
-    for a, b in pairs:
-        state, other = ours.state[a], theirs.state[b]
-        assert state.keys() == other.keys()
-        for x, y in ((a, b), *((state[name], other[name]) for name in state)):
-            assert x.dtype == y.dtype
-            assert torch.equal(x.float(), y.float())
+def state_of(optimizer):
+    return optimizer.param_groups[0]["params"], optimizer.state_dict()["state"]
 
 
-def saved(optimizer, kind, settings):
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    other = kind([nn.Parameter(p.detach().clone()) for p in own], **settings)
-    other.load_state_dict(torch.load(file, weights_only=True))
+def resumed(optimizer, kind, settings):
+    (group,) = optimizer.param_groups
+    own = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+    other = kind(own, **settings)
+    other.load_state_dict(saved(optimizer.state_dict()))
     return other
 
 
 @pytest.mark.filterwarnings("ignore:stochastic_weights=True rounds no weight")
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("seed", range(80))
+@parametrize("seed", range(80))
 def test_steps(seed):
     kind, settings, low, parameters = drawn(seed)
     doubles = [nn.Parameter(p.detach().double()) for p in parameters]
@@ -100,27 +87,22 @@ def test_steps(seed):
     optimizer = kind(parameters, **settings, **low)
     middle = random.Random(seed).randrange(1, STEPS)
     stepped(seed, optimizer, range(middle))
-    others = [saved(optimizer, kind, {**settings, **low}), copy.deepcopy(optimizer)]
+    others = [resumed(optimizer, kind, {**settings, **low}), deepcopy(optimizer)]
     others.append(pickled(optimizer))
     for each in (optimizer, *others):
         stepped(seed, each, range(middle, STEPS))
     for other in others:
-        same(other, optimizer)
+        assert_same(state_of(other), state_of(optimizer))
     reference = DOUBLE[kind](doubles, **settings)
     for step in range(STEPS):
         found = list(gradients(seed, step, parameters))
         if all(grad is None or grad.isfinite().all() for grad in found):
-            for double, grad in zip(doubles, found, strict=True):
-                double.grad = None if grad is None else grad.double()
-            for group in reference.param_groups:
-                group["lr"] = 0.01 / (1 + step)
-            reference.step()
+            wide = [grad if grad is None else grad.double() for grad in found]
+            step_by(reference, wide, step)
     exact = low["first_moment"] == low["second_moment"] == "float32"
     unit = torch.finfo(parameters[0].dtype).eps
-    for ours, exactly, start in zip(parameters, doubles, before, strict=True):
+    for ours, exactly, start in pairs(parameters, doubles, before):
         moved = (exactly - start).norm()
         error = (ours.double() - exactly).norm()
-        assert (
-            error
-            <= STEPS * unit * (start.norm() + moved) + (0 if exact else 0.6) * moved
-        )
+        rounding = STEPS * unit * (start.norm() + moved)
+        assert error <= rounding + (0 if exact else 0.6) * moved

@@ -5,12 +5,19 @@ import inspect
 
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 import fp8
 import fp8.optim.step
 from fp8.optim import Adam, AdamW, state_bytes
-from tests.shared import normal, pairs, parametrize, proves, refuses
+from tests.shared import (
+    assert_close,
+    assert_same,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    refuses,
+)
 
 from . import test_state
 from .test_state import steps
@@ -50,14 +57,13 @@ SETTINGS = [
 
 
 @parametrize(
-    ("name", "settings"), [("Adam", SETTINGS[3]), *(("AdamW", s) for s in SETTINGS)]
+    "name, settings", [("Adam", SETTINGS[3]), *(("AdamW", s) for s in SETTINGS)]
 )
 def test_with_float32_states_it_is_torchs(name, settings):
     """To rounding: torch divides in another order. Decay of Adam is L2, that of AdamW decoupled."""
     ours, _ = run(getattr(fp8.optim, name), **FLOAT32, **settings)
     theirs, _ = run(getattr(torch.optim, name), **settings)
-    for a, b in pairs(ours, theirs):
-        assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @proves("the field", "optimizer states in low precision")
@@ -69,15 +75,6 @@ def test_low_precision_states_stay_near(formats):
     ours, _ = run(AdamW, min_size=0, **formats, **settings)
     theirs, _ = run(torch.optim.AdamW, **settings)
     assert distance(ours, theirs) < 0.12
-
-
-def assert_same(a, b):
-    assert a.keys() == b.keys()
-    for i in a:
-        assert a[i].keys() == b[i].keys()
-        for key in a[i]:
-            assert a[i][key].dtype == b[i][key].dtype
-            assert torch.equal(a[i][key].float(), b[i][key].float()), (i, key)
 
 
 @proves("MS-AMP", "FP16 AMP")
@@ -99,7 +96,7 @@ def test_grad_scaler():
 
 
 @parametrize(
-    ("dtype", "settings"),
+    "dtype, settings",
     [
         (torch.float32, BLOCKS),
         (torch.bfloat16, {"stochastic_weights": True}),
@@ -118,13 +115,8 @@ def test_compiled_and_eager_keep_the_same_bits(dtype, settings, monkeypatch):
         weights.append(params)
         states.append(optimizer.state_dict()["state"])
     assert_same(*states)
-    tolerance = (
-        {"rtol": 1e-6, "atol": 1e-7}
-        if dtype == torch.float32
-        else {"rtol": 2**-7, "atol": 0}
-    )
-    for a, b in pairs(*weights):
-        assert_close(a, b, **tolerance)
+    rtol, atol = (1e-6, 1e-7) if dtype == torch.float32 else (2**-7, 0)
+    assert_close(*weights, rtol=rtol, atol=atol)
 
 
 # --- weights ----------------------------------------------------------------------------------
@@ -194,7 +186,7 @@ def test_masters_follow_what_is_written_past_the_version_of_a_weight(write):
 
 
 @parametrize(
-    ("settings", "message"),
+    "settings, message",
     [
         ({"amsgrad": True}, "amsgrad=True is not supported"),
         (
@@ -244,18 +236,13 @@ def test_types_are_checked():
 def test_torchs_options_are_taken_where_they_are_off(cls):
     """As code that passes them all on does, by torch's names and in torch's order."""
     theirs = inspect.signature(getattr(torch.optim, cls.__name__)).parameters
-    options = [
-        name for name in theirs if theirs[name].kind is inspect.Parameter.KEYWORD_ONLY
-    ]
-    options = [name for name in options if name != "decoupled_weight_decay"]
+    only = inspect.Parameter.KEYWORD_ONLY
+    options = {name: p.default for name, p in theirs.items() if p.kind is only}
+    options.pop("decoupled_weight_decay", None)
     ours = inspect.signature(cls).parameters
-    assert {name: ours[name].default for name in options} == {
-        name: theirs[name].default for name in options
-    }
-    assert (
-        cls(parameters(), 0.1, **dict.fromkeys(options, False)).param_groups[0]["lr"]
-        == 0.1
-    )
-    for name in set(options) - {"maximize"}:
+    assert {name: ours[name].default for name in options} == options
+    (group,) = cls(parameters(), 0.1, **dict.fromkeys(options, False)).param_groups
+    assert group["lr"] == 0.1
+    for name in options.keys() - {"maximize"}:
         with refuses(f"{name}=True is not supported in low precision"):
             cls(parameters(), 0.1, **{name: True})

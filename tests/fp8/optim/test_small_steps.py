@@ -8,7 +8,7 @@ import fp8
 from fp8.optim import AdamW
 from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, decode
 from fp8.optim.state import MASTER, format_of, has, read
-from tests.shared import parametrize, warns
+from tests.shared import assert_close, pairs, parametrize, warns
 
 from .test_optim import FLOAT32
 
@@ -34,10 +34,8 @@ def test_moments_that_begin_at_zero_grow(moment):
             weight.grad = size.clone()
         optimizer.step()
     for name, weight in weights.items():
-        moved, unit = (
-            -weight.detach() / (steps * LR),
-            2.0 ** -ENCODINGS[name].format.mantissa_bits,
-        )
+        moved = -weight.detach() / (steps * LR)
+        unit = 2.0 ** -ENCODINGS[name].format.mantissa_bits
         if moment == "first_moment":
             low, high = 1 / (1 + unit / 2 / (1 - 0.9)), 1 + unit / 2
         elif not ENCODINGS[name].rounds_stochastically(0.999):
@@ -62,36 +60,29 @@ WEIGHTS = {
 }
 
 
-def trained(steps=STEPS, start=1.01, **settings):
+def trained(**settings):
     """Kind of weights -> (before, after some steps down): masters where there are any."""
-    weights = {
-        kind: nn.Parameter(make(torch.full((64, 64), start)))
-        for kind, make in WEIGHTS.items()
-    }
-    before = {
-        kind: weight.detach().to(torch.float32).clone()
-        for kind, weight in weights.items()
-    }
-    optimizer = AdamW(
-        list(weights.values()), LR, weight_decay=0.0, **FLOAT32, **settings
-    )
-    for _ in range(steps):
-        for weight in weights.values():
+    weights = [
+        nn.Parameter(make(torch.full((64, 64), 1.01))) for make in WEIGHTS.values()
+    ]
+    before = [weight.detach().to(torch.float32).clone() for weight in weights]
+    optimizer = AdamW(weights, LR, weight_decay=0.0, **FLOAT32, **settings)
+    for _ in range(STEPS):
+        for weight in weights:
             weight.grad = torch.ones(weight.shape, dtype=weight.dtype)
         optimizer.step()
-    found = {}
-    for kind, weight in weights.items():
-        state, after = optimizer.state[weight], weight.detach().to(torch.float32)
+    after = []
+    for weight in weights:
+        state, values = optimizer.state[weight], weight.detach().to(torch.float32)
         if has(state, MASTER):
-            after = decode(read(state, MASTER)).view(weight.shape)
-        found[kind] = (before[kind], after)
-    return found
+            values = decode(read(state, MASTER)).view(weight.shape)
+        after.append(values)
+    return dict(pairs(WEIGHTS, pairs(before, after)))
 
 
-def spacing(kind, start=1.01):
-    """Of the numbers of the format beside ``start``."""
-    weight = WEIGHTS[kind](torch.full((64, 64), start))
-    return 2.0 ** (-format_of(weight).mantissa_bits)
+def spacing(kind):
+    """Of the numbers of the format beside 1.01."""
+    return 2.0 ** -format_of(WEIGHTS[kind](torch.ones(64, 64))).mantissa_bits
 
 
 @parametrize(
@@ -111,21 +102,16 @@ def test_each_step_is_taken_in_the_mean(settings):
     in float32 is not rounded."""
     master = settings.get("master_weights")
     for kind, (before, after) in trained(**settings).items():
-        gap = (
-            spacing(kind)
-            if master is None
-            else 2.0**-10 * settings["stochastic_weights"]
-        )
+        of_master = 2.0**-10 * settings["stochastic_weights"]
+        gap, rounding = (of_master, 1e-5) if master else (spacing(kind), 1e-6)
         deviation = (STEPS * LR * gap / before.numel()) ** 0.5
         moved = float((before - after).double().mean())
-        assert abs(moved - STEPS * LR) <= 5 * deviation + (
-            1e-6 if master is None else 1e-5
-        ), kind
+        assert abs(moved - STEPS * LR) <= 5 * deviation + rounding, kind
         assert master or kind == "float32" or after.unique().numel() > 1
 
 
 @parametrize(
-    ("dtype", "settings"),
+    "dtype, settings",
     [(torch.float32, {}), (torch.bfloat16, {"master_weights": "float32"})],
     ids=["float32", "master"],
 )
@@ -134,9 +120,8 @@ def test_where_nothing_is_rounded_stochastically_is_a_warning(dtype, settings):
     optimizer = AdamW([weight], stochastic_weights=True, **settings)
     optimizer.step()
     weight.grad = torch.ones_like(weight)
-    with warns(
-        "stochastic_weights=True rounds no weight", fp8.warnings.OptimizerWarning
-    ):
+    message = "stochastic_weights=True rounds no weight"
+    with warns(message, fp8.warnings.OptimizerWarning):
         optimizer.step()
     optimizer.step()  # once
 
@@ -145,10 +130,8 @@ def test_where_nothing_is_rounded_stochastically_is_a_warning(dtype, settings):
 def test_a_large_gradient_is_stepped_as_by_torch(large):
     """Beside torch's AdamW in float64, whose second moments do not overflow: steps depend on the
     ratios of gradients, and after so large a one all others are as zeros."""
-    ours, theirs = (
-        nn.Parameter(torch.zeros(300)),
-        nn.Parameter(torch.zeros(300).double()),
-    )
+    ours = nn.Parameter(torch.zeros(300))
+    theirs = nn.Parameter(torch.zeros(300).double())
     optimizers = AdamW([ours], 0.1, **FLOAT32), torch.optim.AdamW([theirs], 0.1)
     for step in range(20):
         grad = torch.randn(300)
@@ -158,4 +141,4 @@ def test_a_large_gradient_is_stepped_as_by_torch(large):
         for optimizer in optimizers:
             optimizer.step()
     assert optimizers[0].skipped_steps == 0
-    torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+    assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)

@@ -9,7 +9,15 @@ from torch import nn
 from fp8.optim import AdamW
 from fp8.optim.encodings import ENCODINGS, MOMENTS, Encoded, decode, write, zeros
 from fp8.recipes.scaling import scale_of_number
-from tests.shared import normal, pairs, parametrize, refuses, saved, seeded
+from tests.shared import (
+    assert_close,
+    normal,
+    pairs,
+    parametrize,
+    refuses,
+    saved,
+    seeded,
+)
 
 SHAPES = ((64, 96), (4097,), (5,))
 FLOAT32 = {"first_moment": "float32", "second_moment": "float32", "min_size": 0}
@@ -34,10 +42,6 @@ def run(cls, count=2, dtype=torch.float32, make=parameters, **settings):
     return params, optimizer
 
 
-def assert_same(a, b):
-    assert all(map(torch.equal, a, b))
-
-
 ALL = [
     {},
     {"first_moment": "e4m3_block", "second_moment": "e5m3_block"},
@@ -60,7 +64,7 @@ def test_a_state_of_torch_continues_and_goes_back():
     third.load_state_dict(saved(second.state_dict()))
     steps(third, 6, 3)
     for a, b in pairs(params, plain):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @parametrize("kind", ALL, ids=lambda k: "-".join(map(str, k.values())))
@@ -71,19 +75,13 @@ def test_into_another_encoding_and_back(kind):
     wide.load_state_dict(first.state_dict())
     back.load_state_dict(wide.state_dict())
     for p in params:
-        for key, value in first.state[p].items():
-            if not key.endswith(("scale", "amax")):
-                scale = (
-                    key.removesuffix("values") + "scale",
-                    back.state[p],
-                    first.state[p],
-                )
-                if scale[0] not in first.state[p]:
-                    assert torch.equal(back.state[p][key], value)
+        after, before = back.state[p], first.state[p]
+        for key, value in before.items():
+            scaled = f"{key.removesuffix('values')}scale" in before
+            if not key.endswith(("scale", "amax")) and not scaled:
+                assert torch.equal(after[key], value)
         for name in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(
-                numbers(back.state[p], name), numbers(first.state[p], name)
-            )
+            assert torch.equal(numbers(after, name), numbers(before, name))
 
 
 def numbers(state, name):
@@ -138,15 +136,13 @@ def without(name):
 
 def filled(name, value):
     def fill(state, one):
-        one[name] = (
-            torch.as_tensor(value).expand_as(one[name]).clone().to(one[name].dtype)
-        )
+        one[name] = torch.full_like(one[name].float(), value).to(one[name].dtype)
 
     return damaged(fill)
 
 
 @parametrize(
-    ("saved", "message"),
+    "saved, message",
     [
         (filled("step", -3.0), "step must be finite and not negative, got -3.0"),
         (filled("step", math.nan), "step must be finite and not negative, got nan"),
@@ -264,18 +260,14 @@ def test_e4m3_compiled_is_e4m3():
     codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
     stored = Encoded(codes.view(torch.float8_e4m3fn))
     read = torch.compile(decode, fullgraph=True)(stored)
-    assert torch.equal(
-        read.view(torch.int32), decode(stored).view(torch.int32)
-    )  # -0 too
-
+    # -0 too
+    assert torch.equal(read.view(torch.int32), decode(stored).view(torch.int32))
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     x = patterns.view(torch.bfloat16).float()
-    x = torch.cat(
-        [x[x.isfinite()], torch.tensor([2**-6 - 2**-30, 464.0, -464.0, 448.1])]
-    )
+    others = torch.tensor([2**-6 - 2**-30, 464.0, -464.0, 448.1])
+    x = torch.cat([x[x.isfinite()], others])
     expected, found = (zeros(len(x), ENCODINGS["e4m3"], x.device) for _ in range(2))
     write(x, expected, ENCODINGS["e4m3"], 1.0)
     torch.compile(write, fullgraph=True)(x, found, ENCODINGS["e4m3"], 1.0)
-    assert torch.equal(
-        found.values.view(torch.uint8), expected.values.view(torch.uint8)
-    )
+    bits = (each.values.view(torch.uint8) for each in (found, expected))
+    assert torch.equal(*bits)

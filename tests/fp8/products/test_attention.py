@@ -9,8 +9,18 @@ import fp8
 from fp8 import RECIPES
 from fp8.casts.casting import cast_forward
 from fp8.products.attention import by_products
-from tests.fp8.compare import assert_near, assert_same, outcome
-from tests.shared import normal, pairs, parametrize, proves, randn, refuses, seeded
+from tests.fp8.compare import outcome
+from tests.shared import (
+    assert_close,
+    assert_same,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    randn,
+    refuses,
+    seeded,
+)
 
 
 @proves("the field", "attention in FP8")
@@ -61,7 +71,7 @@ def compare(operands, g, options, **near):
     torchs = outcome(
         lambda: F.scaled_dot_product_attention(*leaves, **options), leaves, g
     )
-    assert_near(ours, torchs, **near)
+    assert_close(ours, torchs, **near)
 
 
 @parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -98,8 +108,8 @@ def test_two_products_are_cast_as_any_other():
         y, weights = by_products(q, k, v, dropout_p=0.5)
         torch.manual_seed(0)
         wanted = F.dropout((q @ k.mT * 8**-0.5).softmax(-1), 0.5)
-        torch.testing.assert_close(weights, wanted)
-        torch.testing.assert_close(y, weights @ v)
+        assert_close(weights, wanted)
+        assert_close(y, weights @ v)
         y, weights = by_products(q, k, v)
         with torch.autocast("cpu", torch.bfloat16):
             half = by_products(q, k, v)

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 import fp8
 from fp8.products.convolution import conv, conv_transpose
 from tests.fp8.products.test_matmul import RECIPES, SCALES, check, every
-from tests.shared import parametrize, randn, refuses
+from tests.shared import assert_close, parametrize, randn, refuses
 
 # (torch's function, ours, input, weight, arguments)
 CASES = [
@@ -53,7 +53,7 @@ CASES = [
 
 @pytest.mark.sampled(3)
 @every
-@parametrize(("torchs", "ours", "input", "weight", "kwargs"), CASES)
+@parametrize("torchs, ours, input, weight, kwargs", CASES)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_against_float64(torchs, ours, input, weight, kwargs, dtype, recipe):
     operands = randn(*input, dtype=dtype), randn(*weight, dtype=dtype)
@@ -69,17 +69,15 @@ def test_against_float64(torchs, ours, input, weight, kwargs, dtype, recipe):
 
 
 @parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
-@parametrize(
-    ("ours", "input", "weight"), [c[1:4] for c in (CASES[1], CASES[7], CASES[11])]
-)
+@parametrize("ours, input, weight", [c[1:4] for c in (CASES[1], CASES[7], CASES[11])])
 def test_bias(ours, input, weight, recipe):
     """Added after the scale of the output; no cast touches its gradient."""
     x, w, b = randn(*input), randn(*weight), randn(6)
     with fp8.autocast(recipe):
         y, plain = (ours(x, w, bias, scales=SCALES) for bias in (b, None))
-    torch.testing.assert_close(y, plain + b.view(-1, *[1] * (len(weight) - 2)))
+    assert_close(y, plain + b.view(-1, *[1] * (len(weight) - 2)))
     (db,) = torch.autograd.grad(y.sum(), b)
-    torch.testing.assert_close(db, torch.full((6,), SCALES[2] * y.numel() / 6))
+    assert_close(db, torch.full((6,), SCALES[2] * y.numel() / 6))
 
 
 def test_double_backward():

@@ -6,7 +6,7 @@ from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.nn import functional as F
 
 import fp8
-from tests.shared import normal, parametrize, randn
+from tests.shared import assert_close, normal, parametrize, randn
 
 PRODUCERS = {
     "gelu": F.gelu,
@@ -22,7 +22,7 @@ def kernels(function, x):
     got, code = run_and_get_code(torch.compile(function, fullgraph=True), x)
     want = function(x).float()
     # One step of the format.
-    torch.testing.assert_close(got.float(), want, rtol=2**-3, atol=2**-9)
+    assert_close(got.float(), want, rtol=2**-3, atol=2**-9)
     return sum(part.count("async_compile.cpp_pybinding(") for part in code)
 
 

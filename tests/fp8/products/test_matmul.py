@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 import fp8
 from fp8 import Cast, Format, Recipe
@@ -21,7 +20,15 @@ from tests.reference import (
     rotation,
     unrotated,
 )
-from tests.shared import normal, pairs, parametrize, proves, randn, refuses
+from tests.shared import (
+    assert_close,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    randn,
+    refuses,
+)
 
 SCALES = (0.3, 2.5, 0.7)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -48,12 +55,10 @@ RECIPES |= {"rotated": ROTATED}
 
 EVERY = [(torch.float32, name) for name in RECIPES]
 EVERY += [
-    (dtype, name)
-    for dtype in DTYPES[1:]
-    for name in ("none", "tensor", "block", "nvfp4")
+    (dtype, name) for dtype in DTYPES[1:] for name in "none tensor block nvfp4".split()
 ]
 every = parametrize(
-    ("dtype", "recipe"),
+    "dtype, recipe",
     [(dtype, RECIPES[name]) for dtype, name in EVERY],
     ids=[f"{dtype}-{name}" for dtype, name in EVERY],
 )
@@ -85,7 +90,7 @@ def test_linear(shape, dtype, recipe):
 @pytest.mark.sampled(3)
 @every
 @parametrize(
-    ("left", "right"),
+    "left, right",
     [
         ((7,), (7,)),
         ((7,), (7, 4)),
@@ -109,45 +114,28 @@ def test_matmul(left, right, dtype, recipe):
 def test_operands_of_more_than_one_tile(shape, name):
     """Tokens, inputs and outputs that tiles of 16, 32 and 128 divide, and that they do not."""
     tokens, inputs, outputs = shape
-    check(
-        linear, F.linear, (randn(tokens, inputs), randn(outputs, inputs)), RECIPES[name]
-    )
+    operands = randn(tokens, inputs), randn(outputs, inputs)
+    check(linear, F.linear, operands, RECIPES[name])
 
 
 def test_strided_operands():
     wide, tall = randn(5, 14)[:, ::2], randn(7, 6).mT
     check(linear, F.linear, (wide, tall), NONE)
-    check(
-        matmul,
-        torch.matmul,
+    for operands in (
         (randn(7, 3, 5).permute(1, 2, 0), randn(4, 7).mT),
-        NONE,
-        layer=False,
-    )
-    check(
-        matmul,
-        torch.matmul,
         (randn(1, 5, 7).expand(3, 5, 7), randn(7, 4)),
-        NONE,
-        layer=False,
-    )
+    ):
+        check(matmul, torch.matmul, operands, NONE, layer=False)
 
 
 @every
 def test_bias(dtype, recipe):
-    x, w, b = (
-        randn(2, 5, 7, dtype=dtype),
-        randn(6, 7, dtype=dtype),
-        randn(6, dtype=dtype),
-    )
+    x, w, b = (randn(*s, dtype=dtype) for s in ((2, 5, 7), (6, 7), (6,)))
     y = linear(x, w, b, scales=SCALES, recipe=recipe)
     grad = normal(2, 5, 6, dtype=dtype, seed=2)
     values, magnitudes = product(F.linear, (x, w), grad, SCALES, recipe)
-    value, magnitude = (
-        values[0] + b.detach().double(),
-        magnitudes[0] + b.detach().double().abs(),
-    )
-    assert_within(y.detach(), value, magnitude, dtype)
+    wide = b.detach().double()
+    assert_within(y.detach(), values[0] + wide, magnitudes[0] + wide.abs(), dtype)
     (db,) = torch.autograd.grad(y, b, grad)
     total = SCALES[2] * grad.double()
     # No cast touches it.
@@ -175,11 +163,10 @@ def test_the_factor_of_a_bias_is_not_one_of_its_gradient(recipe, compiled, backe
 @parametrize("needs", list(itertools.product((True, False), repeat=3)))
 def test_gradients_only_where_asked_for(needs):
     tensors = [randn(5, 7), randn(6, 7), randn(6)]
-    wanted = torch.autograd.grad(
-        linear(*tensors, scales=SCALES, recipe=fp8.RECIPES["unit"]).sum(), tensors
-    )
+    how = {"scales": SCALES, "recipe": fp8.RECIPES["unit"]}
+    wanted = torch.autograd.grad(linear(*tensors, **how).sum(), tensors)
     leaves = [t.detach().requires_grad_(n) for t, n in pairs(tensors, needs)]
-    y = linear(*leaves, scales=SCALES, recipe=fp8.RECIPES["unit"])
+    y = linear(*leaves, **how)
     assert y.requires_grad == any(needs)
     if any(needs):
         y.sum().backward()
@@ -216,9 +203,8 @@ def test_double_backward(recipe):
         y = cast(x, how, axis)
         if how is None or not how.hadamard:
             return y
-        turn = torch.block_diag(*[rotation(how.hadamard)] * -(-size // how.hadamard))[
-            :, :size
-        ]
+        blocks = [rotation(how.hadamard)] * -(-size // how.hadamard)
+        turn = torch.block_diag(*blocks)[:, :size]
         return y @ turn if axis == -1 else turn.mT @ y
 
     (for_x, again_w), (for_w, again_x) = recipe.grad_input, recipe.grad_weight
@@ -275,16 +261,12 @@ def test_torch_func(recipe):
 
 
 def test_refusals():
-    for x, w in (
-        (randn(5, 7), randn(2, 6, 7)),
-        (randn(5, 8), randn(6, 7)),
-        (randn(), randn(6, 7)),
-    ):
+    for x, w in (((5, 7), (2, 6, 7)), ((5, 8), (6, 7)), ((), (6, 7))):
         with refuses(r"input of shape \(..., in\) and a weight of shape"):
-            linear(x, w)
-    for left, right in ((randn(), randn(7)), (randn(5, 7), randn(6, 7))):
+            linear(randn(*x), randn(*w))
+    for left, right in (((), (7,)), ((5, 7), (6, 7))):
         with refuses("matching inner sizes"):
-            matmul(left, right)
+            matmul(randn(*left), randn(*right))
 
 
 def test_weight_of_one_dimension():

@@ -3,11 +3,10 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 import fp8
 from tests.fp8.compare import outcome
-from tests.shared import normal, pairs, parametrize, randn, refuses
+from tests.shared import assert_close, normal, pairs, parametrize, randn, refuses
 
 L, S, N, H, E = 4, 5, 3, 2, 8
 NOTHING = fp8.Recipe(name="nothing")  # the expansion alone
@@ -72,7 +71,7 @@ def test_masks(kind, need_weights):
 
 
 @parametrize(
-    ("options", "shapes"),
+    "options, shapes",
     [
         ({}, [(L, N, E)] * 3),
         ({"batch_first": True}, [(N, L, E), (N, S, E), (N, S, E)]),

@@ -8,8 +8,7 @@ from torch import nn
 
 import fp8
 from fp8 import RECIPES, Cast, Format, Recipe
-from tests.fp8.compare import assert_near
-from tests.shared import normal, parametrize, randn
+from tests.shared import assert_close, normal, parametrize, randn
 
 # Numbers that the compiler meets in objects of its caller, not in a table of the package.
 MINE = Format(
@@ -37,19 +36,15 @@ def check(recipe, backend, dynamic):
         x = randn(rows, 32, seed=rows)
         # The same operations, so equal; aot may decompose a square or a sum.
         near = 0 if backend == "eager" else 1e-5
-        assert_near(
-            results(compiled, twin, x), results(layer, layer, x), rtol=near, atol=near
-        )
+        found, expected = results(compiled, twin, x), results(layer, layer, x)
+        assert_close(found, expected, rtol=near, atol=near)
 
 
 def each_recipe(*names):
     """Every recipe; those that are not named in exhaustive runs alone."""
     recipes = [OWN, *RECIPES.values()]
     rare = {r.name: () if r.name in names else pytest.mark.exhaustive for r in recipes}
-    params = [
-        pytest.param(recipe, id=recipe.name, marks=rare[recipe.name])
-        for recipe in recipes
-    ]
+    params = [pytest.param(r, id=r.name, marks=rare[r.name]) for r in recipes]
     return parametrize("recipe", params)
 
 

@@ -6,12 +6,12 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import RECIPES, Cast, Recipe
 from tests.shared import (
+    assert_close,
     in_one_graph,
     normal,
     pairs,
@@ -157,7 +157,7 @@ def train(model, steps, forward=None, optimizer=None):
     return losses
 
 
-@parametrize(("device", "assign"), [("cpu", False), ("cpu", True), ("meta", True)])
+@parametrize("device, assign", [("cpu", False), ("cpu", True), ("meta", True)])
 def test_a_checkpoint_of_the_plain_model_loads_and_histories_begin_anew(device, assign):
     """Strictly. Some of them missing is an error, as of any buffer."""
     plain = make()

@@ -52,7 +52,7 @@ def test_recipes_of_the_table_are_stored_by_name():
 
 
 @parametrize(
-    ("values", "message"),
+    "values, message",
     [
         ({"frist": 1}, "'frist'.*did you mean 'first'"),
         ({"recipe": "mxpf8"}, "'mxpf8'.*did you mean 'mxfp8'"),
@@ -77,7 +77,7 @@ def test_bad_json_is_refused_by_name(values, message):
 
 
 @parametrize(
-    ("make", "error", "message"),
+    "make, error, message",
     [
         (lambda: Policy(rules="*"), TypeError, "rules must be a list"),
         (lambda: Policy(rules=LayerRule("*")), TypeError, "rules must be a list"),
@@ -110,10 +110,8 @@ def test_bad_arguments_are_refused(make, error, message):
 
 
 def test_what_a_rule_concerns():
-    every = {
-        name: {CASTS[i] for i in LayerRule("*", product=name).casts}
-        for name in CONCERNS
-    }
+    of = {name: LayerRule("*", product=name).casts for name in CONCERNS}
+    every = {name: {CASTS[i] for i in indices} for name, indices in of.items()}
     assert set().union(*every.values()) == set(CASTS)
     assert len(CASTS) == 6
     assert every["forward"] == {"forward.input", "forward.weight"}
@@ -138,9 +136,7 @@ def test_a_switch_leaves_high_precision_alone():
 
 def casts(recipe):
     """The casts by name, from the properties that the products use."""
-    if recipe is None:
-        return dict.fromkeys(CASTS)
-    return dict(pairs(CASTS, recipe.casts))
+    return dict(pairs(CASTS, recipe.casts if recipe else [None] * len(CASTS)))
 
 
 @parametrize("name", ["row_gw_hp", "nvfp4", "quartet2"])

@@ -23,37 +23,26 @@ def test_rows():
         assert recipe.name == name
         assert get_recipe(name) is get_recipe(recipe) is recipe
         assert all(getattr(recipe, operand) is not None for operand in OPERANDS)
-        assert recipe.casts == (
-            *recipe.forward,
-            *recipe.grad_input,
-            *recipe.grad_weight,
-        )
+        pairs_of = recipe.forward, recipe.grad_input, recipe.grad_weight
+        assert recipe.casts == sum(pairs_of, ())
     assert {c.scaling for r in RECIPES.values() for c in r.casts if c} == set(SCALINGS)
 
 
 def test_the_short_form_is_for_all_products_and_an_override_for_one():
-    a, b, c, d = (Cast(format=f) for f in ("e4m3", "e5m2", "e3m2", "e2m3"))
+    a, b, c, d = (Cast(format=f) for f in "e4m3 e5m2 e3m2 e2m3".split())
     short = Recipe(name="short", input=a, weight=b, grad=c)
-    assert (short.forward, short.grad_input, short.grad_weight) == (
-        (a, b),
-        (c, b),
-        (c, a),
-    )
+    assert short.casts == (a, b, c, b, c, a)
     one = dataclasses.replace(short, grad_input_weight=d)
-    assert (one.forward, one.grad_input, one.grad_weight) == ((a, b), (c, d), (c, a))
+    assert one.casts == (a, b, c, d, c, a)
     none = dataclasses.replace(short, grad_weight_grad=None, grad_weight_input=d)
-    assert (none.forward, none.grad_input, none.grad_weight) == (
-        (a, b),
-        (c, b),
-        (None, d),
-    )
+    assert none.casts == (a, b, c, b, None, d)
 
 
 # --- checks at birth
 
 
 @parametrize(
-    ("field", "table"),
+    "field, table",
     [
         ("format", FORMATS),
         ("scaling", SCALINGS),
@@ -98,7 +87,7 @@ def test_a_cast_knows_the_rules_and_tile_of_its_scaling(scaling):
 
 
 @parametrize(
-    ("fields", "message"),
+    "fields, message",
     [
         ({"format": "e2m1", "overflow": "nonfinite"}, "neither Inf nor NaN"),
         ({"scaling": "unit", "history": 3}, "history of scaling 'unit' must be 0 to 0"),
@@ -164,16 +153,12 @@ def test_both_operands_are_rotated_or_none():
     random = dataclasses.replace(rotated, signs="random")
     Recipe(name="fine", grad_weight_grad=rotated, grad_weight_input=rotated)
     Recipe(name="fine", input=rotated, weight=rotated, grad=rotated)
+    got = r"grad_weight .*got .*=\[\(16, 'fixed'\), \(0, 'fixed'\)\]"
+    alike = "forward needs both operands rotated alike"
     for message, casts in (
-        (
-            r"grad_weight .*got .*=\[\(16, 'fixed'\), \(0, 'fixed'\)\]",
-            (None, None, rotated, other),
-        ),
-        ("forward needs both operands rotated alike", (rotated, None, "same", other)),
-        (
-            "forward needs both operands rotated alike",
-            (rotated, random, "same", "same"),
-        ),
+        (got, (None, None, rotated, other)),
+        (alike, (rotated, None, "same", other)),
+        (alike, (rotated, random, "same", "same")),
     ):
         fields = ("input", "weight", "grad_weight_grad", "grad_weight_input")
         with refuses(message):
@@ -227,12 +212,9 @@ def test_what_is_read_may_be_short_and_not_wrong():
     with refuses("from a dict, not from a list", TypeError):
         Recipe.from_dict([])
     values = RECIPES["tensor"].to_dict()
-    for missing in (
-        "name",
-        *OPERANDS,
-    ):  # nobody would notice an operand that is not cast
+    # Nobody would notice an operand that is not cast.
+    for missing in ("name", *OPERANDS):
+        given = {key: value for key, value in values.items() if key != missing}
         with refuses(f"a Recipe needs the keys .* without '{missing}'"):
-            Recipe.from_dict(
-                {key: value for key, value in values.items() if key != missing}
-            )
+            Recipe.from_dict(given)
     assert Recipe.from_dict({**values, "grad": None}).grad is None

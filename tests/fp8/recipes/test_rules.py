@@ -10,7 +10,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 import fp8
 from fp8 import FORMATS, Cast, Policy, Recipe, Rule
@@ -20,7 +19,16 @@ from fp8.recipes.rules import LOWERED, RULES, exact
 from fp8.recipes.scaling import SCALINGS
 from fp8.training.fsdp import gather_in_fp8
 from tests import reference
-from tests.shared import in_one_graph, normal, pairs, parametrize, refuses
+from tests.fp8.compare import outcome
+from tests.shared import (
+    assert_close,
+    assert_same,
+    in_one_graph,
+    normal,
+    pairs,
+    parametrize,
+    refuses,
+)
 
 pytestmark = pytest.mark.usefixtures("own_rows")
 
@@ -33,9 +41,8 @@ def percentile(values, format):
 
 def rms(values, format):
     """In float64, where the order of the sum makes no difference."""
-    return (2 * values.double().square().mean(PLACES, keepdim=True).sqrt()).to(
-        values.dtype
-    )
+    wide = values.double().square().mean(PLACES, keepdim=True)
+    return (2 * wide.sqrt()).to(values.dtype)
 
 
 def smooth(values, format):
@@ -70,20 +77,15 @@ def expected(x, cast, magnitude, axis=-1):
     sizes = pairs(cast.tile, x.shape[-2:])
     across, along = (min(by, max(size, 2)) if by else size for by, size in sizes)
     y = torch.empty(x.shape, dtype=torch.float64)
-    batches = (
-        [x.flatten(0, -2)] if cast.tile == (0, 0) else x.reshape(-1, *x.shape[-2:])
-    )
-    results = (
-        [y.view(-1, x.shape[-1])] if cast.tile == (0, 0) else y.view(-1, *x.shape[-2:])
-    )
+    matrix_of = (1, -1) if cast.tile == (0, 0) else (-1, x.shape[-2])
+    batches, results = (t.reshape(*matrix_of, x.shape[-1]) for t in (x, y))
     for matrix, result in pairs(batches, results):
         rows = len(matrix) if cast.tile == (0, 0) else across
         for i in range(0, len(matrix), rows):
             for j in range(0, x.shape[-1], along):
                 at = (slice(i, i + rows), slice(j, j + along))
-                result[at] = _tile(
-                    matrix[at], format, rule, magnitude, (rows, along), least
-                )
+                size = rows, along
+                result[at] = _tile(matrix[at], format, rule, magnitude, size, least)
     return y
 
 
@@ -100,22 +102,19 @@ def _tile(x, format, rule, magnitude, size, least):
     return reference.rounded((x / scale).double(), format) * scale
 
 
-TILES = [(name, row.tile) for name, row in SCALINGS.items() if "power" in row.forms]
-TILES = [
-    *((n, t) for n, t in TILES if n != "delayed"),
-    ("block", (4, 16)),
-    ("block", (4, 1)),
-]
+POWERS = {n: row for n, row in SCALINGS.items() if "power" in row.forms}
+TILES = [(name, row.tile) for name, row in POWERS.items() if name != "delayed"]
+TILES += [("block", (4, 16)), ("block", (4, 1)), ("mx", (2, 8))]
 CASES = [
     (name, scaling, tile)
     for name in MAGNITUDES
-    for scaling, tile in (*TILES, ("mx", (2, 8)))
+    for scaling, tile in TILES
     if name != "smooth" or tile[0] != 1
 ]
 
 
 @parametrize("axis", [-1, -2])
-@parametrize(("name", "scaling", "tile"), CASES)
+@parametrize("name, scaling, tile", CASES)
 def test_a_rule_gets_the_matrix_of_each_tile(name, scaling, tile, axis):
     """Bit for bit, with sizes that are no multiples (a multiple across, where zeros would count),
     and with Inf and NaN."""
@@ -129,7 +128,7 @@ def test_a_rule_gets_the_matrix_of_each_tile(name, scaling, tile, axis):
                 x.view(-1)[3] = bad
                 got = cast_forward(x, cast, axis)
                 want = expected(x, cast, MAGNITUDES[name], axis).float()
-                assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+                assert_same(got, want, equal_nan=True)
 
 
 def test_the_largest_magnitude_counts_where_a_rule_gives_none():
@@ -151,15 +150,15 @@ def test_of_several_candidates_the_best_one_counts():
     for i, factor in enumerate(factors):
         Rule(name=f"by_{i}", candidates=(factor,)).register()
     for scaling, width in (("row", 64), ("mx", 32)):
-        got, *each = (
+        least, *errors = (
             cast_forward(x, Cast(format="e2m1", scaling=scaling, rule=rule))
+            .sub(x)
+            .square()
+            .unflatten(1, (-1, width))
+            .sum(-1)
             for rule in ("best", *(f"by_{i}" for i in range(4)))
         )
-        errors = torch.stack(
-            [(y - x).square().unflatten(1, (-1, width)).sum(-1) for y in each]
-        )
-        least = (got - x).square().unflatten(1, (-1, width)).sum(-1)
-        assert_close(least, errors.amin(0))
+        assert_close(least, torch.stack(errors).amin(0))
 
 
 PRODUCTS = {
@@ -170,13 +169,12 @@ PRODUCTS = {
 
 
 def three(function, *operands):
-    operands = tuple(x.clone().requires_grad_() for x in operands)
-    y = function(*operands)
-    return [y.detach(), *torch.autograd.grad(y, operands, normal(*y.shape, seed=3))]
+    leaves = [x.clone().requires_grad_() for x in operands]
+    return outcome(lambda: function(*leaves), leaves)
 
 
 @parametrize(
-    ("name", "scaling", "product"),
+    "name, scaling, product",
     [
         *((name, "tensor", "linear") for name in MAGNITUDES),
         *(("smooth", "tensor", product) for product in PRODUCTS if product != "linear"),
@@ -200,8 +198,8 @@ def test_products_compiled_and_not(name, scaling, product):
         first, *others = shapes[0]
         first += 0 if product == "batch" else size
         operands = normal(first, *others), normal(*shapes[1])
-        for one, other in pairs(three(cast, *operands), three(graph, *operands)):
-            assert_close(one, other, rtol=1e-5, atol=1e-5)
+        found, expected = three(graph, *operands), three(cast, *operands)
+        assert_close(found, expected, rtol=1e-5, atol=1e-5)
         assert not torch.equal(cast(*operands), function(*operands))
 
 
@@ -219,9 +217,8 @@ def test_a_registered_recipe_is_a_name_everywhere():
     model = fp8.convert(nn.Sequential(nn.Linear(32, 16)), "own")
     x = normal(4, 32)
     with fp8.autocast("own"):
-        assert torch.equal(
-            nn.functional.linear(x, model[0].weight, model[0].bias), model(x)
-        )
+        y = nn.functional.linear(x, model[0].weight, model[0].bias)
+    assert torch.equal(y, model(x))
     with refuses("recipe 'own' is registered already"):
         recipe_of(Cast(format="e4m3"), "own").register()
     with refuses("'auto' is registered already"):
@@ -263,7 +260,7 @@ def test_what_is_stored_has_the_name_of_the_rule_and_asks_for_it():
 
 
 @parametrize(
-    ("fields", "error", "message"),
+    "fields, error, message",
     [
         ({"name": 3}, TypeError, "must be a name, not 3"),
         ({"name": "two words"}, ValueError, "an identifier, got 'two words'"),
@@ -287,7 +284,7 @@ def test_a_rule_that_cannot_be_is_refused_at_birth(fields, error, message):
 
 
 @parametrize(
-    ("fields", "message"),
+    "fields, message",
     [
         (
             {"magnitude": lambda x, _: x.abs().amax(PLACES)},
@@ -320,10 +317,8 @@ def test_functions_are_tried_when_a_rule_is_registered(fields, message):
 def test_a_name_has_one_rule():
     rule = registered(rms)
     assert rule.register() is rule
-    for other in (
-        dataclasses.replace(rule, magnitude=smooth),
-        Rule(name="up", scale=exact),
-    ):
+    taken = dataclasses.replace(rule, magnitude=smooth), Rule(name="up", scale=exact)
+    for other in taken:
         with refuses(f"rule '{other.name}' is registered already"):
             other.register()
 
@@ -332,10 +327,9 @@ def test_a_name_has_one_rule():
 @parametrize("scaling", ["row", "block", "mx"])
 def test_a_rule_may_not_give_each_element_a_scale(scaling, axis):
     registered(smooth)
+    cast = Cast(format="e4m3", scaling=scaling, rule="mine")
     with refuses(r"in a tile of one row is each element; take a larger"):
-        cast_forward(
-            normal(4, 64), Cast(format="e4m3", scaling=scaling, rule="mine"), axis
-        )
+        cast_forward(normal(4, 64), cast, axis)
 
 
 def test_what_has_no_values_of_a_tile_refuses_such_a_rule(recwarn):

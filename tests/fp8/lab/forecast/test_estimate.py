@@ -168,7 +168,7 @@ X, W, G = M * K, K * N, M * N
 
 
 @parametrize(
-    ("recipe", "device", "moved", "launches"),
+    "recipe, device, moved, launches",
     [
         # Two kernels for the maximum, one of which only launches; one reads 2 bytes and writes 1
         # twice. The weight: two casts.

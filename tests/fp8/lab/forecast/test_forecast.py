@@ -13,7 +13,7 @@ from fp8.lab.forecast import forecast as module
 from fp8.lab.forecast.card import gradients, why_not
 from fp8.lab.forecast.result import Forecast
 from fp8.lab.hardware import BF16, HARDWARE
-from tests.shared import linears, normal, parametrize, proves, refuses
+from tests.shared import assert_close, linears, normal, parametrize, proves, refuses
 
 compiles = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -59,7 +59,7 @@ def test_gradients_are_those_of_torch():
     want = torch.autograd.grad(
         [branching(x, w), (unused * 2).sum()], [x, w, unused], [g, None]
     )
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    assert_close(got, want, rtol=1e-12, atol=0)
 
 
 # Without a compiler for GPUs
@@ -114,7 +114,7 @@ def test_a_device_that_the_compiler_does_not_know_is_estimated():
 
 
 @parametrize(
-    ("arguments", "error", "message"),
+    "arguments, error, message",
     [
         ({"model": 3}, TypeError, "forecast"),
         ({"hardware": "h1000"}, ValueError, "h1000"),

@@ -38,8 +38,5 @@ def batches(count, seed=0):
 def setup(seed=0):
     """A classifier with its own weights and data for each seed."""
     model = Classifier()
-    return Setup(
-        model,
-        batches(64, seed),
-        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return Setup(model, batches(64, seed), optimizer=optimizer)

@@ -45,7 +45,7 @@ def test_a_function_of_a_file_that_imports_its_neighbours(train_py):
 
 
 @parametrize(
-    ("name", "error", "message"),
+    "name, error, message",
     [
         ("train_of_user.py", ValueError, "give a file and a function"),
         (":setup", ValueError, "give a file and a function"),
@@ -137,7 +137,7 @@ def setup(seed):
 
 
 @parametrize(
-    ("arguments", "code", "message"),
+    "arguments, code, message",
     [
         ("missing.py:setup", 2, "no file"),
         ("--demo --recipes mxfp5", 2, "unknown recipe"),

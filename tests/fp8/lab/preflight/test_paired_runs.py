@@ -37,7 +37,7 @@ def runs(**losses):
 
 
 @parametrize(
-    ("freedom", "error", "quantile"),
+    "freedom, error, quantile",
     [
         *((1, 0.025, 12.706), (2, 0.025, 4.303), (3, 0.025, 3.182), (12, 0.025, 2.179)),
         *((5, 0.05, 2.015), (4, 0.005, 4.604), (7, 0.0005, 5.408), (120, 0.025, 1.980)),
@@ -123,7 +123,7 @@ def test_chance_is_the_deviation_of_the_reference_over_seeds():
 
 
 @parametrize(
-    ("measured", "words"),
+    "measured, words",
     [
         (None, "not trained"),
         (Gap(math.inf, math.inf, math.inf, 1), "diverges"),

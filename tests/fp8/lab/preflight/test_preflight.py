@@ -2,6 +2,7 @@
 
 import copy
 import math
+import operator
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from fp8.lab.preflight.findings import Candidate, Findings
 from fp8.lab.preflight.paired_runs import Budget
 from fp8.lab.preflight.preflight import Preflight, PreflightError
 from fp8.lab.preflight.search import finalists, recommended
-from tests.shared import pairs, parametrize, proves, refuses
+from tests.shared import parametrize, paths, proves, refuses
 from unit_scaling.transforms import simulate_fp8
 
 from .problems import Classifier, batches, setup
@@ -49,18 +50,16 @@ def test_every_stage_leaves_its_findings(report):
     assert any(candidate.kept for candidate in found.candidates)
     estimates = [row for row in found.forecasts if row.source == "estimate"]
     assert [row.hardware for row in estimates] == ["h100", "b200"]
-    assert all(
-        candidate.name in row for row in estimates for candidate in found.candidates
-    )
-    assert found.model["parameters"] == sum(
-        p.numel() for p in Classifier().parameters()
-    )
+    tried = [candidate.name for candidate in found.candidates]
+    assert all(name in row for row in estimates for name in tried)
+    sizes = [p.numel() for p in Classifier().parameters()]
+    assert found.model["parameters"] == sum(sizes)
     assert found.verdict.answer
 
 
 def test_policy_page_json_and_table(report, tmp_path):
     model = fp8.convert(Classifier(), report.policy, backend="simulate")
-    assert any(row.done == "converted" for row in fp8.report(model))
+    assert paths(fp8.report(model), "converted")
     assert "policy = fp8.Policy(" in report.findings.verdict.code["fp8"]
     report.save(tmp_path / "a.html")
     assert "<title>" in (tmp_path / "a.html").read_text()
@@ -83,23 +82,15 @@ def test_nothing_of_the_users_changes():
     assert not optimizer.state
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(row.done == "converted" for row in fp8.report(model))
+    assert not paths(fp8.report(model), "converted")
 
 
 def test_resume_repeats_nothing(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     first = fp8.preflight(setup, save=path, **ONE)
-    seen = []
-    real = stages.train
-    monkeypatch.setattr(
-        stages,
-        "train",
-        lambda problem, name, *a, **k: (
-            seen.append(name) or real(problem, name, *a, **k)
-        ),
-    )
-    again = fp8.preflight(setup, resume=path, **ONE)
-    assert seen == []
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "train", None)  # which is not called
+        again = fp8.preflight(setup, resume=path, **ONE)
     assert again.table() == first.table()
     other = lambda seed: setup(seed + 1)  # noqa: E731
     with refuses("seed 0 has other weights or batches than the run of ref"):
@@ -112,15 +103,13 @@ def test_resume_repeats_nothing(tmp_path, monkeypatch):
 
 def test_the_recipe_of_convert_is_always_trained():
     """Beside recipes that save nothing, which are not."""
-    found = fp8.preflight(
-        setup, **ONE | {"recipes": ("bf16", "static", "delayed")}
-    ).findings
+    recipes = {"recipes": ("bf16", "static", "delayed")}
+    found = fp8.preflight(setup, **ONE | recipes).findings
     outcomes = {c.name: c.outcome for c in found.candidates}
     assert outcomes["bf16"] == "not trained"
     assert outcomes["tensor"] != "not trained"
-    assert all(
-        math.isfinite(c.errors[12]) for c in found.candidates
-    )  # also with stored scales
+    # Also with stored scales.
+    assert all(math.isfinite(c.errors[12]) for c in found.candidates)
 
 
 def continued(report):
@@ -154,10 +143,9 @@ def test_without_a_recommendation_there_is_a_policy_to_try_first():
     """And a command, which begins again without a file."""
     report = fp8.preflight(setup, **ONE)  # one seed decides nothing
     assert report.policy is None
-    assert (
-        report.findings.verdict.policy["recipe"] == "tensor"
-    )  # of the first device, the H100
-    assert "Policy" in report.findings.verdict.code["fp8"]
+    verdict = report.findings.verdict
+    assert verdict.policy["recipe"] == "tensor"  # of the first device, the H100
+    assert "Policy" in verdict.code["fp8"]
     line = continued(report)
     assert float(line.partition("budget=")[2].partition(",")[0]) > QUICK["budget"]
     assert "resume" not in line
@@ -165,9 +153,8 @@ def test_without_a_recommendation_there_is_a_policy_to_try_first():
 
 def test_the_budget_is_wall_time(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(
-        "fp8.lab.preflight.paired_runs.time.perf_counter", lambda: now[0]
-    )
+    clock = "fp8.lab.preflight.paired_runs.time.perf_counter"
+    monkeypatch.setattr(clock, lambda: now[0])
     budget = Budget(100.0)
     assert budget.allows(70.0)
     assert not budget.allows(80.0)  # runs differ by 30 %
@@ -203,19 +190,14 @@ def test_an_interrupted_stage_is_repeated_as_a_whole(
     again = fp8.preflight(setup, resume=path, **TWO).findings
     for field in ("candidates", "forecasts", "notes"):
         assert getattr(again, field) == getattr(whole, field), field
-    for run, other in pairs(again.runs, whole.runs):
-        assert (run.name, run.losses, run.held_out) == (
-            other.name,
-            other.losses,
-            other.held_out,
-        )
+    figures = operator.attrgetter("name", "losses", "held_out")
+    assert [*map(figures, again.runs)] == [*map(figures, whole.runs)]
 
 
 class Silent(nn.Module):
     def forward(self, x, y):
-        return (x.relu().sum() + y.float().relu().sum()) * torch.ones(
-            (), requires_grad=True
-        )
+        one = torch.ones((), requires_grad=True)
+        return (x.relu().sum() + y.float().relu().sum()) * one
 
 
 class Unseen(Classifier):
@@ -224,7 +206,7 @@ class Unseen(Classifier):
 
 
 @parametrize(
-    ("model", "data", "loss", "message"),
+    "model, data, loss, message",
     [
         (Silent(), batches(20), None, "of this Silent can be cast: it computes none"),
         (Classifier(), batches(20), lambda y: y.expand(2), "one element"),
@@ -278,9 +260,8 @@ class Held(Classifier):
 
     def forward(self, x, y):
         x = self.first(x)
-        return nn.functional.cross_entropy(
-            self.head(x + self.registry["block"](x).relu()), y
-        )
+        logits = self.head(x + self.registry["block"](x).relu())
+        return nn.functional.cross_entropy(logits, y)
 
 
 @parametrize("as_function", [False, True])
@@ -294,17 +275,15 @@ def test_a_copy_that_computes_with_the_caller_s_model_is_refused(as_function):
 def test_several_losses_are_noted():
     class Two(Classifier):
         def forward(self, x, y):
-            return {
-                "penalty": self.head.weight.square().mean(),
-                "main": super().forward(x, y),
-            }
+            penalty = self.head.weight.square().mean()
+            return {"penalty": penalty, "main": super().forward(x, y)}
 
     notes = fp8.preflight(Two(), batches(20), **ONE).findings.notes
     assert any("has 2 scalars that require a gradient" in note for note in notes)
 
 
 @parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         ({"recipes": ("mxfp5",)}, "unknown recipe 'mxfp5'"),
         ({"recipes": ()}, "at least one recipe"),
@@ -321,7 +300,7 @@ def test_bad_arguments(arguments, message):
 
 
 @parametrize(
-    ("arguments", "error", "message"),
+    "arguments, error, message",
     [
         ((Classifier(),), TypeError, "needs batches"),
         ((setup, batches(3)), TypeError, "go with a model"),
@@ -337,27 +316,21 @@ def test_transforms_are_found_and_trained_with_the_users_optimizer(monkeypatch):
     def transform(model):
         return copy.deepcopy(model)
 
-    transform.recipe = "tensor"
-    monkeypatch.setattr(
-        "fp8.lab.preflight.preflight.installed", lambda: {"copied": transform}
-    )
+    transform.recipe, found = "tensor", {"copied": transform}
+    monkeypatch.setattr("fp8.lab.preflight.preflight.installed", lambda: found)
     found = fp8.preflight(setup, **ONE | {"transforms": True}).findings
     runs = {run.name: run for run in found.runs}
     assert runs["copied"].losses == runs["tensor"].losses  # its parameters were trained
 
 
 def candidate(name, bits, error, outcome="as the reference"):
-    return Candidate(
-        name, name, {"recipe": "row"}, bits=bits, errors={1: error}, outcome=outcome
-    )
+    policy, errors = {"recipe": "row"}, {1: error}
+    return Candidate(name, name, policy, bits=bits, errors=errors, outcome=outcome)
 
 
 def runs_on(device, *names):
-    return [
-        Forecast(
-            device, "estimate", tuple(Variant(recipe=n, seconds=1.0) for n in names)
-        )
-    ]
+    variants = tuple(Variant(recipe=name, seconds=1.0) for name in names)
+    return [Forecast(device, "estimate", variants)]
 
 
 def names(chosen):
@@ -370,15 +343,11 @@ def found(candidates, forecasts):
 
 def test_finalists_are_the_fine_ones_with_the_fewest_bits_of_each_device():
     """Without accelerators, of all."""
-    rows = [
-        candidate("row", 8, 0.1),
-        candidate("mx", 8, 0.05),
-        candidate("four", 4, 0.2),
-    ]
-    rows += [candidate("coarse", 4, 0.9), candidate("bf16", 16, 0.001)]
-    on = runs_on("old", "row", "bf16") + runs_on(
-        "new", "row", "mx", "four", "coarse", "bf16"
-    )
+    rows = [candidate("row", 8, 0.1), candidate("mx", 8, 0.05)]
+    rows += [candidate("four", 4, 0.2), candidate("coarse", 4, 0.9)]
+    rows += [candidate("bf16", 16, 0.001)]
+    new = [row.name for row in rows]
+    on = runs_on("old", "row", "bf16") + runs_on("new", *new)
     assert names(finalists(found(rows, on))) == ["row", "four"]
     rows[0].outcome = "worse"
     assert names(finalists(found(rows, on))) == ["four"]
@@ -399,10 +368,8 @@ def test_recommended_is_for_each_device_what_trains_with_the_fewest_bits():
     best = {device: c.name for device, c in recommended(found(rows, on)).items()}
     assert best == {"old": "row", "new": "row", "none": "four"}
     rows[0].outcome, rows[0].high, rows[1].high = "within chance", 0.2, 0.1
-    assert names(recommended(found(rows, on))) == [
-        "row",
-        "four",
-    ]  # the lowest upper end
+    # The lowest upper end.
+    assert names(recommended(found(rows, on))) == ["row", "four"]
 
 
 @parametrize("wrapped", [lambda model: fp8.convert(model, "mxfp4"), torch.compile])
@@ -453,9 +420,8 @@ def test_a_resumed_preflight_trains_what_the_budget_did_not_allow(
 ):
     """In runs of the steps that the first budget allowed."""
     path, note = tmp_path / "a.json", "the budget did not allow a training run of"
-    first = fp8.preflight(
-        setup, save=path, **ONE | {"steps": 50, "budget": 1e-3}
-    ).findings
+    little = ONE | {"steps": 50, "budget": 1e-3}
+    first = fp8.preflight(setup, save=path, **little).findings
     assert any(text.startswith(note) for text in first.notes)
     steps = first.settings["steps"]
     assert steps < 50

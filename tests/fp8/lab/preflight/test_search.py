@@ -54,7 +54,7 @@ def test_the_knee_is_inside_if_no_layer_is_much_worse():
 
 
 @parametrize(
-    ("errors", "kept"), [((0.8, 0.4, 0.2, 0.1), 3), ((0.1,) * 4, 1), ((0.8,) * 4, None)]
+    "errors, kept", [((0.8, 0.4, 0.2, 0.1), 3), ((0.1,) * 4, 1), ((0.8,) * 4, None)]
 )
 def test_the_choice_is_the_first_that_is_measured_to_be_fine(errors, kept):
     """A frontier keeps one layer more at each point; a snapshot is worse than all."""

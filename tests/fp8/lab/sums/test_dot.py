@@ -88,7 +88,7 @@ def check(chip, first, second, op, kind, k, seed=0):
 
 @pytest.mark.sampled(6)
 @proves("the field", "sums of tensor cores", how="library")
-@parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
+@parametrize("chip, first, second, made", plain_instructions(), ids=ids)
 @parametrize("kind", MAGNITUDES)
 def test_bits_of_plain_instructions(chip, first, second, made, kind):
     cls, *arguments = made
@@ -96,7 +96,7 @@ def test_bits_of_plain_instructions(chip, first, second, made, kind):
 
 
 @pytest.mark.exhaustive
-@parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
+@parametrize("chip, first, second, made", plain_instructions(), ids=ids)
 def test_bits_of_a_million_outputs(chip, first, second, made):
     cls, arch, text = made
     op = cls(arch, text.replace("n8", "n256") if cls is not CLASSES["mma"] else text)

@@ -54,7 +54,7 @@ def test_the_products_are_those_of_the_instruction():
     assert torch.equal(dw, product(g.mT, x.mT, 2, 0))
 
 
-@parametrize(("name", "promote"), [("unit", 32), ("mxfp8", 0)])
+@parametrize("name, promote", [("unit", 32), ("mxfp8", 0)])
 def test_promotion_and_scales_that_the_instruction_does_not_apply_end_a_sum(
     name, promote
 ):
@@ -69,7 +69,7 @@ def test_promotion_and_scales_that_the_instruction_does_not_apply_end_a_sum(
 
 
 @parametrize(
-    ("name", "rows", "width", "backend"),
+    "name, rows, width, backend",
     [("tensor", 24, 40, "inductor"), ("block", 384, 256, "aot_eager")],
 )
 def test_compiled_is_eager(name, rows, width, backend):
@@ -99,7 +99,7 @@ def test_empty_products():
 
 
 @parametrize(
-    ("call", "message"),
+    "call, message",
     [
         (
             lambda: on("nvfp4", "hopper"),
