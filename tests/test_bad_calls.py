@@ -97,7 +97,7 @@ CALLS = (
 )
 
 
-@parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
+@parametrize("call, message", CALLS, ids=[message for _, message in CALLS])
 def test_a_bad_call_is_refused_by_name(call, message):
     with refuses(message, (TypeError, ValueError)) as caught:
         call()

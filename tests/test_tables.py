@@ -84,9 +84,7 @@ def test_figures_are_drawn_for_light_and_dark(name):
     for part in root.iter():
         assert not part.attrib.keys() & {"fill", "stroke", "style"}
         if part.tag == f"{space}rect":
-            x, y, w, h = (
-                float(part.attrib[key]) for key in ("x", "y", "width", "height")
-            )
+            x, y, w, h = (float(part.attrib[key]) for key in "x y width height".split())
             assert 0 <= x <= x + w <= figures.WIDTH
             assert 0 <= y <= y + h <= height
 

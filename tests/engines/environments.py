@@ -55,14 +55,7 @@ ENGINES = {
     ),
     "transformer_engine": Engine(
         (
-            *(
-                "torch==2.14.1",
-                "onnx",
-                "onnxscript",
-                "pydantic",
-                "packaging",
-                "importlib-metadata",
-            ),
+            *"torch==2.14.1 onnx onnxscript pydantic packaging importlib-metadata".split(),
             *("nvdlfw-inspect", "nvidia-mathdx", "nvidia-cudnn-frontend"),
             *("pybind11", "ninja", "setuptools", "wheel"),
         ),
@@ -107,7 +100,7 @@ def _cuda(python):
     """The environment of a compilation against CUDA's headers and libraries in pip's packages."""
     inside = [python, "-c", "import nvidia; print(list(nvidia.__path__)[0])"]
     root = Path(subprocess.check_output(inside, text=True).strip())
-    folders = [root / name for name in ("cu13", "cudnn", "nccl", "nvshmem")]
+    folders = [root / name for name in "cu13 cudnn nccl nvshmem".split()]
     dry = ["nvcc", "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
     steps = subprocess.run(dry, capture_output=True, text=True, check=True).stderr
     (toolkit,) = re.findall(r"^#\$ TOP=(.*?)\s*$", steps, re.MULTILINE)

@@ -76,7 +76,7 @@ def trained(engine, data):
 
 
 @proves("the field", "in DeepSpeed's ZeRO", how="library")
-@parametrize(("recipe", "stage"), [("tensor", 0), ("delayed", 1), ("mxfp8", 2)])
+@parametrize("recipe, stage", [("tensor", 0), ("delayed", 1), ("mxfp8", 2)])
 def test_zero(recipe, stage):
     """The losses are those of a plain loop, to the bit."""
     expected = plain_loop(*make(recipe), batches(), loss_of, clip=math.inf)
@@ -87,7 +87,7 @@ def test_zero(recipe, stage):
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-@parametrize(("level", "stage"), [("O2", 0), ("O3", 2)])
+@parametrize("level, stage", [("O2", 0), ("O3", 2)])
 def test_levels_are_refused(level, stage):
     model, optimizer = make()
     model, optimizer = fp8.initialize(model, optimizer, level, "tensor")

@@ -50,7 +50,7 @@ def runs(**losses):
 
 
 @parametrize(
-    ("larger", "smaller", "published", "order", "ratio"),
+    "larger, smaller, published, order, ratio",
     [
         ([0.3, 0.31, 0.32], [0.1, 0.11, 0.12], 3.0, "seen", 2.82),
         ([0.1, 0.11, 0.12], [0.3, 0.31, 0.32], 3.0, "opposite", 0.35),

@@ -132,10 +132,6 @@ def graphs(model, args, calls=1, **options):
     return found
 
 
-def rms(x):
-    return x.detach().double().square().mean().sqrt().item()
-
-
 def gpt(seed=0):
     torch.manual_seed(seed)
     return GPT()
@@ -163,10 +159,6 @@ def step(model):
     result = [t.detach().double().clone() for t in (loss, *grads)]
     model.zero_grad()
     return result
-
-
-def same(ours, theirs, rtol=0.0, atol=0.0):
-    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
 # One of each kind

@@ -10,7 +10,7 @@ from torch import nn
 
 import unit_scaling as uu
 from fp8.common.copies import deep_copy
-from tests.shared import Net, linears, parametrize
+from tests.shared import Net, assert_same, linears, parametrize
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 
 
@@ -133,7 +133,7 @@ def test_a_part_that_its_owner_copies_by_pickling():
         results.append(
             [ours(x), simulate_fp8(ours)(x), *(p.grad for p in ours.parameters())]
         )
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    assert_same(results[1], results[0])
 
 
 def halved(grad, layer, seen):

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
-from tests.shared import Net, both, pairs, parametrize, seeded
+from tests.shared import Net, assert_close, both, pairs, parametrize, seeded
 from tests.transforms.models import hooks_of
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import unit_scale

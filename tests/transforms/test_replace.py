@@ -8,13 +8,13 @@ from copy import deepcopy
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from tests.shared import (
     Net,
+    assert_close,
     in_one_graph,
     linears,
     parametrize,
@@ -232,7 +232,7 @@ REFUSED = [
 ]
 
 
-@parametrize(("replace", "error", "match"), REFUSED)
+@parametrize("replace, error, match", REFUSED)
 def test_what_is_refused(replace, error, match):
     with refuses(re.escape(match), error):
         unit_scale(nn.Linear(2, 2), replace)

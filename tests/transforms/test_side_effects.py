@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fp8
-from tests.shared import Net, both, parametrize
+from tests.shared import Net, assert_close, both, parametrize
 from unit_scaling.transforms import unit_scale
 
 
@@ -57,9 +57,7 @@ def test_what_a_forward_pass_writes_is_written_once(update):
     storage = [p.data_ptr() for p in scaled.parameters()]
     losses(scaled, x)
     start, end = model.target.weight, scaled.online.weight
-    torch.testing.assert_close(
-        scaled.target.weight, torch.lerp(start, end, 1 - 2.0**-4)
-    )
+    assert_close(scaled.target.weight, torch.lerp(start, end, 1 - 2.0**-4))
     if update is not assign:
         assert storage == [p.data_ptr() for p in scaled.parameters()]
 
@@ -91,4 +89,4 @@ def test_a_call_in_which_the_model_is_recorded_changes_what_it_does_once():
     assert scaled.steps == model.steps
     ours, expected = scaled.state_dict(), model.state_dict()
     for name in ("mean", *(f"norm.{own}" for own in model.norm.state_dict())):
-        torch.testing.assert_close(ours[name], expected[name])
+        assert_close(ours[name], expected[name])

@@ -7,11 +7,19 @@ import inspect
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
-from tests.shared import in_one_graph, parametrize, proves, refuses, seeded, warns
+from tests.shared import (
+    assert_close,
+    assert_same,
+    in_one_graph,
+    parametrize,
+    proves,
+    refuses,
+    seeded,
+    warns,
+)
 from tests.transforms.models import (
     GPT,
     KINDS,
@@ -21,7 +29,6 @@ from tests.transforms.models import (
     gpt,
     hooks_of,
     loss_of,
-    same,
     step,
     tiny,
 )
@@ -76,7 +83,7 @@ def test_any_order(name, scale):
     expected = results(simulated(with_batch(tiny())))
     before, after = scale(simulated(tiny())), simulated(scale(tiny()))
     for model in (before, after, copy.deepcopy(before), simulated(after)):
-        same(results(model), expected)
+        assert_same(results(model), expected)
         assert not hooks_of(model)
     assert not torch.allclose(expected[0], step(with_batch(tiny()))[0], rtol=1e-5)
     assert not torch.allclose(expected[0], step(simulated(tiny()))[0], rtol=1e-5)
@@ -89,7 +96,7 @@ def test_compiled_or_tracked_in_between(first):
     model = transforms.pop(first)(tiny())
     for transform in (pending, *transforms.values()):
         model = transform(model)
-    same(results(model), expected, 1e-4, 1e-5)
+    assert_close(results(model), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*stays in high precision under fp8.autocast")
@@ -120,8 +127,8 @@ def test_it_learns_in_fp8_and_casts_lose_nothing(name):
 def test_simulate_format_takes_names():
     """The named formats of fp8, rounded to nearest: the same as simulate_fp8."""
     by_name = step(simulate_format(tiny(), "e4m3", "e5m2"))
-    same(by_name, step(simulate_fp8(tiny())))
-    same(
+    assert_same(by_name, step(simulate_fp8(tiny())))
+    assert_same(
         by_name, step(simulate_format(tiny(), fp8.FORMATS["e4m3"], fp8.FORMATS["e5m2"]))
     )
     assert not torch.allclose(
@@ -220,7 +227,7 @@ def test_compile(scale):
         compile(compile(scale(tiny()))),
     ):
         for _ in range(2):
-            same(step(model), expected, 1e-4, 1e-5)
+            assert_close(step(model), expected, rtol=1e-4, atol=1e-5)
 
 
 # Control flow and graph breaks

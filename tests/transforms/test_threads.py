@@ -3,9 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
-from tests.shared import Net, parametrize, seeded
+from tests.shared import Net, assert_close, parametrize, seeded
 from tests.threads import Meet, switching, together
 from unit_scaling.transforms import simulate_fp8, unit_scale
 

@@ -13,8 +13,16 @@ from torch.nn import functional as F
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.frame import FRAMES
-from tests.shared import Net, in_one_graph, parametrize, pickled, refuses
-from tests.transforms.models import batch, checkpointed, gpt, same, step, tiny
+from tests.shared import (
+    Net,
+    assert_close,
+    assert_same,
+    in_one_graph,
+    parametrize,
+    pickled,
+    refuses,
+)
+from tests.transforms.models import batch, checkpointed, gpt, step, tiny
 from unit_scaling.transforms import (
     Metrics,
     compile,
@@ -156,7 +164,7 @@ def test_spellings(spelled):
     assert last.target == target
     assert output.all_input_nodes == [last]
     check(last.meta["metrics"].fwd, out)
-    torch.testing.assert_close(out, function(x, y), rtol=0, atol=0)
+    assert_same(out, function(x, y))
 
 
 def test_values_are_those_that_are_computed():
@@ -167,7 +175,7 @@ def test_values_are_those_that_are_computed():
             track_scales(transform(tiny())),
             transform(track_scales(tiny())),
         ):
-            same(step(tracked), step(plain))
+            assert_same(step(tracked), step(plain))
             logits, loss = plain(*batch())
             found = meta(tracked.scales_graph())
             check(found[F.cross_entropy]["metrics"].fwd, loss)
@@ -221,7 +229,7 @@ def test_compiled_models():
         torch.compile(track_scales(model), backend="eager"),
         track_scales(compile(model)),
     ):
-        same(step(tracked), expected)
+        assert_same(step(tracked), expected)
         assert F.cross_entropy in meta(tracked.scales_graph())
 
 
@@ -281,7 +289,7 @@ def test_inputs_in_every_place():
     names = [n.name for n in model.scales_graph().nodes if n.op == "placeholder"]
     assert names == "pair_0 pair_1 more_0 named_bias".split()
     out["y"].sum().backward()
-    torch.testing.assert_close(tensors[3].grad, torch.ones(4))
+    assert_close(tensors[3].grad, torch.ones(4))
     bwd = [
         n.meta["metrics"].bwd
         for n in model.scales_graph().nodes

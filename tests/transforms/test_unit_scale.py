@@ -7,11 +7,21 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 import unit_scaling as uu
-from tests.shared import Net, both, linears, pairs, parametrize, proves, refuses, seeded
-from tests.transforms.models import GPT, KINDS, batch, gpt, graphs, own, rms
+from tests.shared import (
+    Net,
+    assert_close,
+    both,
+    linears,
+    pairs,
+    parametrize,
+    proves,
+    refuses,
+    rms,
+    seeded,
+)
+from tests.transforms.models import GPT, KINDS, batch, gpt, graphs, own
 from unit_scaling.parameter import tag
 from unit_scaling.transforms import unit_scale
 
@@ -252,7 +262,7 @@ STEPPED = [
 ]
 
 
-@parametrize(("cls", "settings"), STEPPED)
+@parametrize("cls, settings", STEPPED)
 def test_steps_are_those_of_weights_at_unit_scale(cls, settings):
     """w = f u moves as u, an independent weight of RMS 1 with the learning rate of its rule."""
     w = nn.Linear(64, 32).double()
@@ -368,7 +378,7 @@ def test_report_counts_every_weight():
 
 
 @parametrize(
-    ("call", "error", "match"),
+    "call, error, match",
     [
         (lambda: unit_scale("model"), TypeError, "needs an nn.Module, got str"),
         (

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.fx import symbolic_trace
 from torch.nn import functional as F
-from torch.testing import assert_close
 
-from tests.shared import Net, linears, refuses
+from tests.shared import Net, assert_close, linears, refuses
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 from unit_scaling.transforms.utils import (
     apply_transform,

@@ -14,16 +14,8 @@ import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from benchmarks.strangers.casts import Casts
-from tests.shared import (
-    Net,
-    linears,
-    pairs,
-    parametrize,
-    refuses,
-    seeded,
-    warns,
-)
-from tests.transforms.models import KINDS, batch, checkpointed, gpt, loss_of, rms
+from tests.shared import Net, linears, pairs, parametrize, refuses, rms, seeded, warns
+from tests.transforms.models import KINDS, batch, checkpointed, gpt, loss_of
 from unit_scaling.transforms import (
     compile,
     simulate_fp8,

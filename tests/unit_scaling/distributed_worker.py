@@ -12,11 +12,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing import assert_close
 
 import unit_scaling as uu
 from tests.launch import as_rank
-from tests.shared import quietly, refuses, seeded
+from tests.shared import assert_close, quietly, refuses, seeded
 from unit_scaling import functional as U
 from unit_scaling.transforms import unit_scale
 

@@ -68,7 +68,7 @@ def test_refusals(args):
 
 
 @parametrize(
-    ("bits", "dtype"),
+    "bits, dtype",
     [((4, 3), torch.float8_e4m3fnuz), ((5, 2), torch.float8_e5m2fnuz)],
 )
 @parametrize("rounding", ["nearest", "stochastic"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,8 @@ TARGET = torch.tensor([1, 3, 0, 7, 2, 2])
 
 
 def qkv(queries, keys):
-    return (
-        wave(2, 3, queries, 4),
-        wave(2, 3, keys, 4, seed=2),
-        wave(2, 3, keys, 4, seed=3),
-    )
+    k, v = (wave(2, 3, keys, 4, seed=seed) for seed in (2, 3))
+    return wave(2, 3, queries, 4), k, v
 
 
 def fewer_uses(x):
@@ -47,44 +45,34 @@ def fewer_uses(x):
 
 
 def constrained(name):
-    c = {"constraint": name}
+    mult, strided = {"mult": 1.5}, {"stride": 2, "padding": 1}
+    cases = {
+        "linear": ({}, X, WEIGHT, BIAS),
+        "linear_readout": ({}, X, WEIGHT, BIAS),
+        "gelu": (mult, X),
+        "silu": (mult, X),
+        "softmax": ({"dim": -1, **mult}, X),
+        "add": ({}, X, Y),
+        "matmul": ({}, X, wave(8, 3, seed=9)),
+        "conv1d": (strided, SIGNAL, KERNEL, KERNEL_BIAS),
+    }
     return {
-        f"linear/{name}": (lambda *a: U.linear(*a, **c), X, WEIGHT, BIAS),
-        f"linear_readout/{name}": (
-            lambda *a: U.linear_readout(*a, **c),
-            X,
-            WEIGHT,
-            BIAS,
-        ),
-        f"gelu/{name}": (lambda x: U.gelu(x, mult=1.5, **c), X),
-        f"silu/{name}": (lambda x: U.silu(x, mult=1.5, **c), X),
-        f"softmax/{name}": (lambda x: U.softmax(x, -1, mult=1.5, **c), X),
-        f"add/{name}": (lambda x, y: U.add(x, y, **c), X, Y),
-        f"matmul/{name}": (lambda x, y: U.matmul(x, y, **c), X, wave(8, 3, seed=9)),
-        f"conv1d/{name}": (
-            lambda *a: U.conv1d(*a, stride=2, padding=1, **c),
-            SIGNAL,
-            KERNEL,
-            KERNEL_BIAS,
-        ),
+        f"{op}/{name}": (partial(getattr(U, op), constraint=name, **settings), *inputs)
+        for op, (settings, *inputs) in cases.items()
     }
 
 
 CASES = {
     "matmul_batched": (
-        lambda x, y: U.matmul(x, y, constraint=None),
+        partial(U.matmul, constraint=None),
         wave(2, 3, 4, 5),
         wave(2, 3, 5, 6, seed=2),
     ),
     "linear_power": (lambda *a: U.linear(*a, None, (0.25, 0.5, 0.75)), X, WEIGHT, BIAS),
     "gelu_tanh": (lambda x: U.gelu(x, approximate="tanh"), X),
     "silu_glu": (lambda x, y: U.silu_glu(x, y, mult=2.0), X, Y),
-    "add_broadcast": (lambda x, y: U.add(x, y, constraint=None), X, wave(8, seed=9)),
-    "add_broadcast2": (
-        lambda x, y: U.add(x, y, constraint=None),
-        wave(6, 1),
-        wave(8, seed=9),
-    ),
+    "add_broadcast": (partial(U.add, constraint=None), X, wave(8, seed=9)),
+    "add_broadcast2": (partial(U.add, constraint=None), wave(6, 1), wave(8, seed=9)),
     "add_scalar": (lambda x: U.add(x, 3.0), X),
     "scalar_add": (lambda x: U.add(3.0, x, constraint=None), X),
     "layer_norm": (lambda x, *a: U.layer_norm(x, (8,), *a), X, NORM_WEIGHT, NORM_BIAS),
@@ -143,19 +131,15 @@ for constraint in (None, *CONSTRAINTS):
     CASES |= constrained(constraint)
 for causal in (False, True):
     for tokens in (2, 5):
-        CASES[f"sdpa/causal={causal}/T={tokens}"] = (
-            lambda *a, causal=causal: U.scaled_dot_product_attention(
-                *a, is_causal=causal, mult=1.5
-            ),
-            *qkv(tokens, tokens),
-        )
+        attend = partial(U.scaled_dot_product_attention, is_causal=causal, mult=1.5)
+        CASES[f"sdpa/causal={causal}/T={tokens}"] = (attend, *qkv(tokens, tokens))
 for reduction in ("mean", "sum"):
     r = {"reduction": reduction}
     CASES[f"cross_entropy/{reduction}"] = (
-        lambda x, r=r: U.cross_entropy(x, TARGET, **r),
+        partial(U.cross_entropy, target=TARGET, **r),
         X,
     )
-    CASES[f"mse_loss/{reduction}"] = (lambda x, y, r=r: U.mse_loss(x, y, **r), X, Y)
+    CASES[f"mse_loss/{reduction}"] = (partial(U.mse_loss, **r), X, Y)
 
 
 def first_two(*tensors):
@@ -196,13 +180,10 @@ def test_module(name):
     output = module(x)
     output.backward(wave(*output.shape, seed=7))
     # Recorded in float32 in part: a few of its roundings.
-    approx = {
-        "abs": 2e-6,
-        "rel": 2e-6,
-    }
-    assert first_two(output, x.grad) == pytest.approx(values, **approx)
+    approx = partial(pytest.approx, abs=2e-6, rel=2e-6)
+    assert first_two(output, x.grad) == approx(values)
     first = [p.grad.flatten()[0].item() for p in module.parameters()]
-    assert first == pytest.approx(gradients, **approx)
+    assert first == approx(gradients)
 
 
 def test_decoder():

@@ -1,32 +1,24 @@
 """Groups are the user's; rates are read from the tags in each step: loops and schedules that set
 one rate, closures, hooks, errors, other implementations of a step."""
 
-import pickle
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.testing import assert_close
 
 import unit_scaling as uu
-from tests.shared import pairs, parametrize, refuses
+from tests.launch import python
+from tests.shared import assert_close, assert_same, pairs, parametrize, pickled, refuses
 from tests.unit_scaling.test_optim import each_optimizer, lrs, parameters
 from unit_scaling.optim import SGD, Adam, AdamW, scaled_parameters
 from unit_scaling.parameter import tag
 
-ROOT = Path(__file__).parent.parent.parent
 STEPS = 6
 
 
 def by_rate(cls, given, lr=0.1, **settings):
     """torch's optimizer with a group for each rate: what a step has to be."""
-    options = {
-        name: settings.pop(name) for name in ("weight_decay",) if name in settings
-    }
+    options = {name: settings.pop(name) for name in {"weight_decay"} & settings.keys()}
     rule = "sgd" if cls is SGD else "adam"
     groups = scaled_parameters(given, rule, lr=lr, **options)
     return getattr(torch.optim, cls.__name__)(groups, **settings)
@@ -108,8 +100,8 @@ def test_states_are_those_of_torch(cls):
     train(opt)
     train(reference)
     for a, b in pairs(*given):
-        assert_close(opt.state[a], reference.state[b], rtol=0, atol=0)
-    copied = pickle.loads(pickle.dumps(opt))
+        assert_same(opt.state[a], reference.state[b])
+    copied = pickled(opt)
     assert lrs(copied) == lrs(opt)
     copied.add_param_group({"params": parameters()[0], "lr": 1.0})
     assert lrs(copied)[-1] == copied.param_groups[0]["mup_lr_scales"][0]
@@ -215,8 +207,7 @@ for name in ("SGD", "AdamW", "Adam"):
 @parametrize("first", ["ours", "theirs"])
 def test_hooks_are_called_once(first):
     """Whichever class torch has put its hooks into before."""
-    command = [sys.executable, "-W", "error", "-c", HOOKS, first]
-    subprocess.run(command, check=True, cwd=ROOT)
+    python("-c", HOOKS, first)
 
 
 IMPLEMENTATIONS = {
@@ -254,7 +245,7 @@ def test_grad_scaler(cls):
             scaler.step(opt)
             scaler.update()
         assert scaler.get_scale() == 2.0**3
-    assert_close(*given, rtol=0, atol=0)
+    assert_same(*given)
 
 
 @each_optimizer
@@ -281,9 +272,8 @@ def test_compiled_once_under_a_schedule(cls):
     assert_close(ours, theirs)
     ours[4].mup_scaling_depth *= 4  # read in compiled code too
     step()
-    (group,) = [
-        group for group in reference.param_groups if theirs[4] is group["params"][0]
-    ]
+    of = lambda group: group["params"][0] is theirs[4]  # noqa: E731
+    (group,) = filter(of, reference.param_groups)
     group["lr"] = group["lr"] / 2
     reference.step()
     assert_close(ours, theirs)
@@ -311,7 +301,7 @@ def test_an_optimizer_reads_the_tags_of_its_step(cls, how):
     early, late = (nn.ParameterList(parameters()) for _ in range(2))
     model, opt = early, cls(early.parameters(), 0.1, **settings)
     if how == "pickled":
-        model, opt = pickle.loads(pickle.dumps((model, opt)))
+        model, opt = pickled((model, opt))
     for each in (model, late):
         tag(each[0], "output", mup_divisor=0.5)
         tag(each[1], "weight", 4, mup_divisor=0.1)
@@ -321,14 +311,14 @@ def test_an_optimizer_reads_the_tags_of_its_step(cls, how):
         opt.load_state_dict(opt.state_dict())
     train(opt)
     train(fresh)
-    assert_close(list(model), list(late), rtol=0, atol=0)
+    assert_same(list(model), list(late))
     assert torch.equal(model[3], parameters()[3])
 
 
 @pytest.mark.filterwarnings("ignore:.*its eps of 1e-06")
 @parametrize("cls", [Adam, AdamW])
 @parametrize(
-    ("divisor", "given", "used"),
+    "divisor, given, used",
     [(0.5, 1e-8, 1e-16), (None, 1e-8, 1e-8), (0.5, 1e-6, 1e-6)],
 )
 def test_eps(cls, divisor, given, used):

@@ -6,12 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.shared import parametrize
+from tests.shared import assert_close, parametrize
 
 
 def call(space, name, *args, **settings):
@@ -75,7 +74,7 @@ def check_same(compiled, *given, **settings):
     )
 
 
-@parametrize(("given", "changes"), CHANGING.items(), ids=[g[0] for g in CHANGING])
+@parametrize("given, changes", CHANGING.items(), ids=[g[0] for g in CHANGING])
 def test_changed_settings_are_seen(given, changes):
     compiled = compiled_call()
     for settings in [*changes, *reversed(changes)]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.shared import parametrize, pickled, refuses
+from tests.shared import parametrize, pickled, refuses, rms
 from unit_scaling import modules
 from unit_scaling.common.missing import MISSING, OTHERWISE, advice, names
 
@@ -52,7 +52,7 @@ def message(space, name):
 
 
 @parametrize(
-    ("space", "torchs", "public"),
+    "space, torchs, public",
     [
         (uu, "nn", PUBLIC_MODULES),
         (modules, "nn", PUBLIC_MODULES),
@@ -92,7 +92,7 @@ def test_a_row_has_names_of_torch_that_are_absent():
 
 
 @parametrize(
-    ("space", "name", "what"),
+    "space, name, what",
     [
         (uu, "Flatten", "use nn.Flatten: it only moves numbers"),
         (uu, "LazyConv2d", "use uu.Conv2d, with the size of its input"),
@@ -112,7 +112,7 @@ def test_examples(space, name, what):
 
 @parametrize("space", [uu, U, modules])
 def test_other_names_keep_pythons_error(space):
-    for name in ("nothing", "__wrapped__", "_pad", "Tensor"):
+    for name in "nothing __wrapped__ _pad Tensor".split():
         with pytest.raises(AttributeError) as caught:
             getattr(space, name)
         plain = ModuleType(space.__name__)
@@ -149,4 +149,4 @@ def test_forms_that_are_advised_have_rms_1():
         bags.mean(1) * 9**0.5,
         U.mul(left, U.relu(right)),
     ):
-        assert y.square().mean().sqrt().item() == pytest.approx(1, rel=0.05)
+        assert rms(y) == pytest.approx(1, rel=0.05)

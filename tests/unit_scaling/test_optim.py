@@ -28,18 +28,9 @@ each_optimizer = parametrize("cls", OPTIMIZERS)
 
 
 def parameters():
-    vectors = [((16,), "bias", 4), ((16,), "norm", None)]
-    matrices = [
-        ((8, 32), "output", None),
-        ((8, 4, 3), "weight", 9),
-        ((8, 16), "weight", None),
-    ]
-    rows = [
-        ((8, 16), "weight", None),
-        *vectors,
-        *matrices,
-        ((8, 4, 3, 5), "weight", None),
-    ]
+    shapes = (8, 16), (16,), (16,), (8, 32), (8, 4, 3), (8, 16), (8, 4, 3, 5)
+    kinds = "weight bias norm output weight weight weight".split()
+    rows = pairs(shapes, kinds, (None, 4, None, None, 9, None, None))
     return [Parameter(torch.ones(shape), kind, depth) for shape, kind, depth in rows]
 
 
@@ -53,11 +44,8 @@ def decays(opt):
     """What a step takes off each parameter, as a share, if its gradient is zero or a step's."""
     opt.state_dict()
     parts = [part for split in opt._splits for part in split.parts]
-    return [
-        float(each["lr"]) * each["weight_decay"]
-        for each in parts
-        for _ in each["params"]
-    ]
+    each = [(float(p["lr"]) * p["weight_decay"], p["params"]) for p in parts]
+    return [decay for decay, params in each for _ in params]
 
 
 FAN_INS = {
@@ -76,16 +64,14 @@ def test_fan_in(shape):
     of one of its matrices."""
     p, stack = Parameter(torch.ones(shape), "weight"), torch.ones(7, *shape)
     many = Parameter(stack, "weight", mup_stacked=True)
+    fan_in, sgd = FAN_INS[shape], lr_scale_func_sgd("to_output_scale")
     for each in (p, many):
-        assert lr_scale_func_adam(each) == pytest.approx(FAN_INS[shape] ** -0.5)
-        assert lr_scale_func_sgd("to_output_scale")(each) == pytest.approx(
-            FAN_INS[shape] ** 0.5
-        )
+        assert lr_scale_func_adam(each) == pytest.approx(fan_in**-0.5)
+        assert sgd(each) == pytest.approx(fan_in**0.5)
+    rate = RATES["sgd"] * 5 * fan_in * (2 if len(shape) > 2 else 1)
     for parameter, stacked in ((nn.Parameter(torch.ones(shape)), False), (many, True)):
         tag(parameter, "weight", mup_divisor=0.5, mup_stacked=stacked)
-        assert default_rate("sgd", parameter) == pytest.approx(
-            RATES["sgd"] * 5 * FAN_INS[shape] * (2 if len(shape) > 2 else 1)
-        )
+        assert default_rate("sgd", parameter) == pytest.approx(rate)
 
 
 def test_rules():
@@ -93,10 +79,8 @@ def test_rules():
     adam = pytest.approx([0.25, 0.5, 1, 1, 0.096225, 0.25, 60**-0.5], abs=5e-7)
     assert [lr_scale_func_adam(p) for p in parameters()] == adam
     assert [lr_scale_func_sgd(None)(p) for p in parameters()] == adam
-    sgd, scale = (
-        [4.0, 8.0, 16, 1, 1.154701, 4.0, 60**0.5],
-        lr_scale_func_sgd("to_output_scale"),
-    )
+    sgd = [4.0, 8.0, 16, 1, 1.154701, 4.0, 60**0.5]
+    scale = lr_scale_func_sgd("to_output_scale")
     assert [scale(p) for p in parameters()] == pytest.approx(sgd, abs=5e-7)
     with refuses("choose one of None, 'to_output_scale'"):
         lr_scale_func_sgd("gmean")
@@ -135,26 +119,21 @@ def test_default_factors():
     assert lrs(AdamW(parameters(), lr=1.0)) == pytest.approx(expected)
     assert lrs(AdamW(parameters(), lr=1.0, lr_mult=UMUP)) == pytest.approx(umup)
     expected[2] = 1.0
-    assert lrs(AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0})) == pytest.approx(
-        expected
-    )
+    given = AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0})
+    assert lrs(given) == pytest.approx(expected)
     assert set(LR_MULT["adam"]) == set(UMUP)
 
 
 @parametrize("fan_in", [1, 9, 16, 100])
 def test_the_rate_of_a_weight_of_few_inputs_is_limited(fan_in):
     """To that of 16; also of kernels, but not of readouts."""
-    shapes = [
-        ((64, fan_in), "weight"),
-        ((64, 1, fan_in), "weight"),
-        ((64, fan_in), "output"),
-    ]
-    given = [Parameter(torch.ones(shape), kind, None) for shape, kind in shapes]
+    x, kernel = torch.ones(64, fan_in), torch.ones(64, 1, fan_in)
+    rows = (x, "weight"), (kernel, "weight"), (x, "output")
+    given = [Parameter(values.clone(), kind, None) for values, kind in rows]
     for mult, limit in ((None, 1 / 4), ({"few": 1 / 8}, 1 / 8)):
         factor = min(fan_in**-0.5, limit)
-        assert lrs(AdamW(given, lr=1.0, lr_mult=mult)) == pytest.approx(
-            [factor, 2 * factor, 2]
-        )
+        rates = lrs(AdamW(given, lr=1.0, lr_mult=mult))
+        assert rates == pytest.approx([factor, 2 * factor, 2])
 
 
 def test_lr_mult_that_cannot_be():
@@ -173,9 +152,8 @@ def test_forms_of_params(cls):
     assert [len(group["params"]) for group in opt.param_groups] == [len(module)]
     named = cls(module.named_parameters(), lr=1.0)
     assert lrs(named) == lrs(opt)
-    assert named.param_groups[0]["param_names"] == [
-        name for name, _ in module.named_parameters()
-    ]
+    names = [name for name, _ in module.named_parameters()]
+    assert named.param_groups[0]["param_names"] == names
     groups = [{"params": parameters()[0], "lr": 2.0}, {"params": parameters()[1:3]}]
     several = cls(groups, lr=1.0, lr_mult=UMUP)
     assert peaks(several) == [2.0, 1.0]
@@ -210,9 +188,8 @@ def test_weight_decay(cls):
     assert sorted(decays(opt)) == pytest.approx(sorted(0.2 * rate for rate in lrs(opt)))
     opt = cls(parameters(), lr=0, weight_decay=1e-3)
     opt.param_groups[0]["lr"] = 0.5  # no rate that it could be divided by: torch's
-    assert sorted(decays(opt)) == pytest.approx(
-        sorted(1e-3 * rate for rate in lrs(opt))
-    )
+    by_rate = sorted(1e-3 * rate for rate in lrs(opt))
+    assert sorted(decays(opt)) == pytest.approx(by_rate)
     decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
     with warns(f"weight_decay={decay} takes 1% off .* times the lr", OptimizerWarning):
         cls(parameters(), lr=0.5, weight_decay=decay)
@@ -245,16 +222,13 @@ def test_scaled_parameters():
 
 
 def test_rule_by_name_or_of_ones_own():
-    named = scaled_parameters(parameters(), "sgd_to_output_scale", lr=0.1)
-    function = scaled_parameters(
-        parameters(), lr_scale_func_sgd("to_output_scale"), lr=0.1
-    )
-    assert peaks(named) == peaks(function)
+    rules = "sgd_to_output_scale", lr_scale_func_sgd("to_output_scale")
+    named, own = (scaled_parameters(parameters(), rule, lr=0.1) for rule in rules)
+    assert peaks(named) == peaks(own)
     # Shampoo's update has singular values of 1, as Muon's before its own correction.
     rule = lambda p: (p.shape[0] / (p.mup_scaling_depth or 1)) ** 0.5  # noqa: E731
-    assert peaks(scaled_parameters(parameters()[1:2], rule, lr=0.1)) == pytest.approx(
-        [0.1 * 2]
-    )
+    groups = scaled_parameters(parameters()[1:2], rule, lr=0.1)
+    assert peaks(groups) == pytest.approx([0.1 * 2])
     with refuses("unknown learning-rate rule 'adamw'; choose one of 'adam"):
         scaled_parameters(parameters(), "adamw", lr=0.1)
     with refuses(r"'muon' is for .* 'weight': got 'bias', .* \(16,\)"):
@@ -275,11 +249,8 @@ def test_muon(shape):
     layer(torch.randn(64, fan_in)).backward(torch.randn(64, fan_out))
     opt.step()
     step = (layer.weight.detach() - before) / fan_in**0.5
-    assert (
-        0.65
-        < torch.linalg.matrix_norm(step, 2) / (0.5 * (fan_out / fan_in) ** 0.5)
-        < 1.25
-    )
+    change = torch.linalg.matrix_norm(step, 2) / (0.5 * (fan_out / fan_in) ** 0.5)
+    assert 0.65 < change < 1.25
 
 
 @each_optimizer

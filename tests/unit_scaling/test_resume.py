@@ -15,13 +15,25 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import lr_scheduler
-from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
 from fp8.training.levels import LEVELS
 from tests.fp8.adapters import hub_models
-from tests.shared import parametrize, pickled, quietly, refuses, saved, seeded, theirs
+from tests.shared import (
+    Net,
+    assert_close,
+    assert_same,
+    descend,
+    linears,
+    parametrize,
+    pickled,
+    quietly,
+    refuses,
+    saved,
+    seeded,
+    theirs,
+)
 from tests.unit_scaling.test_groups import by_rate, momentum, train
 from tests.unit_scaling.test_optim import each_optimizer, lrs, parameters
 from unit_scaling.optim import Adam, AdamW
@@ -32,34 +44,22 @@ with quietly():
     transformers = hub_models.transformers
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = uu.Linear(8, 16, bias=True), uu.LayerNorm(16)
-        self.last = uu.LinearReadout(16, 4)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.norm(self.first(x))))
+def made():
+    first, norm = uu.Linear(8, 16, bias=True), uu.LayerNorm(16)
+    forward = lambda m, x: m.last(torch.relu(m.norm(m.first(x))))  # noqa: E731
+    return Net(forward, first=first, norm=norm, last=uu.LinearReadout(16, 4))
 
 
 def steps(model, opt, seeds):
-    for seed in seeds:
-        opt.zero_grad()
-        x = torch.randn(8, 8, generator=seeded(seed))
-        model(x).square().sum().backward()
-        opt.step()
+    inputs = (torch.randn(8, 8, generator=seeded(seed)) for seed in seeds)
+    descend(opt, (model(x).square().sum() for x in inputs))
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def plain_net():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(8, 16),
-        nn.LayerNorm(16),
-        nn.ReLU(),
-        nn.Linear(16, 16),
-        nn.Linear(16, 4),
-    )
+    norm = nn.LayerNorm(16), nn.ReLU()
+    return nn.Sequential(nn.Linear(8, 16), *norm, *linears(16, 16, 4))
 
 
 def resume(model, cls, states, order, **settings):
@@ -113,7 +113,7 @@ def test_a_state_dict_from_before_the_first_call_fixes_no_rates(cls):
             opt.load_state_dict(deepcopy(opt.state_dict()))
             assert "set by the first call" in repr(opt)
         results.append(steps(model, opt, range(3)))
-    assert_close(*results, rtol=0, atol=0)
+    assert_same(*results)
 
 
 @each_optimizer
@@ -132,7 +132,7 @@ def test_a_plain_model_resumes_at_the_saved_rates(cls):
     for _ in range(2):
         train(opt)
         train(other)
-        assert_close(plain, given, rtol=0, atol=0)
+        assert_same(plain, given)
         other = pickled(other)  # the record is in the groups
         plain = other.param_groups[0]["params"]
     tagged = [uu.Parameter(x.clone(), "bias") for x in values]
@@ -147,7 +147,7 @@ def test_a_plain_model_resumes_at_the_saved_rates(cls):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @parametrize("flat", [False, True])
 def test_distributed_checkpoints(flat, tmp_path):
-    model = Net()
+    model = made()
     opt = AdamW(model.parameters(), 0.1, weight_decay=1e-3)
     steps(model, opt, range(3))
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -185,7 +185,7 @@ def test_rates_hold_at_a_level(cls, level):
     results = []
     for make in (cls, lambda *args, **settings: by_rate(cls, *args, **settings)):
         torch.manual_seed(0)
-        model = Net()
+        model = made()
         tag(model.last.weight, "weight")
         if make is not cls:
             tag(model.last.weight, "output")
@@ -204,7 +204,7 @@ def test_rates_hold_at_a_level(cls, level):
     ours, theirs = (
         {n: p.to(torch.float32) for n, p in each.items()} for each in results
     )
-    assert_close(ours, theirs, rtol=0, atol=0)
+    assert_same(ours, theirs)
 
 
 # Trainers, with a schedule that sets a rate

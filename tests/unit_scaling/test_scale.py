@@ -1,10 +1,9 @@
 import pytest
 import torch
-from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
-from tests.shared import in_one_graph, parametrize, refuses
+from tests.shared import assert_close, in_one_graph, parametrize, refuses
 from unit_scaling.constraints import CONSTRAINTS, apply_constraint
 from unit_scaling.core import functional as core
 from unit_scaling.scale import scale_bwd, scale_fwd

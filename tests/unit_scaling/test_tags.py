@@ -7,11 +7,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrize as computed
 
 import unit_scaling as uu
 from tests.fp8.adapters import hub_models
-from tests.shared import pickled, refuses, seeded
+from tests.shared import Net, parametrize, pickled, refuses, seeded
 from unit_scaling.parameter import (
     Parameter,
     Tags,
@@ -25,13 +26,10 @@ from unit_scaling.parameter import (
 from unit_scaling.transforms import unit_scale
 
 
-class Own(nn.Module):
+def own():
     """A module of anyone's with a tagged parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain = Parameter(torch.ones(4), "norm", 3)
-        self.inner = uu.Linear(4, 4, bias=True)
+    gain = Parameter(torch.ones(4), "norm", 3)
+    return Net(gain=gain, inner=uu.Linear(4, 4, bias=True))
 
 
 def plain():
@@ -42,7 +40,7 @@ def plain():
 MODELS = {
     "uu": lambda: uu.TransformerDecoder(8, 5, layers=2, heads=2),
     "unit_scale": lambda: unit_scale(plain(), batch=torch.randn(8, 4)),
-    "own": Own,
+    "own": own,
 }
 
 
@@ -97,15 +95,13 @@ CASES += [
 CASES += [(name, "dtype", "itself", True) for name in MODELS]
 
 
-@pytest.mark.parametrize(
-    ("name", "event", "copied", "swaps"), CASES, indirect=["swaps"]
-)
+@parametrize("name, event, copied, swaps", CASES, indirect=["swaps"])
 def test_tags_survive(name, event, copied, swaps):
     model = MODELS[name]()
     before = tags(model)
     if swaps and name == "own":
         # Not silent: torch cannot swap a parameter that has a weak reference.
-        with refuses(r"Couldn't swap Own\.gain", RuntimeError):
+        with refuses(r"Couldn't swap Net\.gain", RuntimeError):
             model.to(torch.bfloat16)
         return
     if name == "own":
@@ -125,9 +121,7 @@ def test_what_was_tagged_by_hand_stays():
     assert tags(layer) == {"weight": Tags("output", 7)}
 
 
-@pytest.mark.parametrize(
-    "layer", [lambda: uu.Linear(4, 3), lambda: MODELS["unit_scale"]()[0]]
-)
+@parametrize("layer", [lambda: uu.Linear(4, 3), lambda: MODELS["unit_scale"]()[0]])
 def test_weight_norm(layer):
     """The direction is the weight, the length a gain; a parametrization without parts is itself."""
     layer = layer()
@@ -137,7 +131,7 @@ def test_weight_norm(layer):
     split = before._replace(mup_divisor=None)
     parts = {"original0": split._replace(mup_type="norm"), "original1": split}
     assert tags(layer.parametrizations.weight) == parts
-    parametrize.remove_parametrizations(layer, "weight")
+    computed.remove_parametrizations(layer, "weight")
     restore_tags(layer)
     assert tags_of(layer.weight) == before
     layer = uu.Linear(4, 3)
@@ -155,9 +149,8 @@ def test_depth_of_a_stack_of_anyones():
     model(torch.randn(8, 4))
     load(model, assign=True)
     restore_tags(model)
-    assert [p.mup_scaling_depth for p in model.parameters()] == [None] * 2 + [9] * 6 + [
-        None
-    ] * 2
+    ends = [None] * 2
+    assert [p.mup_scaling_depth for p in model.parameters()] == [*ends, *[9] * 6, *ends]
     assert model[1][0].weight.mup_type == "weight"
     with refuses(r"parameter '0\.weight' has no mup_type"):
         set_depth(plain(), 2)
@@ -218,19 +211,19 @@ REFUSED = [  # a call, its error
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED)
+@parametrize("call, message", REFUSED)
 def test_bad_tags(call, message):
     with refuses(message, (TypeError, ValueError)):
         call()
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
+@parametrize("requires_grad", [True, False])
 def test_copies_of_tied_parameters(requires_grad):
     """In modules of anyone's: the tags are the parameter's own. A copy of a copy, too."""
     p = Parameter(torch.randn(2, 2), "output", 4, requires_grad)
     module = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"})
     module["a"].weight = module["b"].weight = p
-    for again in (copy.deepcopy, lambda m: pickled(m)) * 2:
+    for again in (copy.deepcopy, pickled) * 2:
         module = again(module)
         w = module["a"].weight
         assert w is module["b"].weight is not p

@@ -4,11 +4,7 @@ values that `unit_scale(model, batch=...)` gives, or a warning names what has no
 import copy
 import gc
 import math
-import pickle
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,28 +13,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
-from torch.testing import assert_close
 
 import unit_scaling as uu
 from fp8.warnings import ScaleWarning
-from tests.launch import needs_gloo, run_ranks
+from tests.launch import needs_gloo, python, run_ranks
 from tests.shared import (
     Net,
+    assert_close,
+    assert_same,
     both,
     in_one_graph,
     linears,
     pairs,
     parametrize,
+    pickled,
     refuses,
     seeded,
     warns,
 )
-from tests.transforms.models import batch, gpt, graphs, hooks_of, same, step
+from tests.transforms.models import batch, gpt, graphs, hooks_of, step
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 from unit_scaling.transforms.values import pending
-
-ROOT = Path(__file__).parents[3]
 
 
 def expected(seed=0):
@@ -82,7 +78,7 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "target network": target_of,
     "copy of a copy": lambda model: copy.deepcopy(copy.deepcopy(model)),
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "pickle": pickled,
 }
 
 
@@ -167,8 +163,7 @@ torch.save(model.state_dict(), sys.argv[1])
 def test_another_process(tmp_path):
     path = tmp_path / "model.pt"
     torch.save(unit_scale(gpt()), path)
-    command = [sys.executable, "-W", "error", "-c", WRITTEN_BY_OTHERS, str(path)]
-    subprocess.run(command, check=True, cwd=ROOT)
+    python("-c", WRITTEN_BY_OTHERS, path)
     state = torch.load(path)
     assert all(torch.equal(state[name], p) for name, p in expected().named_parameters())
 
@@ -269,7 +264,7 @@ def test_the_first_call_may_be_any(name):
     FIRST[name](model)
     check_set(model)
     tolerance = 1e-5 if "ompile" in name else 0.0
-    same(step(model.train()), step(expected()), tolerance, tolerance)
+    assert_close(step(model.train()), step(expected()), rtol=tolerance, atol=tolerance)
     assert not any(p.is_inference() for p in model.parameters())
 
 
@@ -324,7 +319,7 @@ def test_a_first_call_that_fails_changes_nothing(model):
     for wrong, error in (((ids + 65,), IndexError), ((ids.float(),), RuntimeError)):
         with pytest.raises(error):
             model(*wrong)
-        assert_close(model.state_dict(), gpt().state_dict(), rtol=0, atol=0)
+        assert_same(model.state_dict(), gpt().state_dict())
     model(*batch())
     check_set(model)
     body = linears(4, 4, 4)
@@ -368,9 +363,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # dynamo's
 @parametrize("name", REFUSED)
 def test_first_calls_without_values_are_refused(name):
     model, said = (
@@ -440,7 +432,7 @@ def test_nothing_is_left_of_a_model(called):
     gc.collect()
     before = len(pending._RECORDS), len(pending.REPORTS)
     model = unit_scale(gpt())
-    models = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    models = [model, copy.deepcopy(model), pickled(model)]
     optimizer = uu.optim.AdamW(model.parameters())
     if called:
         step(model)

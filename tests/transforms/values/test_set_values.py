@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
-from tests.shared import Net, linears, parametrize, proves, refuses
-from tests.transforms.models import GPT, KINDS, hooks_of, loss_of, rms
+from tests.shared import Net, linears, parametrize, proves, refuses, rms
+from tests.transforms.models import GPT, KINDS, hooks_of, loss_of
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import unit_scale
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 import unit_scaling as uu
 from fp8.common.dtensor import whole
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import both, parametrize, refuses, seeded
+from tests.shared import assert_close, both, parametrize, refuses, seeded
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import unit_scale
 
@@ -63,9 +63,7 @@ def model():
 def check_equal(ours, reference):
     """The values and tags of a divided model are those of one that is whole."""
     for mine, theirs in both(ours, reference):
-        torch.testing.assert_close(
-            whole(mine.detach()), theirs.detach(), rtol=1e-5, atol=0
-        )
+        assert_close(whole(mine.detach()), theirs.detach(), rtol=1e-5, atol=0)
         tags, expected = tags_of(mine), tags_of(theirs)
         assert tags._replace(mup_divisor=None) == expected._replace(mup_divisor=None)
 
@@ -141,7 +139,7 @@ def check_parallelize(rank, store):
         ours = unit_scale(divided(model()), batch=ids)
         check_equal(ours, reference)
         pending = unit_scale(divided(model()))
-        torch.testing.assert_close(pending(ids), reference(ids), rtol=1e-4, atol=1e-5)
+        assert_close(pending(ids), reference(ids), rtol=1e-4, atol=1e-5)
         check_equal(pending, reference)
         check_trains(pending, ids)
     early = unit_scale(copy.deepcopy(model()))

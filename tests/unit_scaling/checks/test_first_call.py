@@ -1,7 +1,6 @@
 """Weights that were overwritten, and a loss that averages, say so at the first call of a model."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.nn import functional as F
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.shared import in_one_graph, parametrize, pickled, refuses, warns
+from tests.shared import in_one_graph, parametrize, pickled, refuses, said, warns
 from unit_scaling.transforms import simulate_fp8, track_scales
 
 
@@ -36,9 +35,8 @@ def tokens():
 @parametrize("transform", [lambda m: m, simulate_fp8, copy.deepcopy, track_scales])
 def test_weights_that_were_overwritten_warn_once(transform, tokens):
     model = transform(model_of(overwritten=True))
-    with warns(
-        r"0 \(Embedding\) is 0.0[12]\d* instead of 1", fp8.warnings.ScaleWarning
-    ) as caught:
+    message = r"0 \(Embedding\) is 0.0[12]\d* instead of 1"
+    with warns(message, fp8.warnings.ScaleWarning) as caught:
         model(tokens)
     assert len(caught) == 1
     assert "of 3 more layers not 1" in str(caught[0].message)
@@ -53,11 +51,9 @@ def test_weights_that_were_drawn_trained_or_loaded_do_not(tokens):
     model(tokens)
     assert not any(part._forward_pre_hooks for part in model.modules())
     again = model_of(overwritten=True)
-    again.apply(
-        lambda part: (
-            part.reset_parameters() if hasattr(part, "reset_parameters") else None
-        )
-    )
+    for part in again:
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
     again(tokens)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,7 +67,7 @@ def test_weights_that_were_drawn_trained_or_loaded_do_not(tokens):
         fresh(tokens)
 
 
-@parametrize(("size", "value"), [(8, 0.0), (2, 0.01)])
+@parametrize("size, value", [(8, 0.0), (2, 0.01)])
 def test_those_of_zeros_and_of_few_numbers_may_have_any_rms(size, value):
     layer = uu.Linear(size, size)
     nn.init.constant_(layer.weight, value)
@@ -93,15 +89,10 @@ AGAIN = "the first gradient at the output of a unit-scaled model has RMS"
 
 def gradient_warnings(model, tokens, loss):
     """Those of two steps."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with said(fp8.warnings.ScaleWarning) as messages:
         for _ in range(2):
             loss(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-    return [
-        str(each.message)
-        for each in caught
-        if issubclass(each.category, fp8.warnings.ScaleWarning)
-    ]
+    return messages
 
 
 def test_a_loss_outside_of_the_model_warns_once(tokens):

@@ -1,14 +1,13 @@
 """Optimizers that step the wrong parameters, or unit-scaled ones at torch's rate, say so once."""
 
 import re
-import warnings
 
 import torch
 from torch import nn
 
 import fp8
 import unit_scaling as uu
-from tests.shared import linears, parametrize, quietly, refuses, warns
+from tests.shared import linears, parametrize, quietly, refuses, said, warns
 from unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
 
 RATE = 0.5
@@ -175,47 +174,37 @@ NEAR = [
 ]
 
 
-def said(model, make):
-    """The warnings of two steps."""
+def warned_of(model, make, **options):
+    """In two steps."""
     optimizer = make(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with said(fp8.warnings.OptimizerWarning) as messages:
         for _ in range(2):
-            step(model, optimizer)
-    return [
-        str(w.message) for w in caught if w.category is fp8.warnings.OptimizerWarning
-    ]
+            step(model, optimizer, **options)
+    return messages
 
 
-@parametrize(("make", "message"), FAR)
+@parametrize("make, message", FAR)
 def test_a_rate_far_from_the_rule_is_named_once(make, message):
     """One rate of torch's does in a model of `unit_scale` what it does in the plain one."""
-    (found,) = said(of_modules(), make)
+    (found,) = warned_of(of_modules(), make)
     assert re.search(message, found)
-    assert len(said(transformed(), make)) == ("lr=" in message)
+    assert len(warned_of(transformed(), make)) == ("lr=" in message)
 
 
 @parametrize("make", NEAR)
 def test_a_rate_near_the_rule_is_not_named(make):
     for model in (of_modules(), transformed()):
-        assert said(model, make) == []
+        assert warned_of(model, make) == []
 
 
 # An eps that gradients are not large against
 
 
 @parametrize(
-    ("scale", "eps", "warned"),
+    "scale, eps, warned",
     [(1e-9, 1e-8, True), (1e-9, 1e-16, False), (1.0, 1e-8, False)],
 )
 def test_an_eps_near_the_gradients_is_named_once(scale, eps, warned):
     model = unit_scale(plain())
-    optimizer = torch.optim.Adam(model.parameters(), 2.0**-4, eps=eps)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        step(model, optimizer, scale=scale)
-        step(model, optimizer, scale=scale)
-    named = [
-        str(each.message) for each in caught if "its eps of 1e-08" in str(each.message)
-    ]
-    assert len(named) == warned
+    found = warned_of(model, named(OPT.Adam, lr=2.0**-4, eps=eps), scale=scale)
+    assert len([text for text in found if "its eps of 1e-08" in text]) == warned

@@ -1,6 +1,7 @@
 """`unit_scale` of a model that has been trained says so, and of a new one says nothing."""
 
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -8,7 +9,7 @@ from torch import nn
 import fp8
 from benchmarks.architectures import ZOO
 from benchmarks.problems import PROBLEMS
-from tests.shared import parametrize, warns
+from tests.shared import descend, linears, parametrize, warns
 from unit_scaling.checks.trained import signs_of_training
 from unit_scaling.transforms import unit_scale
 
@@ -24,10 +25,8 @@ INITIALIZATIONS = {
 
 def plain():
     torch.manual_seed(0)
-    norm = nn.LayerNorm(64)
-    return nn.Sequential(
-        nn.Linear(32, 64), norm, nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 32)
-    )
+    middle = nn.LayerNorm(64), nn.GELU()
+    return nn.Sequential(nn.Linear(32, 64), *middle, *linears(64, 64, 32))
 
 
 @parametrize("name", INITIALIZATIONS)
@@ -50,16 +49,10 @@ def test_new_models_of_transformers_show_no_signs(name):
 def test_a_trained_model_shows_signs():
     """Without gains too, after a hundred steps at the usual rate."""
     setup = PROBLEMS["LSTM"](0)
-    model, optimizer, loss = (
-        setup.model,
-        setup.optimizer,
-        setup.loss or (lambda output: output),
-    )
+    model, loss = setup.model, setup.loss or (lambda output: output)
     assert signs_of_training(model) == ""
-    for batch, _ in zip(setup.batches, range(100), strict=False):
-        optimizer.zero_grad()
-        loss(model(*batch)).backward()
-        optimizer.step()
+    batches = itertools.islice(setup.batches, 100)
+    descend(setup.optimizer, (loss(model(*batch)) for batch in batches))
     assert signs_of_training(model) != ""
 
 
@@ -69,9 +62,8 @@ def test_unit_scale_warns_once_and_names_static():
     nn.init.normal_(model[1].weight, std=0.02)
     assert signs_of_training(model) == ""
     nn.init.normal_(model[1].weight, mean=1.0, std=0.02)
-    with warns(
-        r"gains of 1 differ.*convert\(model, 'static'\)", fp8.warnings.ConvertWarning
-    ) as caught:
+    message = r"gains of 1 differ.*convert\(model, 'static'\)"
+    with warns(message, fp8.warnings.ConvertWarning) as caught:
         scaled = unit_scale(model)
     assert len(caught) == 1
     copy.deepcopy(scaled)

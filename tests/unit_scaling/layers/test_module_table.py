@@ -9,21 +9,16 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 import unit_scaling as uu
-from tests.shared import parametrize, pickled, proves
+from tests.shared import assert_close, normal, parametrize, pickled, proves, rms
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import has_parameter_data
 
-SIGNAL, IMAGE, VOLUME = (
-    torch.randn(2, 4, 9),
-    torch.randn(2, 4, 9, 8),
-    torch.randn(2, 4, 5, 6, 7),
-)
-SEQUENCE = torch.randn(5, 3, 8)
+SIGNAL, IMAGE, VOLUME = normal(2, 4, 9), normal(2, 4, 9, 8), normal(2, 4, 5, 6, 7)
+SEQUENCE = normal(5, 3, 8)
 
-X, Y, ONES = torch.randn(3, 6), torch.randn(3, 6), torch.ones(3).long()
+X, Y, ONES = normal(3, 6), normal(3, 6, seed=1), torch.ones(3).long()
 HALF, LOOKUPS = torch.full((3, 6), 0.5), torch.tensor([[1, 2], [8, 0]])
 
 #: Module of torch.nn -> (arguments, inputs).
@@ -72,27 +67,27 @@ EXAMPLES = {
     },
 }
 
+NORMS = (nn.RMSNorm, nn.LayerNorm)
 each_row = parametrize("plain", MODULES)
 
 
 def example(plain):
     """torch's module, ours, and inputs for both."""
     args, kwargs, inputs = EXAMPLES.get(plain, ((), {}, (X,)))
-    if plain is nn.Softmax or plain is nn.RMSNorm or plain is nn.LayerNorm:
-        kwargs = {
-            ("normalized_shape" if plain is not nn.Softmax else "dim"): args[0],
-            **kwargs,
-        }
-        args = ()
+    named = {nn.Softmax: "dim"} | dict.fromkeys(NORMS, "normalized_shape")
+    if plain in named:
+        args, kwargs = (), {named[plain]: args[0], **kwargs}
     return plain(*args, **kwargs), MODULES[plain](*args, **kwargs), inputs
 
 
 def shapes(value):
     if isinstance(value, Tensor):
         return value.shape, value.dtype
-    return (
-        [shapes(item) for item in value] if isinstance(value, list | tuple) else value
-    )
+    return [*map(shapes, value)] if isinstance(value, list | tuple) else value
+
+
+def first(output):
+    return output if isinstance(output, Tensor) else output[0]
 
 
 @proves("unit-scaling", "uu for nn")
@@ -122,8 +117,7 @@ def test_result_is_torchs_times_a_factor(plain):
         results = []
         for module in (ours, theirs):
             torch.manual_seed(0)
-            y = module.train(training)(*inputs)
-            results.append(y if isinstance(y, Tensor) else y[0])
+            results.append(first(module.train(training)(*inputs)))
         got, expected = results
         factor = (got.norm() / expected.norm()).item()
         assert_close(got, expected * factor)
@@ -134,11 +128,7 @@ def test_result_is_torchs_times_a_factor(plain):
 
 def parameters(cls):
     named = inspect.signature(cls).parameters.values()
-    return [
-        p.name
-        for p in named
-        if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD
-    ]
+    return [p.name for p in named if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 @each_row
@@ -152,13 +142,12 @@ def test_weights_start_at_unit_scale(plain):
     """Five standard errors of an RMS; ones and zeros exactly."""
     _, ours, _ = example(plain)
     for name, p in ours.named_parameters():
-        rms = p.square().mean().sqrt().item()
         if p.dim() > 1:
             zero = p.shape[1] if getattr(ours, "padding_idx", None) is not None else 0
-            rms *= (p.numel() / (p.numel() - zero)) ** 0.5
-            assert rms == pytest.approx(1, abs=5 / (2 * p.numel()) ** 0.5), name
+            size = rms(p) * (p.numel() / (p.numel() - zero)) ** 0.5
+            assert size == pytest.approx(1, abs=5 / (2 * p.numel()) ** 0.5), name
         else:
-            assert rms == (0 if "bias" in name else 1), name
+            assert rms(p) == (0 if "bias" in name else 1), name
 
 
 def tags(module):
@@ -178,11 +167,9 @@ def test_device_and_dtype(plain):
         x.double() if torch.is_tensor(x) and x.is_floating_point() else x
         for x in inputs
     ]
-    output = ours(*inputs)
-    assert (output if isinstance(output, Tensor) else output[0]).dtype == torch.float64
-    assert all(
-        p.is_meta for p in MODULES[plain](*args, **kwargs, device="meta").parameters()
-    )
+    assert first(ours(*inputs)).dtype == torch.float64
+    meta = MODULES[plain](*args, **kwargs, device="meta")
+    assert all(p.is_meta for p in meta.parameters())
 
 
 @each_row_with_parameters
@@ -206,8 +193,7 @@ def gradients(module, inputs):
     """Of the sum of the first output, whatever else there is."""
     module.zero_grad()
     torch.manual_seed(0)  # for dropout and the like
-    output = module(*inputs)
-    (output if isinstance(output, Tensor) else output[0]).sum().backward()
+    first(module(*inputs)).sum().backward()
     return {name: p.grad for name, p in module.named_parameters()}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.shared import parametrize, pickled, refuses
+from tests.shared import assert_close, parametrize, pickled, refuses
 from unit_scaling.constraints import CONSTRAINTS
 
 
@@ -60,7 +60,7 @@ def test_padding_that_is_not_of_zeros(padding):
     plain = nn.Conv1d(4, 6, 5, dtype=torch.float64, **args)
     plain.load_state_dict(ours.state_dict())
     x = torch.randn(2, 4, 16).double()
-    torch.testing.assert_close(ours(x), plain(x) * (4 * 5) ** -0.5)
+    assert_close(ours(x), plain(x) * (4 * 5) ** -0.5)
 
 
 def test_frozen_embedding():
@@ -82,7 +82,7 @@ def test_attention_module_has_no_dropout_in_eval():
     assert not torch.equal(module(x), module(x))
     module.eval()
     assert torch.equal(module(x), module(x))
-    torch.testing.assert_close(module(x)[0], module(x[0]))
+    assert_close(module(x)[0], module(x[0]))
     assert repr(uu.MHSA(16, 4, False)).startswith("MHSA(\n  heads=4, is_causal=False\n")
     grouped = repr(uu.MHSA(16, 4, True, kv_heads=2))
     assert "heads=4, is_causal=True, kv_heads=2" in grouped

@@ -176,10 +176,7 @@ UNCHECKED = {
     # tied to the output, whose RMS it shares only roughly
     **{name: {"gate"} for name in ("geglu", "silu_glu")},
     # values that torch gives a loss; targets have no gradient as a rule
-    **{
-        f"{name}_loss": {"output"}
-        for name in ("huber", "l1", "mse", "nll", "smooth_l1")
-    },
+    **{f"{name}_loss": {"output"} for name in "huber l1 mse nll smooth_l1".split()},
     "cross_entropy": {"output"},
     "binary_cross_entropy": {"output", "target"},
     "binary_cross_entropy_with_logits": {"output", "target"},

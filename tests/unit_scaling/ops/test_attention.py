@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.products.attention import is_fused
-from tests.shared import in_one_graph, pairs, parametrize, refuses
+from tests.shared import assert_close, in_one_graph, pairs, parametrize, refuses
 from unit_scaling.ops.attention import attention_with_weights
 from unit_scaling.rules.table import OPS
 
@@ -50,11 +49,9 @@ def test_attention_scale_and_mult():
 
 
 def test_a_given_context_length_fixes_the_scale():
-    scales = {
-        n: ATTENTION.scales(qkv(n, n), {}, context_length=64)["output"]
-        for n in (1, 5, 64)
-    }
-    assert set(scales.values()) == {ATTENTION.scales(qkv(64, 64), {})["output"]}
+    sizes, given = (1, 5, 64), {"context_length": 64}
+    found = {ATTENTION.scales(qkv(n, n), {}, **given)["output"] for n in sizes}
+    assert found == {ATTENTION.scales(qkv(64, 64), {})["output"]}
     with refuses("context_length must be 1 or more, got 0"):
         U.scaled_dot_product_attention(*qkv(2, 2), context_length=0)
 
@@ -174,16 +171,15 @@ each_variant = parametrize("variant", VARIANTS)
 
 @each_variant
 def test_logits_do_not_depend_on_what_follows(variant):
-    model = uu.TransformerDecoder(
-        32, 11, 2, 4, context_length=64, **VARIANTS[variant]
-    ).eval()
+    settings = {"context_length": 64, **VARIANTS[variant]}
+    model = uu.TransformerDecoder(32, 11, 2, 4, **settings).eval()
     tokens = torch.randint(11, (2, 24))
     whole = model(tokens)
     for length in (1, 2, 9):
         assert_close(model(tokens[:, :length]), whole[:, :length])
 
 
-@parametrize(("heads", "kv_heads"), [(3, None), (4, 3)])
+@parametrize("heads, kv_heads", [(3, None), (4, 3)])
 def test_numbers_of_heads_that_do_not_divide_are_refused(heads, kv_heads):
     with refuses(r"heads must divide .*: got 3"):
         uu.MHSA(16, heads, is_causal=True, kv_heads=kv_heads)
@@ -216,16 +212,11 @@ def oracle(ours, arguments, keys, shown):
     for p in plain.parameters(recurse=False):
         if p.dim() == 2:
             p /= p.shape[1] ** 0.5
-    query = (
-        plain.in_proj_weight
-        if plain.in_proj_weight is not None
-        else plain.q_proj_weight
-    )
-    query[:8] /= ours.head_dim**0.5
+    fused = plain.in_proj_weight
+    (plain.q_proj_weight if fused is None else fused)[:8].div_(ours.head_dim**0.5)
     plain.out_proj.weight *= factor(head, head, shown) / 8**0.5
-    if (
-        plain.in_proj_bias is not None
-    ):  # one vector for projections of different fan-ins
+    # One vector for projections of different fan-ins.
+    if plain.in_proj_bias is not None:
         fan_ins = (8, ours.kdim, ours.vdim)
         for part, fan_in in pairs(plain.in_proj_bias.chunk(3), fan_ins):
             part /= fan_in**0.5
@@ -256,18 +247,15 @@ def test_multihead_attention(name, masked, need_weights):
     hidden[:, 0] = False
     causal = torch.ones(length, keys).bool().triu(1)
     heads = torch.randn(2 * batch, length, keys).double()
+    hinted = {"attn_mask": causal, "is_causal": True}
     masks = {
         "no": {},
         "padding": {"key_padding_mask": padded},
         "both": {"key_padding_mask": padded, "attn_mask": hidden},
-        "hint and padding": {
-            "key_padding_mask": padded,
-            "attn_mask": causal,
-            "is_causal": True,
-        },
+        "hint and padding": {"key_padding_mask": padded, **hinted},
         "heads": {"attn_mask": heads.masked_fill(hidden, -math.inf)},
         "biases": {"attn_mask": heads},
-        "causal": {"attn_mask": causal, "is_causal": True},
+        "causal": hinted,
         "no hint": {"attn_mask": causal},
     }[masked]
     shown = torch.ones(length, keys).bool()
@@ -278,11 +266,8 @@ def test_multihead_attention(name, masked, need_weights):
         shown = shown & ~padded[:, None]
     plain = oracle(module, arguments, keys, shown)
     for average in (True, False) if need_weights else (True,):
-        settings = {
-            "need_weights": need_weights,
-            "average_attn_weights": average,
-            **masks,
-        }
+        settings = {"need_weights": need_weights, "average_attn_weights": average}
+        settings |= masks
         assert_close(module(*inputs, **settings), plain(*inputs, **settings))
 
 
@@ -311,7 +296,6 @@ def test_multihead_attention_dropout_and_errors():
         module(x, x, x, key_padding_mask=torch.zeros(6, 3).bool())
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @parametrize("need_weights", [True, False])
 def test_multihead_attention_compiled_and_in_low_precision(need_weights):
     module, x = uu.MultiheadAttention(32, 4), torch.randn(6, 2, 32)

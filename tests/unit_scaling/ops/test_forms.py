@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import unit_scaling.functional as U
-from tests.shared import parametrize, refuses, seeded
+from tests.shared import assert_close, parametrize, refuses, seeded
 from unit_scaling.rules.table import OPS, find_op
 
 GENERATOR = seeded(0)
@@ -94,11 +94,11 @@ def test_every_calling_form_of_torch(forms):
         assert find_op(func) is op
         # A constraint is ignored by ops without one.
         got = op.call(args, kwargs, func=func, constraint="to_output_scale")
-        torch.testing.assert_close(got, expected)
+        assert_close(got, expected)
 
 
 @parametrize(
-    ("name", "same"),
+    "name, same",
     [
         *((n, "matmul") for n in ("mm", "bmm", "mv")),
         ("baddbmm", "addmm"),
@@ -176,7 +176,7 @@ REFUSED = [  # (a call, its error, the message)
 ]
 
 
-@parametrize(("call", "error", "message"), REFUSED)
+@parametrize("call, error, message", REFUSED)
 def test_calls_that_do_not_fit_are_refused(call, error, message):
     with refuses(message, error):
         call()

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 import unit_scaling.functional as U
-from tests.shared import parametrize, proves, refuses
+from tests.shared import assert_close, parametrize, proves, refuses
 from unit_scaling.rules.quadrature import largest_square
 from unit_scaling.rules.table import OPS
 
@@ -56,7 +55,7 @@ def test_dropout_in_place():
     assert sorted(z.unique().tolist()) == pytest.approx([0.0, 2**0.5])
 
 
-@parametrize(("shape", "dim"), [((), 0), ((5,), 0), ((4, 5), 1), ((2, 4, 5), 0)])
+@parametrize("shape, dim", [((), 0), ((5,), 0), ((4, 5), 1), ((2, 4, 5), 0)])
 def test_softmax_without_dim(shape, dim):
     x = torch.randn(shape).double()
     assert torch.equal(U.softmax(x), U.softmax(x, dim))

@@ -8,11 +8,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.testing import assert_close
 
 import unit_scaling.functional as U
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import Net, in_one_graph, pairs, parametrize, seeded
+from tests.shared import (
+    Net,
+    assert_close,
+    assert_same,
+    in_one_graph,
+    pairs,
+    parametrize,
+    rms,
+    seeded,
+)
 from unit_scaling.rules.table import OPS
 
 BATCH, HEADS, LENGTH, WIDTH = 64, 2, 48, 32
@@ -20,10 +28,6 @@ ROW = torch.arange(LENGTH)[:, None]
 KEY = torch.arange(LENGTH)
 CAUSAL = ROW >= KEY
 ATTENTION = OPS["scaled_dot_product_attention"]
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)
 
 
 def window(size):
@@ -84,10 +88,6 @@ def scale(shown, **settings):
     )
 
 
-def rms(x):
-    return x.square().mean().sqrt().item()
-
-
 @each_mask
 def test_outputs_and_gradients_have_rms_1(name):
     """Of queries that see a key, and of values that are seen as often as keys are.
@@ -116,7 +116,7 @@ def test_outputs_and_gradients_have_rms_1(name):
 
 def test_all_ways_of_saying_causal_have_one_factor():
     said = scale(None, is_causal=True)
-    assert_close(scale(CAUSAL, is_causal=True), said, rtol=0, atol=0)
+    assert_same(scale(CAUSAL, is_causal=True), said)
     assert said != scale(None)
 
 
@@ -146,7 +146,7 @@ def test_biases_that_are_finite_are_not_read():
     alibi = slopes * (KEY - ROW)
     assert_close(scale(alibi), scale(None), rtol=2e-7, atol=0)
     causal = alibi.masked_fill(~CAUSAL, -math.inf)
-    assert_close(scale(causal), scale(CAUSAL), rtol=0, atol=0)
+    assert_same(scale(causal), scale(CAUSAL))
     learned = torch.randn(LENGTH, LENGTH, requires_grad=True)
     assert not scale(learned).requires_grad
     q, k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64) for _ in range(3))

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing import assert_close
 
 import unit_scaling.functional as U
-from tests.shared import in_one_graph, parametrize, proves
+from tests.shared import assert_close, in_one_graph, parametrize, proves, rms
 from tests.unit_scaling.ops.calls import (
     FITTED,
     PLAIN,
@@ -32,18 +31,9 @@ from tests.unit_scaling.ops.calls import (
 )
 from unit_scaling.rules.table import OPS, tie
 
-# torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)
-
 
 def ideal(op):
     return {"constraint": None} if "constraint" in op.takes else {}
-
-
-def rms(x):
-    return x.double().square().mean().sqrt().item()
 
 
 each_op = parametrize(
@@ -240,7 +230,7 @@ def groups():
 
 
 @parametrize("backend", ["eager", pytest.param("aot_eager", marks=SAMPLED)])
-@parametrize(("ops", "settings", "dynamic"), groups())
+@parametrize("ops, settings, dynamic", groups())
 def test_compiles_whole(ops, settings, dynamic, backend):
     calls = {op.name: op_kwargs(op, torch.float32) for op in ops}
     compiled = torch.compile(run_all, backend=backend, fullgraph=True, dynamic=dynamic)

@@ -8,7 +8,8 @@ import fp8
 import unit_scaling.functional as U
 from fp8.products.grouped import grouped_mm
 from tests import reference
-from tests.shared import parametrize
+from tests.fp8.compare import outcome
+from tests.shared import assert_close, pairs, parametrize
 from unit_scaling.rules.table import OPS
 
 
@@ -16,26 +17,18 @@ def normal(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-def with_gradients(output, *inputs):
-    grads = torch.autograd.grad(
-        output, inputs, torch.ones_like(output), retain_graph=True
-    )
-    return [output.detach(), *grads]
-
-
 def assert_parallel(ours, theirs, inputs, scales):
     """The output and each gradient are torch's times a factor of the rule."""
-    pairs = zip(
-        with_gradients(ours, *inputs), with_gradients(theirs, *inputs), strict=True
-    )
-    for (got, expected), scale in zip(pairs, scales, strict=True):
-        torch.testing.assert_close(got, expected * scale, rtol=1e-9, atol=1e-9)
+    ones = torch.ones_like(ours)
+    found, expected = (outcome(lambda y=y: y, inputs, ones) for y in (ours, theirs))
+    expected = [x * scale for x, scale in pairs(expected, scales)]
+    assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 # --- addmm ---------------------------------------------------------------------------------
 
 
-@parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (-3.0, 1), (0, 2.0), (2.0, 0)])
+@parametrize("beta, alpha", [(1, 1), (0.5, -2.0), (-3.0, 1), (0, 2.0), (2.0, 0)])
 @parametrize("form", ["addmm", "baddbmm"])
 def test_weighted_sum(form, beta, alpha):
     """beta and alpha weigh two unit-scaled terms, and the gradients are those of that sum."""
@@ -50,7 +43,7 @@ def test_weighted_sum(form, beta, alpha):
         assert_parallel(ours, theirs, tensors[:1], [1.0] * 2)
 
 
-@parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (0, 1)])
+@parametrize("beta, alpha", [(1, 1), (0.5, -2.0), (0, 1)])
 def test_addmm_with_a_bias(beta, alpha):
     x, w, b = normal(5, 6), normal(6, 7), normal(7)
     ours = U.addmm(b, x, w, beta, alpha, constraint=None)
@@ -112,44 +105,28 @@ def test_einsum_factors_are_counted():
 
 OFFS = torch.tensor([0, 3, 12, 32], dtype=torch.int32)
 GROUPED = {
-    "experts": (
-        (32, 6),
-        (4, 6, 10),
-        OFFS,
-        {"output": 6, "left": 10, "right": 8},
-        ("right",),
-    ),
-    "turned": (
-        (4, 10, 6),
-        (6, 32),
-        OFFS,
-        {"output": 6, "right": 10, "left": 8},
-        ("left",),
-    ),
-    "stacks": (
-        (4, 5, 6),
-        (4, 6, 10),
-        None,
-        {"output": 6, "left": 10, "right": 5},
-        ("right",),
-    ),
-    "summed": ((6, 32), (32, 10), OFFS, {"output": 8, "left": 10, "right": 6}, ()),
+    "experts": ((32, 6), (4, 6, 10), OFFS, (6, 10, 8), {"right"}),
+    "turned": ((4, 10, 6), (6, 32), OFFS, (6, 8, 10), {"left"}),
+    "stacks": ((4, 5, 6), (4, 6, 10), None, (6, 10, 5), {"right"}),
+    "summed": ((6, 32), (32, 10), OFFS, (8, 10, 6), set()),
 }
+"""Shapes, ends, the terms of the sums of output, left and right, and which are weights."""
 
 
 @parametrize("constraint", [None, "to_output_scale"])
 @parametrize("kind", GROUPED)
 def test_grouped_mm_has_the_rule_of_linear_for_each_group(kind, constraint):
-    left, right, offs, terms, weights = GROUPED[kind]
+    left, right, offs, counts, weights = GROUPED[kind]
+    terms = dict(pairs(("output", "left", "right"), counts))
     a, b = normal(*left), normal(*right)
     s = OPS["grouped_mm"].rule(a, b, offs, constraint)
     expected = {name: count**-0.5 for name, count in terms.items()}
     if constraint:
-        tied = terms.keys() - set(weights)
+        tied = terms.keys() - weights
         expected |= dict.fromkeys(tied, expected["output"])
     assert s == pytest.approx(expected)
     y = U.grouped_mm(a, b, offs, constraint)
-    torch.testing.assert_close(y, s["output"] * grouped_mm(a, b, offs))
+    assert_close(y, s["output"] * grouped_mm(a, b, offs))
 
 
 # --- convolutions --------------------------------------------------------------------------
@@ -172,7 +149,7 @@ TRANSPOSED += [{"stride": 2, "padding": 1, "output_padding": 1, "groups": 2}]
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @parametrize("dims", [1, 2, 3])
 @parametrize(
-    ("kind", "setting"),
+    "kind, setting",
     [
         *(("conv", each) for each in SETTINGS),
         *(("conv_transpose", each) for each in TRANSPOSED),
@@ -189,7 +166,7 @@ def test_convolution(kind, dims, setting):
         x = normal(*batch, 4, *SIZES[dims])
         s = op.scales((x, w), setting)
         theirs = plain(x, w, b, **setting)
-        scales = [s[name] for name in ("output", "input", "weight", "bias")]
+        scales = [s[name] for name in "output input weight bias".split()]
         assert_parallel(op.fn(x, w, b, **setting), theirs, [x, w, b], scales)
         if kind == "conv":
             assert s["weight"] == pytest.approx((theirs.numel() / 8) ** -0.5)
@@ -205,7 +182,7 @@ GEOMETRIES = [  # kernel, stride, padding, length
 ]
 
 
-@parametrize(("kernel", "stride", "padding", "length"), GEOMETRIES)
+@parametrize("kernel, stride, padding, length", GEOMETRIES)
 @parametrize("transposed", [False, True])
 def test_counts_of_a_convolution(kernel, stride, padding, length, transposed):
     """With ones for values a product is the number of its terms: the rule's count is their mean.
@@ -218,13 +195,13 @@ def test_counts_of_a_convolution(kernel, stride, padding, length, transposed):
     w.requires_grad_()
     op = OPS["conv_transpose1d" if transposed else "conv1d"]
     plain = op.replaces[0]
-    given = (
-        w.detach().transpose(0, 1).contiguous().requires_grad_() if transposed else w
+    turned = w.detach().transpose(0, 1).contiguous().requires_grad_()
+    given, settings = (
+        turned if transposed else w,
+        {"stride": stride, "padding": padding},
     )
-    s = op.scales(
-        (x, given), {"stride": stride, "padding": padding, "constraint": None}
-    )
-    y = plain(x, given, stride=stride, padding=padding)
+    s = op.scales((x, given), {**settings, "constraint": None})
+    y = plain(x, given, **settings)
     y.sum().backward()
     found = {"output": y, "input": x.grad, "weight": given.grad}
     edge = 1 + 2 * kernel / length if transposed or padding else 1.0 + stride / length
@@ -255,7 +232,5 @@ def test_operands_are_cast_once(name):
     outputs = 5 if name in ("matmul", "einsum") else 8  # of those that are not tied
     scales = (8**-0.5, outputs**-0.5, 6**-0.5)
     values, magnitudes = reference.product(F.linear, [a, b], g, scales, "unit")
-    for got, value, magnitude in zip(
-        (y, a.grad, b.grad), values, magnitudes, strict=True
-    ):
+    for got, value, magnitude in pairs((y, a.grad, b.grad), values, magnitudes):
         reference.assert_within(got, value, magnitude, torch.float32)

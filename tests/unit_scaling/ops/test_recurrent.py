@@ -4,19 +4,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 import fp8
 import unit_scaling as uu
-from tests.shared import in_one_graph, parametrize, refuses
+from tests.shared import assert_close, in_one_graph, parametrize, refuses, rms
 from unit_scaling.ops import recurrent
 from unit_scaling.rules.table import OPS
 from unit_scaling.transforms import unit_scale
-
-# torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)
 
 KINDS = {  # -> arguments, gates, the factor of the hidden state
     "LSTM": ({}, 4, recurrent.LSTM_FACTOR),
@@ -42,8 +36,7 @@ def oracle(ours, kind):
     """torch's module in float64. Its hidden state is ours over the factor, all else is the same."""
     arguments, gates, factor = KINDS[kind]
     settings = {
-        k: getattr(ours, k)
-        for k in ("num_layers", "bias", "batch_first", "bidirectional")
+        k: getattr(ours, k) for k in "num_layers bias batch_first bidirectional".split()
     }
     plain_class = getattr(nn, kind.split()[0])
     sizes = (ours.input_size, ours.hidden_size)
@@ -132,7 +125,7 @@ def test_scales_at_initialisation(kind):
     y.backward(torch.randn_like(y))
     tensors = {"output": y[5:], "first": x.grad[0], "last": x.grad[-5:]}
     tensors |= {name: p.grad for name, p in module.named_parameters()}
-    values = {name: t.square().mean().sqrt().item() for name, t in tensors.items()}
+    values = {name: rms(t) for name, t in tensors.items()}
     assert all(1 / 2 < value < 2 for value in values.values()), values
 
 

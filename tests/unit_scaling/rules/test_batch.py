@@ -6,10 +6,9 @@ import threading
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 import unit_scaling as uu
-from tests.shared import in_one_graph, parametrize, refuses
+from tests.shared import assert_close, in_one_graph, parametrize, refuses
 from tests.threads import together
 from unit_scaling import functional as U
 from unit_scaling.rules.batch import row_scale
@@ -95,7 +94,7 @@ def test_block():
 
 
 @parametrize("argument", ["n", "averaged_over"])
-@parametrize(("value", "error"), [(0, ValueError), (1.5, TypeError)])
+@parametrize("value, error", [(0, ValueError), (1.5, TypeError)])
 def test_bad_numbers(argument, value, error):
     block = uu.batch_multiplier(**{"n": 1, argument: value})
     with refuses(f"{argument} must be a whole number from 1, got {value}", error):

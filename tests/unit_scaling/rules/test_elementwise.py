@@ -5,19 +5,13 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.shared import parametrize, refuses
+from tests.shared import assert_close, parametrize, refuses
 from unit_scaling.rules.elementwise import elementwise_scales
 from unit_scaling.rules.quadrature import normal_means
 from unit_scaling.rules.table import OPS
-
-# torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)
 
 X = torch.linspace(-2, 2, 24, dtype=torch.float64).reshape(4, 6)
 SAMPLES = 100_000
