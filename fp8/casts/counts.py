@@ -250,7 +250,7 @@ class CastRecorder:
         return module or "(model)"
 
     def count(self, layer: str, operand: str, cast: Observed) -> None:
-        if operand in ("input", "weight") and recomputes():
+        if operand in ("input", "weight", "other") and recomputes():
             return
         x, scale, format = cast.x, cast.scale, cast.format
         step = stride(x, self.sample)

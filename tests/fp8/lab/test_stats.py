@@ -242,3 +242,22 @@ def test_recomputed_elements_count_once(recipe, reentrant, compiled):
     assert rows[0] == rows[1]
     operands = {operand for _, operand in rows[0]}
     assert {"input", "weight", "grad"} <= operands
+
+
+def test_recomputed_products_of_values_count_once():
+    def square(x):
+        return (x @ x.mT).sum()
+
+    x = torch.randn(2, 8, 8, requires_grad=True)
+    seen = {}
+    for checkpointed in (False, True):
+        seen[checkpointed] = fp8.stats(nn.Identity())
+        with fp8.autocast("tensor"), seen[checkpointed]:
+            if checkpointed:
+                contexts = fp8.checkpoint_contexts
+                y = checkpoint(square, x, use_reentrant=False, context_fn=contexts)
+            else:
+                y = square(x)
+            y.backward()
+    assert by_operand(seen[True]) == by_operand(seen[False])
+    assert len(by_operand(seen[True])) == 3
