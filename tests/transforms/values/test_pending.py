@@ -95,6 +95,16 @@ def test_a_copy_is_set_with_the_model(model, name, order):
         check_set(each)
 
 
+def test_a_moving_average_of_equal_values_is_set(model):
+    """0.9 w + 0.1 w rounds, as timm's ModelEmaV2 computes it."""
+    average = copy.deepcopy(model).requires_grad_(False)
+    for p, q in both(average, model):
+        p.copy_(0.9 * p + 0.1 * q.detach())
+    model(*batch())
+    for p, q in both(average, expected()):
+        assert_close(p, q)
+
+
 def trained(model, average=None):
     optimizer = uu.optim.AdamW(model.parameters())
     for seed in range(3):

@@ -53,19 +53,27 @@ class _Sample:
     dtype: torch.dtype
 
     def is_of(self, parameter: Tensor) -> bool:
-        """Whether a parameter has these values; another dtype may have rounded them."""
+        """Whether a parameter has these values, but for rounding: by another dtype, or by a moving
+        average of equal values."""
         other = _sample(parameter)
         if other is None or other.values.shape != self.values.shape:
             return True  # it has no values to compare, or is divided among processes
-        if other.dtype == self.dtype:
-            return torch.equal(other.values, self.values)
-        return torch.allclose(other.values, self.values, rtol=2.0**-6, atol=1e-6)
+        precision = max(
+            (torch.finfo(self.dtype), torch.finfo(other.dtype)), key=lambda x: x.eps
+        )
+        unit = 4 * precision.eps
+        return torch.allclose(
+            other.values, self.values, rtol=unit, atol=unit * precision.smallest_normal
+        )
 
 
 @torch.no_grad()
 def _sample(parameter: Tensor) -> _Sample | None:
     has_data = type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta
-    if not has_data or not parameter.numel() or parameter.layout is not torch.strided:
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    if not has_data or not is_number or not parameter.numel():
+        return None
+    if parameter.layout is not torch.strided:
         return None
     flat = parameter.detach().flatten()
     step = math.ceil(flat.numel() / PLACES)
