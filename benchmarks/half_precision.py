@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from typing import Any
 
 import torch
 
 from benchmarks.common import Finished, Row, report
 from benchmarks.recipe_loss import asked
-from fp8.common.libraries import probe
+from fp8.common.libraries import need, probe
 from notebooks.nanogpt.data import Corpus
+from notebooks.nanogpt.optimizers import OPTIMIZERS, Groups
 from notebooks.nanogpt.settings import Settings
 from notebooks.nanogpt.train import Training, deterministic
 from notebooks.nanogpt.variants import VARIANTS, build_model
@@ -32,6 +34,16 @@ RUNS = {
     "fp32, AdamW 8-bit blocks": ("fp32", "8bit"),
     "fp32, bitsandbytes AdamW8bit": ("fp32", "bitsandbytes"),
 }
+
+
+def _bitsandbytes(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = need("bitsandbytes").optim.AdamW8bit(
+        groups, **settings
+    )
+    return made
+
+
+OPTIMIZERS["bitsandbytes"] = _bitsandbytes
 
 
 def held_out_loss(variant: str, corpus: Corpus, settings: Settings, seed: int) -> float:
