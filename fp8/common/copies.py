@@ -9,8 +9,9 @@ values. It drops the hooks of parameters.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -23,7 +24,9 @@ from .step import Loss, tensors_within
 
 M = TypeVar("M", bound=nn.Module)
 
-_FUNCTIONS = (FunctionType, partial)
+_CACHED = type(lru_cache(lambda: None))
+_KEPT = (FunctionType, MethodType, partial, _CACHED, weakref.ref, tuple)
+"""What deepcopy returns as it is, or with the functions that it has."""
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (
@@ -42,9 +45,9 @@ def deep_copy(
 ) -> M:
     """Returns a deep copy of ``module``, whose functions refer to the parts of the copy.
 
-    Functions are those of its attributes and of its own hooks: closures, lambdas, partials and
-    bound methods, also in lists, tuples, dicts and objects, that refer to a part of the model in
-    their closure, defaults or globals.
+    Functions are those of its attributes and of its own hooks: closures, lambdas, partials, bound
+    methods and cached functions, also in lists, tuples, dicts and objects, that refer to a part of
+    the model in their closure, defaults or globals.
 
     Args:
         module: the model.
@@ -109,6 +112,7 @@ class _Copier:
         self._leading.add(hook for *_, hook in (*self._hooks, *self._parameter_hooks))
         self._leading.add(others)
         self._made: dict[int, Any] = {}
+        self._rebounds: set[int] = set()  # ids of what has been completed
         self._globals: dict[
             int, dict[str, Any]
         ] = {}  # id of those of a file -> of the copy
@@ -126,7 +130,8 @@ class _Copier:
         for part, name, value in self._attributes:
             made = self._memo.get(id(part), part)
             if made is not part and name in vars(made):
-                vars(made)[name] = self._rebound(vars(made)[name], value)
+                self._rebind_item(vars(made), name, value)
+        self._rebind()
         for part, name, key, hook in self._hooks:
             vars(self._memo[id(part)])[name][key] = self.own(hook)
         self._register_parameter_hooks()
@@ -165,30 +170,51 @@ class _Copier:
         if isinstance(value, partial):
             named = {name: self.own(item) for name, item in value.keywords.items()}
             return partial(self.own(value.func), *map(self.own, value.args), **named)
+        if isinstance(value, MethodType):
+            return MethodType(self.own(value.__func__), self.own(value.__self__))
+        if isinstance(value, _CACHED):
+            function = self.own(value.__wrapped__)
+            return lru_cache(**value.cache_parameters())(function)
+        if isinstance(value, weakref.ref):
+            return weakref.ref(self.own(value()))
         if type(value) in (list, tuple):
             return type(value)(map(self.own, value))
         if type(value) is dict:
             return {self.own(key): self.own(item) for key, item in value.items()}
         try:
-            return copy.deepcopy(value, self._memo)
+            made = copy.deepcopy(value, self._memo)
         except (TypeError, RuntimeError, NotImplementedError) as error:
             raise TypeError(
                 f"the copy of {type(self._roots[0]).__name__} needs a copy of the "
                 f"{type(value).__name__} that a function of it refers to, as that holds a part of "
                 f"the model; copy.deepcopy says: {error}"
             ) from error
-
-    def _rebound(self, made: Any, value: Any) -> Any:
-        """An attribute of the copy, from what deepcopy made of it. From Python 3.14 on, deepcopy
-        returns functions as they are even if memo has a copy."""
-        if isinstance(value, _FUNCTIONS):
-            return self.own(value)
-        if type(value) in (list, dict) and len(made) == len(value):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in items:
-                if isinstance(item, _FUNCTIONS):
-                    made[key] = self.own(item)
+        self._rebind()
         return made
+
+    def _rebind(self) -> None:
+        """Completes the copies of lists, dicts and objects, from what deepcopy made of them. From
+        Python 3.14 on, deepcopy returns functions as they are even if memo has a copy."""
+        for value in self._leading.holders:
+            made = self._memo.get(id(value), value)
+            if made is value or id(value) in self._rebounds:
+                continue
+            self._rebounds.add(id(value))
+            if type(value) is list and len(made) == len(value):
+                for place, item in enumerate(value):
+                    self._rebind_item(made, place, item)
+            elif type(value) is dict and len(made) == len(value):
+                for key, item in value.items():
+                    self._rebind_item(made, key, item)
+            elif not isinstance(value, FunctionType):
+                own = getattr(made, "__dict__", {})
+                for name, item in getattr(value, "__dict__", {}).items():
+                    if name in own:
+                        self._rebind_item(own, name, item)
+
+    def _rebind_item(self, made: Any, key: Any, value: Any) -> None:
+        if isinstance(value, _KEPT) and self._leading.includes(value):
+            made[key] = self.own(value)
 
     def _declare(self, function: FunctionType) -> None:
         """Makes the copy of a function, which `_fill` completes: it may refer to itself."""
@@ -242,10 +268,14 @@ class _Leading:
         self._holders: dict[int, list[int]] = {}
 
     @property
+    def holders(self) -> list[Any]:
+        """All that leads to a part."""
+        return [self._visited[key] for key in self._leading]
+
+    @property
     def functions(self) -> list[FunctionType]:
         """The functions that lead to a part."""
-        values = [self._visited[key] for key in self._leading]
-        return [value for value in values if isinstance(value, FunctionType)]
+        return [value for value in self.holders if isinstance(value, FunctionType)]
 
     def includes(self, value: Any) -> bool:
         """Whether a value is a part or leads to one."""
@@ -281,7 +311,9 @@ def _references(value: Any) -> list[Any]:
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
-        return [value.__self__]
+        return [value.__func__, value.__self__]
+    if isinstance(value, weakref.ref):
+        return [each for each in (value(),) if isinstance(each, nn.Module | Tensor)]
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset):

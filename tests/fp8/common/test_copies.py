@@ -1,7 +1,8 @@
 """Copies of models whose modules, hooks and losses keep functions of their parts."""
 
 import types
-from functools import partial, wraps
+import weakref
+from functools import cache, partial, wraps
 
 import torch
 from torch import nn
@@ -57,6 +58,13 @@ WAYS = {
     "partial of a closure": lambda mlp: partial(lambda m, x: through(mlp, x), None),
     "bound method": lambda mlp: Runner(mlp).run,
     "method of a layer": lambda mlp: types.MethodType(through, mlp),
+    "method of a closure": lambda mlp: types.MethodType(
+        lambda _, x: through(mlp, x), mlp
+    ),
+    "cached": lambda mlp: (lambda f: lambda x: through(f(), x))(cache(lambda: mlp)),
+    "weak reference": lambda mlp: (lambda r: lambda x: through(r(), x))(
+        weakref.ref(mlp)
+    ),
     "closure over an object": lambda mlp: (lambda r: lambda x: r.run(x))(Runner(mlp)),
     "closure over a closure": lambda mlp: (lambda f: lambda x: f(x))(
         lambda x: through(mlp, x)
@@ -70,6 +78,11 @@ PLACES = {
     "attribute": (lambda f: f, lambda f, x: f(x)),
     "list": (lambda f: [None, f], lambda f, x: f[1](x)),
     "dict": (lambda f: {"run": f}, lambda f, x: f["run"](x)),
+    "tuple": (lambda f: (f,), lambda f, x: f[0](x)),
+    "object in a list": (
+        lambda f: [types.SimpleNamespace(run=f)],
+        lambda f, x: f[0].run(x),
+    ),
 }
 
 
@@ -106,7 +119,10 @@ def test_a_function_of_a_copy_runs_the_parts_of_the_copy(way):
 
 
 @parametrize("place", [place for place in PLACES if place != "attribute"])
-@parametrize("way", ["closure", "partial", "partial of a closure", "global"])
+@parametrize(
+    "way",
+    ["closure", "partial", "partial of a closure", "method of a closure", "global"],
+)
 def test_so_does_one_in_a_container(way, place):
     check_apart(model := Block(way, place), deep_copy(model), torch.randn(3, 8))
 
