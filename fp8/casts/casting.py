@@ -24,21 +24,15 @@ from ..common.dtensor import (
     reduced,
     unreduced,
 )
-from ..formats.format import Format, get_format
-from ..formats.quantize import (
-    DTYPES,
-    check_dtype,
-    operand_grid,
-    quantize_operand,
-    round_values,
-)
+from ..formats.quantize import DTYPES, check_dtype, operand_grid, round_values
 from ..formats.random_bits import drawn_key
-from ..formats.rounding import Grid, divided
+from ..formats.rounding import Grid, divided, saturated
 from ..frame import FRAMES
 from ..recipes import scaling
 from ..recipes.cast import Cast, cast_of
 from ..recipes.rules import FORM_OF, LARGEST, LOWERED, times_power
 from ..recipes.scaling import scaled_tiles, scales_and_unit
+from ..torch_internals import Arguments, Context
 from ..torch_internals.autograd_functions import apply, same, unaliased
 from ..torch_internals.decorators import in_graph
 from .counts import Label, Observed, Row, observe
@@ -61,8 +55,9 @@ def cast_forward(
     while `fp8.calibrate` measures, measured. name: of the product, for `fp8.stats`."""
     if cast is None:
         return x
-    if (pass_ := FRAMES.items[-1].measurement) is not None:
-        pass_.operand(history, x, cast)
+    measurement = FRAMES.items[-1].measurement
+    if measurement is not None:
+        measurement.operand(history, x, cast)
         return x
     label = f"{name}|{operand}" if name else ""
     return _rounded_in_graph(x, cast.text, axis, history, label)
@@ -74,8 +69,9 @@ def cast_backward(
     """``x``, whose gradient is rounded under ``cast`` along axis -1, or measured."""
     if cast is None:
         return x
-    if (pass_ := FRAMES.items[-1].measurement) is not None:
-        return pass_.gradient(history, x, cast)
+    measurement = FRAMES.items[-1].measurement
+    if measurement is not None:
+        return measurement.gradient(history, x, cast)
     label = f"{name}|grad" if name else ""
     return _round_gradient(x, history, cast.text, label)
 
@@ -84,16 +80,16 @@ def cast_backward(
 def _round_gradient(
     x: Tensor, history: Tensor | None, token: str, label: str
 ) -> Tensor:
-    return apply(
-        _RoundGradient, x, history, cast_of(token, False), label, written=history
-    )
+    spec = cast_of(token, rotated=False)
+    return apply(_RoundGradient, x, history, spec, label, written=history)
 
 
 @in_graph
 def _rounded_in_graph(
     x: Tensor, token: str, axis: int, history: Tensor | None, label: str
 ) -> Tensor:
-    y, _ = rounded(x, cast_of(token, False), axis, history, label=label)
+    spec = cast_of(token, rotated=False)
+    y, _ = rounded(x, spec, axis, history, label=label)
     return y
 
 
@@ -165,20 +161,20 @@ def whole_scale(
     record: bool | None = None,
 ) -> Tensor | None:
     """The scale factor of all of ``x``, as `cast_values` returns it."""
-    rule, margin, format = spec.stored_rule, spec.margin, spec.number_format
+    rule, format = spec.stored_rule, spec.number_format
     whole = rule is not None and spec.tile == (0, 0) and not LOWERED[rule].is_simulated
     if whole and type(x) is not Tensor and is_dtensor(x):
         x = _amax_of(x)
     if history is not None:
         if record is None:
             record = updates_states()
-        return scaling.history_scale(x, history, format, rule, margin, record)
-    if not whole or not x.numel():
+        scale = scaling.history_scale(x, history, format, rule, record)
+    elif rule is None or not whole or not x.numel():
         return None
-    assert rule is not None
-    scale, _ = scales_and_unit(x, None, format, LOWERED[rule])
-    if margin:
-        return FORM_OF[rule].with_margin(scale, margin)
+    else:
+        scale, _ = scales_and_unit(x, None, format, LOWERED[rule])
+    if spec.margin:
+        return FORM_OF[rule].with_margin(scale, spec.margin)
     return scale
 
 
@@ -189,21 +185,11 @@ def one_scale(x: Tensor) -> Tensor:
 
 
 @cache
-def _resolved_grid(
-    format: str | Format,
-    overflow: str,
-    dtype: torch.dtype,
-    scaled: bool,
-    rounding: str,
-) -> Grid:
-    return operand_grid(get_format(format), overflow, dtype, scaled, rounding)
-
-
-def rounding_of(spec: Cast, converts: bool = False) -> dict[str, Any]:
-    """The arguments of `quantize_operand` for a cast. converts: as in `quantized`."""
-    if converts and spec.is_plain:
-        return {"rounding": "none"}
-    return {"rounding": spec.rounding, "overflow": spec.overflow}
+def _grid_of(text: str, dtype: torch.dtype, scaled: bool) -> Grid:
+    """The grid of the cast with this `Cast.text`, a string, which keeps its hash."""
+    spec = cast_of(text)
+    limits = (spec.overflow, dtype, scaled, spec.rounding)
+    return operand_grid(spec.number_format, *limits)
 
 
 def _rounded(
@@ -212,32 +198,55 @@ def _rounded(
     spec: Cast,
     axis: int,
     label: Label,
-    of: Any = None,
+    of: Tensor | None = None,
 ) -> Tensor:
     """``x`` rounded and multiplied by its scales again; not differentiable. scale: of all of x, or
     None. of: the DTensor of which x is the local part; None for none."""
     if type(x) not in PLAIN and is_dtensor(x):
         return as_shard(x, _rounded(part_of(x), scale, spec, axis, label, x))
     if spec.stored_rule is not None and scale is None and x.numel():
-        return _rounded_by_tiles(x, spec, axis, label, of)
-    inverse = key = None
-    if scale is not None:
-        inverse = FORM_OF[spec.stored_rule].inverse(scale)
-    if spec.rounding == "stochastic":
-        key = drawn_key(x.device)
-    grid = _resolved_grid(
-        spec.format, spec.overflow, x.dtype, scale is not None, spec.rounding
-    )
-    y = round_values(x.detach().resolve_neg(), grid, scale, inverse, key)
+        tiles = _in_tiles(x, spec, axis, of)
+        if FORM_OF[spec.stored_rule].largest == LARGEST:
+            y = tiles.values * tiles.scale
+        else:
+            y = times_power(tiles.values, tiles.scale)
+        y = y.to(x.dtype)
+        if y.shape != x.shape:
+            y = untiled(y, x, spec.tile, axis)
+        if label:
+            scale = _scale_of_each(tiles, x, spec, axis)
+    else:
+        inverse = key = None
+        if scale is not None:
+            inverse = FORM_OF[spec.stored_rule].inverse(scale)
+        if spec.rounding == "stochastic":
+            key = drawn_key(x.device)
+        grid = _grid_of(spec.text, x.dtype, scale is not None)
+        y = round_values(x.detach().resolve_neg(), grid, scale, inverse, key)
     if label:
         observe(label, Observed(x, y, scale, spec.number_format))
     return y
 
 
-def _rounded_by_tiles(
-    x: Tensor, spec: Cast, axis: int, label: Label, of: Any
-) -> Tensor:
-    """`_rounded` with a scale for each tile."""
+class _Tiles(NamedTuple):
+    """values: the numbers of the format in an operand, in the shape of `scaled_tiles`. scale: of
+    each tile. unit: of a rule with one. dims: the dimensions of a tile."""
+
+    values: Tensor
+    scale: Tensor
+    unit: Tensor | None
+    dims: tuple[int, ...] | None
+
+
+def _in_tiles(
+    x: Tensor,
+    spec: Cast,
+    axis: int,
+    of: Tensor | None = None,
+    converts: bool = False,
+) -> _Tiles:
+    """``x``, not empty, under a cast with a scale for each tile. of: as in `_rounded`. converts: as
+    in `quantized`."""
     assert spec.stored_rule is not None
     rule, format = LOWERED[spec.stored_rule], spec.number_format
     form, key = rule.form, None
@@ -250,64 +259,32 @@ def _rounded_by_tiles(
     else:
         scale, unit = _scales_of_part(tiles, dims, spec, axis, of)
     if spec.margin:
-        scale, unit = _with_margin(scale, unit, spec)
-    units = tiles.detach().to(scale.dtype)
-    if form.is_power and not form.is_narrow:
-        units = units * scale.reciprocal()
-    else:
-        units = in_units(units, scale, spec.stored_rule)
-    if spec.rounding == "stochastic":
-        key = drawn_key(x.device)
-    grid = _resolved_grid(spec.format, spec.overflow, units.dtype, False, spec.rounding)
-    values = round_values(units.resolve_neg(), grid, key=key)
-    if rule.correct is not None:
-        scale = rule.correct(units, values, scale, unit, dims, _blocks_rotated(spec))
-    y = values * scale if form.largest == LARGEST else times_power(values, scale)
-    y = y.to(x.dtype)
-    if y.shape != x.shape:
-        y = untiled(y, x, spec.tile, axis)
-    if label:
-        whole = untiled(scale.expand(values.shape), x, spec.tile, axis)
-        observe(label, Observed(x, y, whole, format))
-    return y
-
-
-def _with_margin(
-    scale: Tensor, unit: Tensor | None, spec: Cast
-) -> tuple[Tensor, Tensor | None]:
-    """Scales and their unit times 2**margin."""
-    form = FORM_OF[spec.stored_rule]
-    if unit is not None:
+        scale = form.with_margin(scale, spec.margin)
+    if spec.margin and unit is not None:
         unit = form.with_margin(unit, spec.margin)
-    return form.with_margin(scale, spec.margin), unit
-
-
-def _blocks_rotated(spec: Cast) -> int:
-    """The number of tiles that are rotated together."""
-    return max(spec.hadamard // spec.tile[1], 1)
-
-
-def _in_tiles(
-    x: Tensor, spec: Cast, axis: int, converts: bool
-) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...]]:
-    """The numbers of the format in ``x``, the scales of tiles, their unit (of a rule with one) and
-    the dimensions of a tile. converts: as in `quantized`."""
-    assert spec.stored_rule is not None
-    rule, format = LOWERED[spec.stored_rule], spec.number_format
-    tiles, dims = scaled_tiles(x, spec.tile, axis)
-    scale, unit = scales_and_unit(tiles, dims, format, rule, None, axis)
-    scale, unit = _with_margin(scale, unit, spec)
     if converts:
         scale = in_memory(scale)
-    units = in_units(
-        tiles.detach().to(scale.dtype), scale, spec.stored_rule, stored=converts
-    )
-    values = quantize_operand(
-        units, format, unscaled=tiles, **rounding_of(spec, converts)
-    )
+    units = tiles.detach().to(scale.dtype)
+    if form.is_power and not form.is_narrow and not converts:
+        units = units * scale.reciprocal()  # `in_units`, without calls
+    else:
+        units = in_units(units, scale, spec.stored_rule, stored=converts)
+    grid = _grid_of(spec.text, units.dtype, False)
+    if spec.rounding == "stochastic":
+        key = drawn_key(x.device)
+    if converts and spec.is_plain:
+        values = saturated(units, tiles.detach(), grid)
+    else:
+        values = round_values(units.resolve_neg(), grid, key=key)
     if rule.correct is not None:
-        scale = rule.correct(units, values, scale, unit, dims, _blocks_rotated(spec))
-    return values, scale, unit, dims or ()
+        together = max(spec.hadamard // spec.tile[1], 1)
+        scale = rule.correct(units, values, scale, unit, dims, together)
+    return _Tiles(values, scale, unit, dims)
+
+
+def _scale_of_each(tiles: _Tiles, x: Tensor, spec: Cast, axis: int) -> Tensor:
+    """The scale of each element of ``x``."""
+    return untiled(tiles.scale.expand(tiles.values.shape), x, spec.tile, axis)
 
 
 def in_units(
@@ -326,7 +303,7 @@ def in_units(
     return x * inverse
 
 
-def _amax_of(x: Any) -> Tensor:
+def _amax_of(x: Tensor) -> Tensor:
     """The largest finite magnitude of a whole DTensor, 0-dim, on every process; 0 without one."""
     local = part_of(x)
     amax = scaling.largest_finite(local, None) if local.numel() else local.new_zeros(())
@@ -334,7 +311,7 @@ def _amax_of(x: Any) -> Tensor:
 
 
 def _scales_of_part(
-    tiles: Tensor, dims: tuple[int, ...] | None, spec: Cast, axis: int, of: Any
+    tiles: Tensor, dims: tuple[int, ...] | None, spec: Cast, axis: int, of: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """`scales_and_unit` of tiles of the local part of the DTensor ``of``."""
     assert spec.stored_rule is not None
@@ -344,11 +321,11 @@ def _scales_of_part(
             f"rule {rule.name!r} reads the values of whole tiles, and an operand is divided "
             "among processes; take a rule of the largest magnitude"
         )
-    for dim, by in zip(
-        (-2, -1), spec.tile if axis == -1 else spec.tile[::-1], strict=True
-    ):
-        if by > 1:
-            check_whole(of, dim, by)
+    across, along = spec.tile
+    if across > 1:
+        check_whole(of, -3 - axis, across)
+    if along > 1:
+        check_whole(of, axis, along)
     if rule.unit is not None:
         amax = _amax_of(of)
         amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
@@ -383,11 +360,11 @@ class _Round(Function):
         return unaliased(_rounded(x, scale, spec, axis, label))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
         ctx.save_for_backward(output.new_empty((0,)))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None, None, None
 
 
@@ -399,11 +376,11 @@ class _RoundGradient(Function):
         return same(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
         _, ctx.history, ctx.spec, ctx.label = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, _ = rounded(grad, ctx.spec, -1, ctx.history, record=True, label=ctx.label)
         return y, None, None, None
 
@@ -421,6 +398,19 @@ class QuantizedOperand(NamedTuple):
         """The transpose of an operand with one scale, or one for each square tile."""
         scale = self.scale.mT if self.scale.ndim else self.scale
         return QuantizedOperand(self.values.mT, scale, self.unit)
+
+
+def _in_one_tile(x: Tensor, scale: Tensor | None, spec: Cast, converts: bool) -> Tensor:
+    """The numbers of the format in ``x``, of which all have one scale; None: 1."""
+    units, key = x, None
+    if scale is not None:
+        units = in_units(x, scale, spec.stored_rule, stored=converts)
+    grid = _grid_of(spec.text, units.dtype, False)
+    if converts and spec.is_plain:
+        return saturated(units.detach(), x.detach(), grid)
+    if spec.rounding == "stochastic":
+        key = drawn_key(x.device)
+    return round_values(units.detach().resolve_neg(), grid, key=key)
 
 
 def quantized(
@@ -445,33 +435,25 @@ def quantized(
     x = dequantized(x, torch.float32)
     if label:
         label = _with_before(label, spec, history)
-    row = label if isinstance(label, Row) else None
-    scale = whole_scale(x, spec, history, record)
-    if spec.stored_rule is None or scale is not None:
-        format, stored = spec.number_format, converts and spec.stored_rule is not None
-        if (
-            stored and scale is not None
-        ):  # each thread would compute, and clamp, it again
-            scale = in_memory(scale)
-        units = x if scale is None else in_units(x, scale, spec.stored_rule, stored)
-        values = quantize_operand(
-            units, format, unscaled=x, **rounding_of(spec, converts)
-        )
-        if row is not None:
-            y = values if scale is None else values * scale
-            observe(row, Observed(x, y, scale, format))
-        elif label and spec.stored_rule is None and history is None:
-            observe(label, Observed(units, values, None, format))
-        result = QuantizedOperand(values, one_scale(x) if scale is None else scale)
-    else:
-        values, scale, unit, dims = _in_tiles(x, spec, axis, converts)
-        if row is not None:
+    scale, unit = whole_scale(x, spec, history, record), None
+    if spec.stored_rule is not None and scale is None:
+        tiles = _in_tiles(x, spec, axis, converts=converts)
+        values, scale, unit, dims = tiles
+        if label:
             y = untiled(values * scale, x, spec.tile, axis)
-            tiles = untiled(scale.expand(values.shape), x, spec.tile, axis)
-            observe(row, Observed(x, y, tiles, spec.number_format))
+            each = _scale_of_each(tiles, x, spec, axis)
+            observe(label, Observed(x, y, each, spec.number_format))
         if spec.tile[1]:
-            scale = scale.squeeze(dims)
-        result = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
+            scale = scale.squeeze(dims or ())
+        values = untiled(values, x, spec.tile, axis)
+    else:
+        values = _in_one_tile(x, scale, spec, converts)
+        if label:
+            y = values if scale is None else values * scale
+            observe(label, Observed(x, y, scale, spec.number_format))
+    if scale is None:
+        scale = one_scale(x)
+    result = QuantizedOperand(values, scale, unit)
     if axis == -2:
         return result.mT
     return result

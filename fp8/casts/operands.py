@@ -123,6 +123,24 @@ class Constants(NamedTuple):
         return place(self.name, table, operand)
 
 
+class States(NamedTuple):
+    """What a product of a layer keeps between passes; None where its scaling, or a run without
+    values, has none.
+
+    a, b, value: the states of its operands; value: of attention's third one. grad: that of the
+    gradient of its output. table: its statistics, if it is looked at.
+    """
+
+    a: Tensor | None = None
+    b: Tensor | None = None
+    value: Tensor | None = None
+    grad: Tensor | None = None
+    table: Tensor | None = None
+
+
+NO_STATES = States()
+
+
 # The token of the casts of a product is the `Recipe.text`, and a line for each of these options.
 _OTHER = "other"
 _UNROTATED = "unrotated"

@@ -14,20 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..casts.casting import whole_scale
 from ..common.dtensor import is_dtensor, whole
 from ..common.libraries import need
 from ..common.mixin import bare_class
 from ..common.report import LEFT_ALONE, Report, Row
 from ..common.step import unwrapped
 from ..common.validation import check_module
-from ..formats.format import get_format
 from ..layers.adapters import is_replacement
 from ..layers.override import check_not_overridden
 from ..layers.policies import bare_name
 from ..layers.select import check_values_set, is_transposed
 from ..recipes.cast import Cast
 from ..recipes.history import histories, is_history
-from ..recipes.scaling import history_scale
 from .layouts import (
     INPUTS,
     LAYOUTS,
@@ -325,8 +324,9 @@ def _known_scale(
     """The scale, 0-dim, of an operand by its history; without one, that of the values ``x``."""
     if cast.scaling == "unit":
         return x.new_ones(())
-    format, history = get_format(cast.format), _history(layer, role).reshape(-1)
-    return history_scale(x, history, format, cast.rule, cast.margin, False)
+    scale = whole_scale(x, cast, _history(layer, role).reshape(-1), record=False)
+    assert scale is not None
+    return scale
 
 
 def _history(layer: Any, role: str) -> Tensor:

@@ -21,7 +21,6 @@ from .rounding import (
     divided,
     makes_finite,
     round_to_grid,
-    saturated,
 )
 
 __all__ = ["quantize", "quantize_backward", "quantize_forward"]
@@ -92,16 +91,10 @@ def quantize_operand(
     rounding: str = "nearest",
     overflow: str = "saturate",
     scale: Tensor | None = None,
-    unscaled: Tensor | None = None,
 ) -> Tensor:
     """`quantize` for casts of products: NaN and Inf stay nonfinite in every format, so that a check
-    of the results (GradScaler's) detects them. rounding may be "none", as `saturated` has it.
-    scale: not validated. unscaled: for "none", ``x`` before the division by a scale."""
+    of the results (GradScaler's) detects them. scale: not validated."""
     grid = operand_grid(format, overflow, x.dtype, scale is not None, rounding)
-    if rounding == "none":
-        return saturated(
-            x.detach(), (x if unscaled is None else unscaled).detach(), grid
-        )
     return _quantize(x.detach(), grid, scale, _key(rounding, None, x.device))
 
 

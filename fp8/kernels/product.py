@@ -5,19 +5,20 @@ element, which are saved for the backward pass. Casts and products equal simulat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.casting import QuantizedOperand
-from ..casts.operands import Constants, casts_of, saved_tensors
+from ..casts.operands import Constants, States, casts_of, saved_tensors
 from ..common.compiler import compiled_as, is_differentiated_again, updates_states
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.cast import Cast, lines_of
 from ..recipes.recipe import Recipe
+from ..torch_internals import Arguments, Context
 from ..torch_internals.autograd_functions import apply, is_recorded, unaliased
 from ..torch_internals.decorators import in_graph, taken_as_constant
 from . import selftest
@@ -146,8 +147,7 @@ class _Native(Function):
         a: Tensor,
         b: Tensor,
         bias: Tensor | None,
-        history: Tensor | None,
-        table: Tensor | None,
+        states: States,
         how: Constants,
         *operands: Tensor | None,
     ) -> Tensor:
@@ -159,8 +159,8 @@ class _Native(Function):
         return unaliased(y.add_(bias * how.bias_scale))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, _, ctx.history, ctx.table, ctx.how, *operands = inputs
+    def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
+        _, _, _, ctx.states, ctx.how, *operands = inputs
         left, right, again_a, again_b = _stored(operands)
         # One copy is saved of an operand.
         ctx.reuses_a = again_a.values is None
@@ -170,7 +170,7 @@ class _Native(Function):
         ctx.save_for_backward(*a, *b)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         if is_differentiated_again() and is_recorded(ctx):
             raise RuntimeError(
                 "create_graph=True: products of backend='native' have no second derivative; those "
@@ -182,32 +182,31 @@ class _Native(Function):
         if ctx.reuses_b:
             b = b.mT
         how, casts = ctx.how, casts_of(ctx.how.casts)
+        history, table = ctx.states.grad, ctx.states.table
+        needs_a, needs_b, needs_bias, *others = ctx.needs_input_grad
         da = db = dbias = g = None
-        if ctx.needs_input_grad[0]:
-            label = how.label("grad", ctx.table)
-            g = store(grad, casts.grad_for_a, -1, ctx.history, record=True, label=label)
+        if needs_a:
+            label = how.label("grad", table)
+            g = store(grad, casts.grad_for_a, -1, history, True, label)
             da = _multiply(how, _GRAD_A, g, b, grad.dtype)
             da = da[: grad.shape[0]]  # without padding rows
-        if ctx.needs_input_grad[1]:
+        if needs_b:
             # Where it has one scale, one cast of the gradient serves both products.
             if g is None:
-                label = how.label(casts.grad_again, ctx.table)
-                g = store(
-                    grad, casts.grad_for_b, -2, ctx.history, record=True, label=label
-                )
+                label = how.label(casts.grad_again, table)
+                g = store(grad, casts.grad_for_b, -2, history, True, label)
             else:
                 g = _second(grad, g, casts.reuses_grad, casts.grad_for_b) or g.mT
             db = _multiply(how, _GRAD_B, g, a, grad.dtype)
-        if ctx.needs_input_grad[2]:
+        if needs_bias:
             dbias = grad.sum(0) * how.scales[_GRAD_B]
-        others = [None] * (len(ctx.needs_input_grad) - 3)
-        return da, db, dbias, *others
+        return da, db, dbias, *[None] * len(others)
 
 
-def _stored(tensors: Sequence[Any]) -> list[QuantizedOperand]:
+def _stored(tensors: Sequence[Tensor | None]) -> list[QuantizedOperand]:
     """Operands, of three tensors each."""
     starts = range(0, len(tensors), 3)
-    return [QuantizedOperand(*tensors[i : i + 3]) for i in starts]
+    return [QuantizedOperand(*tensors[i : i + 3]) for i in starts]  # type: ignore[arg-type]
 
 
 _NO_TENSORS = (None, None, None)
@@ -272,15 +271,15 @@ def product(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    histories: Sequence[Tensor | None],
+    states: States,
     how: Constants,
 ) -> Tensor:
     """``s_y * a b^T + bias`` for a (m, k) and b (n, k), computed by kernels."""
     cached = None
-    cache: Any = getattr(b, "fp8_cache", None)  # of `fp8.layers.cached_weights`
+    cache = getattr(b, "fp8_cache", None)  # of `fp8.layers.cached_weights`
     if cache is not None and cache.token == weight_token(how.casts):
         cached = cache.read(b)
-    return _computed(a, b, bias, histories, how, cached, updates_states())
+    return _computed(a, b, bias, states, how, cached, updates_states())
 
 
 @in_graph
@@ -288,18 +287,17 @@ def _computed(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    histories: Sequence[Tensor | None],
+    states: States,
     how: Constants,
     cached: tuple[QuantizedOperand, QuantizedOperand] | None,
     record: bool,
 ) -> Tensor:
     """`product`. cached: b for the output, and for the gradient of a. record: whether gradients are
     computed."""
-    casts = casts_of(how.casts)
-    of_a, of_b, of_grad, table = histories
+    casts, table = casts_of(how.casts), states.table
     again_a = again_b = None
     with torch.no_grad():
-        left = store(a, casts.a, -1, of_a, record, how.label("input", table))
+        left = store(a, casts.a, -1, states.a, record, how.label("input", table))
         if record:
             again_a = _second(a, left, casts.reuses_a, casts.a_for_grad_b)
         if cached is not None:
@@ -307,12 +305,12 @@ def _computed(
             again_b = again if record else None
         else:
             label = how.label(casts.second, table)
-            right = store(b, casts.b, -1, of_b, record, label)
+            right = store(b, casts.b, -1, states.b, record, label)
             if record:
                 again_b = _second(b, right, casts.reuses_b, casts.b_for_grad_a)
             both = casts.second == "weight" and casts.b_for_grad_a is not None
             if record and both and right.scale.dtype == torch.float32:
                 right, again_b = _cast_at_once(right, again_b)
-    saved_a, saved_b = again_a or _NO_TENSORS, again_b or _NO_TENSORS
-    operands = (*left, *right, *saved_a, *saved_b)
-    return apply(_Native, a, b, bias, of_grad, table, how, *operands, written=of_grad)
+    operands = [left, right, again_a or _NO_TENSORS, again_b or _NO_TENSORS]
+    tensors = chain.from_iterable(operands)
+    return apply(_Native, a, b, bias, states, how, *tensors)

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from ..casts.operands import NO_STATES, States
 from ..common.validation import check_name
 from ..frame import FRAMES, IN_PIECES
 from ..recipes.history import ROLES, LayerState
@@ -53,7 +55,7 @@ class Block(NamedTuple):
 
     recipe: Recipe | None
     unit_recipe: Recipe | None
-    modes: tuple[Any, ...]
+    modes: tuple[TorchFunctionMode, ...]
     state: LayerState | None
     backend: str
     reenters: bool
@@ -101,9 +103,8 @@ def is_off() -> bool:
         return False
     if not torch.compiler.is_dynamo_compiling():
         _check_entered(block)
-        if (
-            torch.is_grad_enabled() or in_reentrant()
-        ) and checkpoints() > block.checkpoints:
+        trains = torch.is_grad_enabled() or in_reentrant()
+        if trains and checkpoints() > block.checkpoints:
             raise RuntimeError(
                 "a checkpoint recomputes converted layers outside of fp8.autocast(enabled=False), "
                 "or inside of a block that its forward pass did not run in: use "
@@ -116,57 +117,47 @@ def is_off() -> bool:
 def _check_entered(block: Block) -> None:
     if block.is_traced and block.recipe is not None:
         raise RuntimeError(IN_PIECES)
-    if (
-        (task := block.task) is not None
-        and not task.done()
-        and running_task() is not task
-    ):
+    task = block.task
+    if task is not None and not task.done() and running_task() is not task:
         where = f"{task.get_name()}, another task of this thread"
         raise RuntimeError(f"fp8.autocast is open in {where}: close it before await")
 
 
 def histories(
-    recipe: Recipe | None,
+    recipe: Recipe,
     product: str,
     *operands: Tensor,
     layer: bool = False,
     groups: int = 0,
     state: LayerState | None = None,
-) -> list[Any]:
-    """The states of the operands of a product and of its gradient, None where the scaling or a run
-    without values has none, and the statistics of the product, None if it is not looked at. layer:
-    whether the second operand is a weight. groups: the number of groups, which have states of their
-    own. state: of the layer; None: of the enclosing one."""
-    states: list[Any] = [None] * (len(operands) + 2)
-    if recipe is None or in_shape_inference():
-        return states
-    frame, device = FRAMES.items[-1], operands[0].device
-    pass_ = frame.measurement
-    if pass_ is not None and not pass_.of_states:
-        return states
+) -> States:
+    """The states of a product. layer: whether the second operand is a weight. groups: the number of
+    groups, which have states of their own. state: of the layer; None: of the enclosing one."""
+    frame = FRAMES.items[-1]
+    measurement = frame.measurement
+    if in_shape_inference() or (measurement and not measurement.of_states):
+        return NO_STATES
     if state is None and frame.block is not None:
         state = frame.block.state
-    if state is None and not recipe.keeps_history:
-        return states
-    if state is None:
+    if state is None and recipe.keeps_history:
         raise ValueError(NO_STATE.format(recipe.name))
-    if not (recipe.keeps_history or state.looks):
-        return states
+    if state is None or not (recipe.keeps_history or state.looks):
+        return NO_STATES
     name = state.name_of(product, *operands)
-    if pass_ is None:
-        states[-1] = state.table(name, operands[0])
-    casts = [recipe.input] * len(operands) + [recipe.grad]
-    if layer:
-        casts[1] = recipe.weight
-    for i, cast in enumerate(casts):
-        if (
-            cast is not None
-            and cast.keeps_history
-            and (pass_ is None or not cast.history)
-        ):
-            role = "grad" if i == len(operands) else ROLES[i]
-            states[i] = state.buffer(name + role, cast.history or 0, device, groups)
-    return states
+    table = None if measurement else state.table(name, operands[0])
+    second = recipe.weight if layer else recipe.input
+    third = recipe.input if len(operands) > 2 else None
+    casts = (recipe.input, second, third, recipe.grad)
+    found: list[Tensor | None] = []
+    for role, cast in zip((*ROLES, "grad"), casts, strict=True):
+        buffer = None
+        # A measurement sets static scales alone.
+        if cast and cast.keeps_history and not (measurement and cast.history):
+            length, device = cast.history or 0, operands[0].device
+            buffer = state.buffer(name + role, length, device, groups)
+        found.append(buffer)
+    found.append(table)
+    return States(*found)
 
 
 NO_STATE = (

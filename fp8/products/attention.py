@@ -19,6 +19,7 @@ from ..casts.casting import cast_backward, cast_forward
 from ..casts.counts import product_name
 from ..casts.rotation import without_autocast
 from ..recipes.recipe import Recipe
+from ..torch_internals import Arguments, Keywords
 from .active import histories, product_recipe, warn_unsummed
 from .matmul import matmul, to_autocast_dtype
 
@@ -44,18 +45,27 @@ def attention(
     V; what is between is not cast. unit: as in `fp8.products.matmul.linear`. grad_scale: not None
     where `is_fused` is false: two products are computed then, as in `by_products`.
     """
+    settings = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if grad_scale is not None:
-            settings = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            return by_products(
-                query, key, value, *settings, cast=False, grad_scale=grad_scale
-            )[:1]
-        operands = to_autocast_dtype(query, key, value, attn_mask)
-        fused = torch.ops.aten.scaled_dot_product_attention.default
-        return (
-            fused(*operands, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa),
+            options: Keywords = {"cast": False, "grad_scale": grad_scale}
+            return by_products(query, key, value, *settings, **options)[:1]
+        query, key, value = to_autocast_dtype(query, key, value)
+        mask = attn_mask
+        if mask is not None:
+            (mask,) = to_autocast_dtype(mask)
+        y = torch.ops.aten.scaled_dot_product_attention.default(
+            query,
+            key,
+            value,
+            mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
+        return (y,)
 
     return _cast_around(kernel, query, key, value, product_recipe(unit))[0]
 
@@ -82,17 +92,18 @@ def is_fused(
         return True
     if dropout_p or query.shape[-1] != value.shape[-1]:
         return False
-    q, k, v = (tuple(x.shape[:-2]) for x in (query, key, value))
     masks = [2, 4]
-    if _FUSES_MORE and len(q) == len(k) == len(v) == 1:
-        q, k, v, masks = (1, *q), (1, *k), (1, *v), [2, 3, 4]
-    if len(q) != 2:
+    if _FUSES_MORE and query.ndim == key.ndim == value.ndim == 3:
+        query, key, value = query[None], key[None], value[None]
+        masks = [2, 3, 4]
+    if query.ndim != 4:
         return False
+    q, k, v = query.shape[:2], key.shape[:-2], value.shape[:-2]
     if attn_mask is not None:
         broadcasts = attn_mask.ndim < 4 or attn_mask.shape[0] in (1, q[0])
         if attn_mask.ndim not in masks or attn_mask.requires_grad or not broadcasts:
             return False
-    one_head = _FUSES_MORE and k == v and k == (q[0], 1)
+    one_head = _FUSES_MORE and k == v == (q[0], 1)
     return enable_gqa or q == k == v or one_head
 
 
@@ -102,7 +113,7 @@ def flex_attention(
     """The operator behind `torch.nn.attention.flex_attention`, with operands cast as in
     `attention`. Returns the output (B, H, L, V) and statistics of its rows."""
 
-    def kernel(*operands: Tensor) -> Any:
+    def kernel(*operands: Tensor) -> tuple[Tensor, ...]:
         return torch.ops.higher_order.flex_attention(*operands, *args, **kwargs)
 
     return _cast_around(kernel, query, key, value, product_recipe())
@@ -120,17 +131,12 @@ def _cast_around(
         return kernel(query, key, value)
     warn_unsummed(recipe, "attention")
     name, cast = product_name("attention", None, recipe), recipe.input
-    *of, of_grad, _ = histories(recipe, "attention", query, key, value)
-    roles = (("query", -1), ("key", -1), ("value", -2))
-    y, *statistics = kernel(
-        *(
-            cast_forward(x, cast, axis, state, name, role)
-            for x, (role, axis), state in zip(
-                (query, key, value), roles, of, strict=True
-            )
-        )
-    )
-    return cast_backward(y, recipe.grad, of_grad, name), *statistics
+    states = histories(recipe, "attention", query, key, value)
+    query = cast_forward(query, cast, -1, states.a, name, "query")
+    key = cast_forward(key, cast, -1, states.b, name, "key")
+    value = cast_forward(value, cast, -2, states.value, name, "value")
+    y, *statistics = kernel(query, key, value)
+    return cast_backward(y, recipe.grad, states.grad, name), *statistics
 
 
 def by_products(
@@ -175,12 +181,12 @@ def by_products(
             query, key.mT, scales=(scale, scale / grad_scale, scale / grad_scale)
         )
         scores = _masked(scores, attn_mask, is_causal)
-        rows = (
-            None if attn_mask is None else (scores == -math.inf).all(-1, keepdim=True)
-        )
-        weights = (scores if rows is None else scores.masked_fill(rows, 0.0)).softmax(
-            -1
-        )
+        rows = None
+        if attn_mask is not None:
+            # A row without an admitted key is 0 in a fused kernel, and NaN in a softmax.
+            rows = (scores == -math.inf).all(-1, keepdim=True)
+            scores = scores.masked_fill(rows, 0.0)
+        weights = scores.softmax(-1)
         if dropout_p:
             weights = F.dropout(weights, dropout_p)
         y = multiply(weights, value, scales=(1, grad_scale, 1))
@@ -191,13 +197,11 @@ def by_products(
 
 def _masked(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     if is_causal:
-        later = torch.ones(
-            scores.shape[-2:], dtype=torch.bool, device=scores.device
-        ).triu(1)
-        return scores.masked_fill(later, -math.inf)
-    if mask is None or mask.dtype.is_floating_point:
-        if mask is None:
-            return scores
+        shape, device = scores.shape[-2:], scores.device
+        mask = torch.ones(shape, dtype=torch.bool, device=device).tril()
+    if mask is None:
+        return scores
+    if mask.dtype.is_floating_point:
         return scores + mask
     return scores.masked_fill(~mask, -math.inf)
 
@@ -252,19 +256,22 @@ def merge_masks(
             raise ValueError(
                 f"{name} must have shape {shapes}, not {tuple(given.shape)}"
             )
-    mask, padded = (
-        torch.zeros_like(m, dtype=dtype).masked_fill_(m, -math.inf)
-        if m is not None and not m.dtype.is_floating_point
-        else m
-        for m in (attn_mask, padding)
-    )
+    mask, padded = _additive(attn_mask, dtype), _additive(padding, dtype)
     if mask is not None and mask.ndim == 3:
         mask = mask.view(batch, heads, *mask.shape[-2:])
     if padded is None:
         return mask
+    padded = padded[:, None, None]
     if mask is None:
-        return padded[:, None, None]
-    return mask + padded[:, None, None]
+        return padded
+    return mask + padded
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask of multi-head attention, in which True forbids, as what is added to the scores."""
+    if mask is None or mask.dtype.is_floating_point:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
 def multi_head_attention_forward(
@@ -307,9 +314,9 @@ def multi_head_attention_forward(
         "bias_v": bias_v,
         "static_k": static_k,
         "static_v": static_v,
+        "add_zero_attn": add_zero_attn or None,
     }
     used = [name for name, value in extras.items() if value is not None]
-    used += ["add_zero_attn"] if add_zero_attn else []
     if used:
         raise NotImplementedError(
             f"multi-head attention with {', '.join(used)} is not supported"
@@ -318,21 +325,20 @@ def multi_head_attention_forward(
         raise ValueError("is_causal is a hint about attn_mask: give the mask as well")
     batched = query.ndim == 3
     if not batched:
-        query, key, value = (t.unsqueeze(1) for t in (query, key, value))
-        key_padding_mask = (
-            None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        )
+        query, key, value = query[:, None], key[:, None], value[:, None]
+        if key_padding_mask is not None:
+            key_padding_mask = key_padding_mask[None]
     length, batch, width = query.shape
     sizes = (length, key.shape[0])
     causal = is_causal and key_padding_mask is None and not need_weights
     masks = (attn_mask, key_padding_mask)
     mask = None if causal else merge_masks(*masks, batch, num_heads, sizes, query.dtype)
-    separate = (q_proj_weight, k_proj_weight, v_proj_weight)
-    weights: Any = separate if use_separate_proj_weight else (in_proj_weight,)
+    weights: Arguments = (in_proj_weight,)
+    if use_separate_proj_weight:
+        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
     q, k, v = projections(query, key, value, weights, in_proj_bias)
     q, k, v = (t.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
-    p = dropout_p if training else 0.0
-    probabilities = None
+    p, probabilities = dropout_p * training, None
     if need_weights:
         out, probabilities = _with_probabilities(q, k, v, mask, p)
         if average_attn_weights:
@@ -341,10 +347,11 @@ def multi_head_attention_forward(
         out = F.scaled_dot_product_attention(q, k, v, mask, p, causal)
     out = out.permute(2, 0, 1, 3).reshape(length, batch, width)
     out = F.linear(out, out_proj_weight, out_proj_bias)
-    if not batched:
-        out = out.squeeze(1)
-        probabilities = None if probabilities is None else probabilities.squeeze(0)
-    return out, probabilities
+    if batched:
+        return out, probabilities
+    if probabilities is not None:
+        probabilities = probabilities.squeeze(0)
+    return out.squeeze(1), probabilities
 
 
 def _with_probabilities(

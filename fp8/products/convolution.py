@@ -17,10 +17,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..casts.counts import product_name
-from ..casts.operands import ONES, Constants, Geometry, Scales, token_of
+from ..casts.operands import (
+    NO_STATES,
+    ONES,
+    Constants,
+    Geometry,
+    Scales,
+    token_of,
+)
 from ..frame import FRAMES
 from .active import histories, product_recipe, warn_unsummed
-from .matmul import NO_STATES, measured, simulated
+from .matmul import measured, simulated
 
 Ints = int | Sequence[int]
 
@@ -35,31 +42,30 @@ def _convolve(
 ) -> Tensor:
     """The convolution in this form. x: with or without a batch."""
     if x.ndim == weight.ndim - 1:
-        return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(
-            0
-        )
-    how = Constants(scales=scales, geometry=geometry)
-    recipe = product_recipe(unit)
+        x = x.unsqueeze(0)
+        return _convolve(x, weight, bias, scales, geometry, unit).squeeze(0)
+    how, name = Constants(scales=scales, geometry=geometry), ""
+    recipe, frame = product_recipe(unit), FRAMES.items[-1]
     if recipe is None:
         return simulated(x, weight, bias, how, NO_STATES)
     states = histories(recipe, "conv", x, weight, layer=True)
-    frame, name = FRAMES.items[-1], ""
     if frame.measurement is not None:
         y = simulated(x, weight, bias, how, NO_STATES)
         return measured(frame.measurement, recipe, states, x, weight, y)
     if frame.recording or frame.block.state is None:
         name = product_name("conv", weight, recipe)
-    casts = token_of(recipe.text, rotated=False)
     warn_unsummed(recipe, "a convolution")
-    return simulated(x, weight, bias, how._replace(casts=casts, name=name), states)
+    how = how._replace(casts=token_of(recipe.text, rotated=False), name=name)
+    return simulated(x, weight, bias, how, states)
 
 
-def _each(value: Ints, weight: Tensor) -> list[int]:
+def _each(value: Any, weight: Tensor) -> list[int]:
     """One setting for each convolved dimension; a number applies to all."""
-    values = [value] if isinstance(value, int) else list(value)
-    if len(values) == 1:
-        return values * (weight.ndim - 2)
-    return values
+    if isinstance(value, int):
+        return [value] * (weight.ndim - 2)
+    if len(value) == 1:
+        return [*value] * (weight.ndim - 2)
+    return [*value]
 
 
 def conv(
@@ -84,18 +90,20 @@ def conv(
     with padding="same".
     """
     steps, strides = _each(dilation, weight), _each(stride, weight)
-    if padding != "same":
-        around: Any = 0 if padding == "valid" else padding
-        margins = _each(around, weight)
-    elif any(step != 1 for step in strides):
-        raise ValueError(f"padding='same' needs stride 1, got {stride!r}")
-    else:
-        total = [d * (k - 1) for d, k in zip(steps, weight.shape[2:], strict=True)]
-        margins, odd = [t // 2 for t in total], [t % 2 for t in total]
-        if any(odd):  # the extra element is on the right, as in torch
-            input = F.pad(
-                input, [side for extra in reversed(odd) for side in (0, extra)]
-            )
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        if any(step != 1 for step in strides):
+            raise ValueError(f"padding='same' needs stride 1, got {stride!r}")
+        padding, sides = [], list[int]()
+        for step, size in zip(steps, weight.shape[2:], strict=True):
+            total = step * (size - 1)
+            padding.append(total // 2)
+            # The extra element is on the right, as in torch.
+            sides = [0, total % 2, *sides]
+        if any(sides):
+            input = F.pad(input, sides)
+    margins = _each(padding, weight)
     geometry = Geometry(strides, margins, steps, False, _each(0, weight), groups)
     return _convolve(input, weight, bias, scales, geometry, unit)
 

@@ -10,8 +10,7 @@ Each group has the casts and GEMMs of `fp8.products.matmul`: ``a b^T``, where a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,10 +19,12 @@ from torch.autograd import Function
 from ..casts.counts import product_name
 from ..casts.groups import aligned, cast_groups, pieces, product_shape
 from ..casts.operands import (
+    NO_STATES,
     ONES,
     Constants,
     SavedOperand,
     Scales,
+    States,
     casts_of,
     save_operands,
     saved_operands,
@@ -33,10 +34,11 @@ from ..casts.rotation import rotation_signs, without_autocast
 from ..common.compiler import is_differentiated_again
 from ..frame import FRAMES
 from ..recipes.recipe import Recipe
+from ..torch_internals import Arguments, Context
 from ..torch_internals.autograd_functions import apply
 from ..torch_internals.decorators import in_graph
 from .active import histories, product_recipe, warn_unsummed
-from .matmul import NO_STATES, Operands, gemm, measured
+from .matmul import Operands, gemm, measured
 
 
 @torch.library.custom_op(
@@ -61,21 +63,16 @@ def _(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) -> Tensor:
     return a.new_empty(product_shape(a, b, offs))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Context, inputs: Arguments, output: Tensor) -> None:
     a, b, offs, ctx.alpha = inputs
     ctx.save_for_backward(a, b, offs)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
     """For a second derivative of products without casts."""
     a, b, offs = ctx.saved_tensors
-    multiply = MULTIPLY_GROUPS
-    return (
-        multiply(grad, b.mT, offs, ctx.alpha),
-        multiply(a.mT, grad, offs, ctx.alpha),
-        None,
-        None,
-    )
+    da = MULTIPLY_GROUPS(grad, b.mT, offs, ctx.alpha)
+    return da, MULTIPLY_GROUPS(a.mT, grad, offs, ctx.alpha), None, None
 
 
 _multiply_groups.register_autograd(_differentiate, setup_context=_save)
@@ -101,9 +98,9 @@ class _Grouped(Function):
         return MULTIPLY_GROUPS(operands.a, operands.b.mT, ends, how.scales[0])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
         a, b, offs, ctx.split, operands, ctx.how = inputs
-        ctx.history, ctx.table = operands.history, operands.table
+        ctx.states = operands.states
         ctx.turned = b.mT.is_contiguous()
         casts = casts_of(ctx.how.casts)
         saved = [SavedOperand(a), SavedOperand(b)]
@@ -116,39 +113,41 @@ class _Grouped(Function):
         save_operands(ctx, *saved)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, *offsets = saved_operands(ctx, grad.dtype)
         offs = offsets[0] if offsets else None
-        history, split, how = ctx.history, ctx.split, ctx.how
+        states, split, how = ctx.states, ctx.split, ctx.how
         casts, (_, s_a, s_b) = casts_of(how.casts), how.scales
         if is_differentiated_again() and casts.is_cast:
             raise RuntimeError(
                 "create_graph=True: a grouped product with casts has one gradient"
             )
-        groups = (offs, split)
+        groups, kept = (offs, split), (states.grad, True)
         needs_a, needs_b, *_ = ctx.needs_input_grad
         da = db = for_a = None
         if needs_a:
             signs = rotation_signs(casts.grad_for_a, grad)
-            cast, label = casts.grad_for_a, how.label("grad", ctx.table)
-            for_a, _ = cast_groups(grad, *groups, -1, cast, history, True, signs, label)
-            cast, label = casts.again_b, how.label(f"{casts.second} again", ctx.table)
-            again, _ = cast_groups(b, *groups, -2, cast, signs=signs, label=label)
-            da = MULTIPLY_GROUPS(for_a, again, offs, s_a)
+            label = how.label("grad", states.table)
+            for_a, _ = cast_groups(
+                grad, *groups, -1, casts.grad_for_a, *kept, signs, label
+            )
+            label = how.label(f"{casts.second} again", states.table)
+            b, _ = cast_groups(b, *groups, -2, casts.again_b, signs=signs, label=label)
+            da = MULTIPLY_GROUPS(for_a, b, offs, s_a)
         if needs_b:
             for_b, signs = for_a, rotation_signs(casts.grad_for_b, grad)
             if for_b is None or not casts.reuses_grad:
-                cast, label = casts.grad_for_b, how.label("grad again", ctx.table)
+                label = how.label(casts.grad_again, states.table)
                 for_b, _ = cast_groups(
-                    grad, *groups, -2, cast, history, True, signs, label
+                    grad, *groups, -2, casts.grad_for_b, *kept, signs, label
                 )
-            cast, label = casts.again_a, how.label("input again", ctx.table)
-            again, _ = cast_groups(a, *groups, -2, cast, signs=signs, label=label)
+            label = how.label("input again", states.table)
+            a, _ = cast_groups(a, *groups, -2, casts.again_a, signs=signs, label=label)
             ends = aligned(offs, casts.grad_for_b) if split == -2 else offs
             if ctx.turned:
-                db = MULTIPLY_GROUPS(again.mT, for_b, ends, s_b).mT
+                db = MULTIPLY_GROUPS(a.mT, for_b, ends, s_b).mT
             else:
-                db = MULTIPLY_GROUPS(for_b.mT, again, ends, s_b)
+                db = MULTIPLY_GROUPS(for_b.mT, a, ends, s_b)
         return da, db, *[None] * 4
 
 
@@ -156,19 +155,20 @@ def _product(
     a: Tensor, b: Tensor, offs: Tensor | None, scales: Scales, recipe: Recipe | None
 ) -> Tensor:
     """``a b^T`` by groups. b is cast as a weight if it is a stack."""
-    layer, split = b.ndim == 3, -2 if b.ndim == 3 else -1
-    groups = b.shape[0] if layer else offs.shape[0]  # type: ignore[union-attr]
-    states = histories(recipe, "grouped_mm", a, b, layer=layer, groups=groups)
+    layer, how = b.ndim == 3, Constants(scales=scales)
+    split = -2 if layer else -1
+    measurement = FRAMES.items[-1].measurement
     if recipe is None:
-        return _simulated(a, b, offs, split, Constants(scales=scales), states)
-    if (pass_ := FRAMES.items[-1].measurement) is not None:
-        y = _simulated(a, b, offs, split, Constants(scales=scales), NO_STATES)
-        return measured(
-            pass_, recipe, states, a, b, y, lambda x: pieces(x, offs, split)
-        )
+        return _simulated(a, b, offs, split, how, NO_STATES)
+    groups = len(b if offs is None else offs)
+    states = histories(recipe, "grouped_mm", a, b, layer=layer, groups=groups)
+    if measurement is not None:
+        y = _simulated(a, b, offs, split, how, NO_STATES)
+        parts = partial(pieces, offs=offs, axis=split)
+        return measured(measurement, recipe, states, a, b, y, parts)
     name = product_name("grouped_mm", b if layer else None, recipe)
     warn_unsummed(recipe, "a grouped product")
-    how = Constants(token_of(recipe.text, layer), scales, name=name)
+    how = how._replace(casts=token_of(recipe.text, layer), name=name)
     return _simulated(a, b, offs, split, how, states)
 
 
@@ -179,25 +179,23 @@ def _simulated(
     offs: Tensor | None,
     split: int,
     how: Constants,
-    states: Sequence[Any],
+    states: States,
 ) -> Tensor:
     # late: by a first product
     from ..torch_internals.flop_counter import GROUPED, count_flops
 
     count_flops(GROUPED)
-    casts, (of_a, of_b, of_grad, table) = casts_of(how.casts), states
+    casts = casts_of(how.casts)
     signs = rotation_signs(casts.a, a)
-    first = how.label("input", table)
-    second = how.label(casts.second, table)
-    cast_a, scale_a = cast_groups(
-        a, offs, split, -1, casts.a, of_a, signs=signs, label=first
+    label = how.label("input", states.table)
+    x, scale_a = cast_groups(
+        a, offs, split, -1, casts.a, states.a, signs=signs, label=label
     )
-    cast_b, scale_b = cast_groups(
-        b, offs, split, -1, casts.b, of_b, signs=signs, label=second
+    label = how.label(casts.second, states.table)
+    w, scale_b = cast_groups(
+        b, offs, split, -1, casts.b, states.b, signs=signs, label=label
     )
-    operands = Operands(
-        cast_a.detach(), cast_b.detach(), scale_a, scale_b, of_grad, table
-    )
+    operands = Operands(x.detach(), w.detach(), scale_a, scale_b, states)
     return apply(_Grouped, a, b, offs, split, operands, how)
 
 

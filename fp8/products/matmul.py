@@ -45,23 +45,25 @@ is never cast twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.casting import PLAIN, as_read, cast_values, times
-from ..casts.counts import is_sampled, product_name
+from ..casts.counts import Label, is_sampled, product_name
 from ..casts.operands import (
+    NO_STATES,
     ONES,
-    Casts,
     Constants,
     Geometry,
     SavedOperand,
     Scales,
+    States,
     casts_of,
     save_operands,
     saved_operands,
@@ -75,15 +77,15 @@ from ..frame import FRAMES
 from ..recipes.cast import Cast
 from ..recipes.history import LayerState
 from ..recipes.recipe import Recipe
+from ..torch_internals import Arguments, Context
 from ..torch_internals.autograd_functions import apply, apply_eagerly
 from ..torch_internals.decorators import in_graph
 from .active import histories, product_recipe
 
+if TYPE_CHECKING:
+    from ..casts.measuring import Measurement, Parts
+
 aten = torch.ops.aten
-
-
-NO_STATES = (None, None, None, None)
-"""The states of a product without any, and without statistics."""
 
 
 def gemm(
@@ -113,15 +115,13 @@ def _fuses(a: Tensor) -> bool:
 
 
 class Operands(NamedTuple):
-    """The cast operands, and the scale factors of those with one. history: of the gradient. table:
-    the statistics of the product, if it is looked at."""
+    """The cast operands, and the scale factors of those with one. states: of the product."""
 
     a: Tensor
     b: Tensor
     scale_a: Tensor | None
     scale_b: Tensor | None
-    history: Tensor | None
-    table: Tensor | None = None
+    states: States
 
 
 class _Product(Function):
@@ -140,10 +140,10 @@ class _Product(Function):
         return gemm(operands.a, operands.b.mT, how.scales[0], how.fuses, bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        # The history is not saved with save_for_backward: it is updated before it is used.
+    def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
+        # States are not saved with save_for_backward: they are updated before they are used.
         a, b, _, operands, ctx.how = inputs
-        ctx.history, ctx.table = operands.history, operands.table
+        ctx.states = operands.states
         ctx.turned = operands.b.mT.is_contiguous()  # the right operand of a matmul
         casts = casts_of(ctx.how.casts)
         of_a, of_b = SavedOperand(a), SavedOperand(b)
@@ -154,39 +154,13 @@ class _Product(Function):
         save_operands(ctx, of_a, of_b)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = saved_operands(ctx, grad.dtype)
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        how, dbias = ctx.how, None
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-        how, history, table = ctx.how, ctx.history, ctx.table
-        casts, dbias = casts_of(how.casts), None
-        reports = bool(how.name) or table is not None
-        g, signs_a, signs_b = _read_gradient(grad, casts)
-        for_a = for_b = g
-        cast = cast_values
-        if torch.is_grad_enabled() and is_differentiated_again():
-            cast = partial(cast_values, differentiable=True)
-        # Stochastic casts draw their bits in this order.
-        if needs_a and casts.grad_for_a is not None:
-            label = how.label("grad", table) if reports else ""
-            for_a, _ = cast(
-                g, casts.grad_for_a, -1, history, True, signs_a, label=label
-            )
-        if needs_b and needs_a and casts.reuses_grad:
-            for_b = for_a
-        elif needs_b and casts.grad_for_b is not None:
-            label = how.label(casts.grad_again, table) if reports else ""
-            for_b, _ = cast(
-                g, casts.grad_for_b, -2, history, True, signs_b, label=label
-            )
-        if needs_b and casts.a_for_grad_b is not None and not casts.reuses_a:
-            label = how.label("input again", table) if reports else ""
-            a, _ = cast(a, casts.a_for_grad_b, -2, signs=signs_b, label=label)
-        if needs_a and casts.b_for_grad_a is not None and not casts.reuses_b:
-            label = how.label(f"{casts.second} again", table) if reports else ""
-            b, _ = cast(b, casts.b_for_grad_a, -2, signs=signs_a, label=label)
+        for_a, for_b, a, b = _recast(ctx, grad, cast_values, cast_values)
         left = a.to(grad.dtype) if needs_b else None
         right = b.to(grad.dtype) if needs_a else None
-        da, db = _both(left, right, for_a, for_b, how.scales, how.fuses, ctx.turned)
+        da, db = _both(left, right, for_a, for_b, how, ctx.turned)
         if needs_bias:
             dbias = grad.sum(0)
             if how.scales[2] != 1:
@@ -194,20 +168,55 @@ class _Product(Function):
         return da, db, dbias, None, None
 
 
-def _read_gradient(
-    grad: Tensor, casts: Casts
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient of the output as casts read it, and the signs of both rotations."""
-    if casts.grad_for_a is None and casts.grad_for_b is None:
-        return grad, None, None
-    g = as_read(grad)
-    if not casts.random_signs:
-        return g, None, None
-    return (
-        g,
-        rotation_signs(casts.grad_for_a, grad),
-        rotation_signs(casts.grad_for_b, grad),
-    )
+CastOperand = Callable[..., tuple[Tensor, Tensor | None]]
+"""`cast_values`, or one with its arguments."""
+
+
+def _recast(
+    ctx: Context, grad: Tensor, cast: CastOperand, cast_b: CastOperand
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of the output as it is cast for a and for b, and a and b as they are cast for
+    the gradient of the other. cast_b: casts b."""
+    a, b = saved_operands(ctx, grad.dtype)
+    needs_a, needs_b, *_ = ctx.needs_input_grad
+    how, states = ctx.how, ctx.states
+    casts, table = casts_of(how.casts), states.table
+    reports = bool(how.name) or table is not None
+    signs_a = signs_b = None
+    if casts.grad_for_a is not None or casts.grad_for_b is not None:
+        grad = as_read(grad)
+    if casts.random_signs:
+        signs_a = rotation_signs(casts.grad_for_a, grad)
+        signs_b = rotation_signs(casts.grad_for_b, grad)
+    for_a = for_b = grad
+    if torch.is_grad_enabled() and is_differentiated_again():
+        cast = partial(cast, differentiable=True)
+        cast_b = partial(cast_b, differentiable=True)
+    label: Label = ""
+    # Stochastic casts draw their bits in this order.
+    if needs_a and casts.grad_for_a is not None:
+        if reports:
+            label = how.label("grad", table)
+        for_a, _ = cast(
+            grad, casts.grad_for_a, -1, states.grad, True, signs_a, label=label
+        )
+    if needs_b and needs_a and casts.reuses_grad:
+        for_b = for_a
+    elif needs_b and casts.grad_for_b is not None:
+        if reports:
+            label = how.label(casts.grad_again, table)
+        for_b, _ = cast(
+            grad, casts.grad_for_b, -2, states.grad, True, signs_b, label=label
+        )
+    if needs_b and casts.a_for_grad_b is not None and not casts.reuses_a:
+        if reports:
+            label = how.label("input again", table)
+        a, _ = cast(a, casts.a_for_grad_b, -2, signs=signs_b, label=label)
+    if needs_a and casts.b_for_grad_a is not None and not casts.reuses_b:
+        if reports:
+            label = how.label(f"{casts.second} again", table)
+        b, _ = cast_b(b, casts.b_for_grad_a, -2, signs=signs_a, label=label)
+    return for_a, for_b, a, b
 
 
 class _Convolution(_Product):
@@ -229,49 +238,29 @@ class _Convolution(_Product):
         return aten.convolution.default(operands.a, weight, bias, *how.geometry)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = saved_operands(ctx, grad.dtype)
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-        how, casts = ctx.how, casts_of(ctx.how.casts)
-        geometry, (_, s_a, s_b) = how.geometry, how.scales
-        g, _, _ = _read_gradient(grad, casts)
-        cast = partial(
-            cast_maps, geometry=geometry, differentiable=is_differentiated_again()
-        )
+        geometry, (_, s_a, s_b) = ctx.how.geometry, ctx.how.scales
+        for_a, for_b, a, b = _recast(ctx, grad, *casts_of_maps(geometry))
         gradient = aten.convolution_backward.default  # itself differentiable
         da = db = dbias = None
-        for_a = for_b = g
-        again_a, again_b = a, b
         if needs_a:
-            if casts.grad_for_a is not None:
-                label = how.label("grad", ctx.table)
-                for_a, _ = cast(g, casts.grad_for_a, -1, ctx.history, True, label=label)
-            if casts.again_b is not None:
-                label = how.label("weight again", ctx.table)
-                again_b, _ = cast(b, casts.again_b, -2, label=label, weight=True)
-            weight = times(again_b.to(grad.dtype), s_a)  # smaller than the maps
-            like, none = a.to(for_a.dtype), None
-            da, _, _ = gradient(
-                for_a, like, weight, none, *geometry, [True, False, False]
-            )
+            weight = times(b.to(grad.dtype), s_a)  # smaller than the maps
+            like, only = a.to(for_a.dtype), [True, False, False]
+            da, _, _ = gradient(for_a, like, weight, None, *geometry, only)
         if needs_b:
-            if needs_a and casts.reuses_grad:
-                for_b = for_a
-            elif casts.grad_for_b is not None:
-                label = how.label(casts.grad_again, ctx.table)
-                for_b, _ = cast(g, casts.grad_for_b, -2, ctx.history, True, label=label)
-            if casts.again_a is not None:
-                again_a, _ = cast(
-                    a, casts.again_a, -2, label=how.label("input again", ctx.table)
-                )
-            maps, like = again_a.to(grad.dtype), b.to(for_b.dtype)
-            _, db, _ = gradient(
-                for_b, maps, like, None, *geometry, [False, True, False]
-            )
+            maps, like, only = a.to(grad.dtype), b.to(for_b.dtype), [False, True, False]
+            _, db, _ = gradient(for_b, maps, like, None, *geometry, only)
             db = times(db, s_b)
         if needs_bias:
             dbias = times(grad.sum([d for d in range(grad.ndim) if d != 1]), s_b)
         return da, db, dbias, None, None
+
+
+def casts_of_maps(geometry: Geometry) -> tuple[CastOperand, CastOperand]:
+    """`cast_values` of the feature maps, and of the weight, of a convolution."""
+    maps = partial(cast_maps, geometry=geometry, weight=False)
+    return maps, partial(cast_maps, geometry=geometry, weight=True)
 
 
 def cast_maps(
@@ -280,7 +269,7 @@ def cast_maps(
     axis: int,
     *args: Any,
     geometry: Geometry,
-    weight: bool = False,
+    weight: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`cast_values` of feature maps, or of the weight, of a convolution."""
@@ -300,34 +289,27 @@ class _Plain(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        scales: Scales,
-        fuses: bool,
-        bias_scale: float,
-    ) -> Tensor:
+    def forward(a: Tensor, b: Tensor, bias: Tensor | None, how: Constants) -> Tensor:
         if bias is not None:
-            bias = _scaled_bias(bias, bias_scale)
-        return gemm(a, b.mT, scales[0], fuses, bias)
+            bias = _scaled_bias(bias, how.bias_scale)
+        return gemm(a, b.mT, how.scales[0], how.fuses, bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, _, ctx.scales, ctx.fuses, _ = inputs
+    def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
+        a, b, _, ctx.how = inputs
         ctx.turned = b.mT.is_contiguous()  # as in `_Product`
         ctx.save_for_backward(a, b)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         if grad.dtype.is_complex:
             a, b = a.conj(), b.conj()
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         a, b = a if needs_b else None, b if needs_a else None
-        da, db = _both(a, b, grad, grad, ctx.scales, ctx.fuses, ctx.turned)
-        dbias = times(grad.sum(0), ctx.scales[2]) if needs_bias else None
-        return da, db, dbias, None, None, None
+        da, db = _both(a, b, grad, grad, ctx.how, ctx.turned)
+        dbias = times(grad.sum(0), ctx.how.scales[2]) if needs_bias else None
+        return da, db, dbias, None
 
 
 def _both(
@@ -335,24 +317,22 @@ def _both(
     b: Tensor | None,
     for_a: Tensor,
     for_b: Tensor,
-    scales: Scales,
-    fuses: bool,
+    how: Constants,
     turned: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of two operands, from the output's gradient as cast for each. a is None if b
     needs no gradient, and vice versa. turned: whether that of b has the layout of its transpose."""
     da = db = None
-    _, s_a, s_b = scales
+    fuses, (_, s_a, s_b) = how.fuses, how.scales
     if fuses and for_a is for_b and s_a == s_b:  # one multiplication for both
         for_a = for_b = for_a * s_a
         s_a = s_b = 1.0
     if b is not None:
         da = gemm(for_a, b, s_a, fuses)
-    if a is not None:
-        first, second = (a.mT, for_b) if turned else (for_b.mT, a)
-        db = gemm(first, second, s_b, fuses)
-        if turned:
-            db = db.mT
+    if a is not None and turned:
+        db = gemm(a.mT, for_b, s_b, fuses).mT
+    elif a is not None:
+        db = gemm(for_b.mT, a, s_b, fuses)
     return da, db
 
 
@@ -365,56 +345,52 @@ def _scaled_bias(bias: Tensor, scale: float) -> Tensor:
     return bias
 
 
-def _uncast(
-    a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float
-) -> Tensor:
+def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, how: Constants) -> Tensor:
     """`_as_it_is` in a graph."""
     a, b = to_autocast_dtype(a, b)
-    return _Plain.apply(a, b, bias, scales, a.ndim == 3 and _fuses(a), bias_scale)
+    how = how._replace(fuses=a.ndim == 3 and _fuses(a))
+    return _Plain.apply(a, b, bias, how)
 
 
 @partial(in_graph, graph=_uncast)
-def _as_it_is(
-    a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float
-) -> Tensor:
+def _as_it_is(a: Tensor, b: Tensor, bias: Tensor | None, how: Constants) -> Tensor:
     """The product without casts."""
     a, b = to_autocast_dtype(a, b)
-    return apply_eagerly(_Plain, a, b, bias, scales, False, bias_scale)
+    return apply_eagerly(_Plain, a, b, bias, how)
 
 
 def multiply(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    scales: Scales,
+    how: Constants,
     recipe: Recipe | None,
     backend: str,
     kind: str = "linear",
-    bias_scale: float = 1.0,
     state: LayerState | None = None,
 ) -> Tensor:
     """Casts the operands to the recipe's formats, then to the dtype of torch.autocast, which has
     every value of an 8-bit format (with a scale factor: within its exponent range), and multiplies
-    them."""
+    them. how: scales and bias_scale."""
     if a.dtype.is_complex and b.dtype.is_complex:
         recipe = None
     elif not a.dtype.is_floating_point:
-        scales, bias_scale = ONES, 1.0
+        how = Constants()
     if recipe is None:
-        return _as_it_is(a, b, bias, scales, bias_scale)
-    layer, name = kind != "matmul", ""
+        return _as_it_is(a, b, bias, how)
+    layer, states = kind != "matmul", NO_STATES
     frame = FRAMES.items[-1]
     if state is None and frame.block is not None:
         state = frame.block.state
-    states: Sequence[Any] = NO_STATES
     if recipe.keeps_history or (state is not None and state.looks):
         states = histories(recipe, kind, a, b, layer=layer, state=state)
     if frame.measurement is not None:
-        y = _as_it_is(a, b, bias, scales, bias_scale)
+        y = _as_it_is(a, b, bias, how)
         return measured(frame.measurement, recipe, states, a, b, y)
+    name = ""
     if frame.recording or (recipe.fixed and state is None):
         name = product_name(kind, b if kind == "linear" else None, recipe)
-    how = Constants(token_of(recipe.text, layer), scales, bias_scale, name=name)
+    how = how._replace(casts=token_of(recipe.text, layer), name=name)
     on_device = backend == "native" or (backend == "auto" and a.device.type == "cuda")
     if on_device or recipe.accumulate is not None:
         return _on_tensor_cores(a, b, bias, how, states, recipe, backend)
@@ -426,7 +402,7 @@ def _on_tensor_cores(
     b: Tensor,
     bias: Tensor | None,
     how: Constants,
-    states: Sequence[Any],
+    states: States,
     recipe: Recipe,
     backend: str,
 ) -> Tensor:
@@ -434,97 +410,92 @@ def _on_tensor_cores(
     if is_sampled(how.name):
         return simulated(a, b, bias, how, states)
     (like,) = to_autocast_dtype(a[:0])
+    how = how._replace(dtype=dtype_name(like.dtype), fast=recipe.is_fast)
     if recipe.accumulate is not None:
         from ..lab.sums import product as sums
 
-        how = how._replace(sums=recipe.sums, dtype=dtype_name(like.dtype))
-        return sums.product(a, b, bias, states, how)
+        return sums.product(a, b, bias, states, how._replace(sums=recipe.sums))
     from ..kernels import product as native
 
     if native.takes(backend, a, b):
         kernels = native.kernels(backend, a, b, how.casts, like.dtype)
         if kernels:
-            how = how._replace(
-                kernels=kernels, dtype=dtype_name(like.dtype), fast=recipe.is_fast
-            )
+            how = how._replace(kernels=kernels)
             return native.product(a, b, bias, states, how)
     return simulated(a, b, bias, how, states)
 
 
 @in_graph
 def simulated(
-    a: Tensor, b: Tensor, bias: Tensor | None, how: Constants, states: Sequence[Any]
+    a: Tensor, b: Tensor, bias: Tensor | None, how: Constants, states: States
 ) -> Tensor:
     """Casts the operands and multiplies their values, or convolves them."""
-    if type(a) not in PLAIN or type(b) not in PLAIN:
-        return _simulated(a, b, bias, how, states)
     # Torch-function modes have seen the product as a whole. Classes of tensors see its operations.
-    with torch.DisableTorchFunction():
-        return _simulated(a, b, bias, how, states)
-
-
-def _simulated(
-    a: Tensor, b: Tensor, bias: Tensor | None, how: Constants, states: Sequence[Any]
-) -> Tensor:
-    casts, (of_a, of_b, of_grad, table) = casts_of(how.casts), states
-    signs = scale_x = scale_w = None
-    if casts.random_signs:
-        signs = rotation_signs(casts.a, a)
-    cast_a: Any = cast_values
-    cast_b: Any = cast_values
-    function: type[Function] = _Product
-    if how.geometry is not None:
-        cast_a = partial(cast_maps, geometry=how.geometry)
-        cast_b = partial(cast_maps, geometry=how.geometry, weight=True)
-        function = _Convolution
-    if casts.a is not None or casts.a_for_grad_b is not None:
-        a = as_read(a)
-    if casts.b is not None or casts.b_for_grad_a is not None:
-        b = as_read(b)
-    x, w = a, b
-    reports = bool(how.name) or table is not None
-    if casts.a is not None:
-        label = how.label("input", table) if reports else ""
-        x, scale_x = cast_a(a.detach(), casts.a, -1, of_a, None, signs, label=label)
-    if casts.b is not None:
-        label = how.label(casts.second, table) if reports else ""
-        w, scale_w = cast_b(b.detach(), casts.b, -1, of_b, None, signs, label=label)
-    x, w = to_autocast_dtype(x, w)
-    if x.ndim == 3 and _fuses(x):
-        how = how._replace(fuses=True)
-    operands = Operands(x, w, scale_x, scale_w, of_grad, table)
-    return apply(function, a, b, bias, operands, how)
+    classes = type(a) not in PLAIN or type(b) not in PLAIN
+    with nullcontext() if classes else torch.DisableTorchFunction():
+        casts, table = casts_of(how.casts), states.table
+        signs = scale_x = scale_w = None
+        if casts.random_signs:
+            signs = rotation_signs(casts.a, a)
+        cast_a: CastOperand = cast_values
+        cast_b: CastOperand = cast_values
+        function: type[Function] = _Product
+        if how.geometry is not None:
+            cast_a, cast_b = casts_of_maps(how.geometry)
+            function = _Convolution
+        if casts.a is not None or casts.a_for_grad_b is not None:
+            a = as_read(a)
+        if casts.b is not None or casts.b_for_grad_a is not None:
+            b = as_read(b)
+        x, w = a, b
+        reports = bool(how.name) or table is not None
+        label: Label = ""
+        if casts.a is not None:
+            if reports:
+                label = how.label("input", table)
+            x, scale_x = cast_a(
+                a.detach(), casts.a, -1, states.a, None, signs, label=label
+            )
+        if casts.b is not None:
+            if reports:
+                label = how.label(casts.second, table)
+            w, scale_w = cast_b(
+                b.detach(), casts.b, -1, states.b, None, signs, label=label
+            )
+        x, w = to_autocast_dtype(x, w)
+        if x.ndim == 3 and _fuses(x):
+            how = how._replace(fuses=True)
+        operands = Operands(x, w, scale_x, scale_w, states)
+        return apply(function, a, b, bias, operands, how)
 
 
 def measured(
-    pass_: Any,
+    measurement: Measurement,
     recipe: Recipe,
-    states: Sequence[Any],
+    states: States,
     a: Tensor,
     b: Tensor,
     y: Tensor,
-    parts: Any = None,
+    parts: Parts | None = None,
 ) -> Tensor:
     """``y``, the uncast product of a and b; measures its operands and its gradient. parts: as in
     `fp8.casts.measuring.Measurement.operand`."""
-    for state, x, cast in zip(states[:2], (a, b), recipe.forward, strict=True):
-        pass_.operand(state, x, cast, parts)
-    return pass_.gradient(states[2], y, recipe.grad, parts)
+    measurement.operand(states.a, a, recipe.input, parts)
+    measurement.operand(states.b, b, recipe.forward[1], parts)
+    return measurement.gradient(states.grad, y, recipe.grad, parts)
 
 
-def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The arguments, of which the first is a tensor, in the dtype of the enclosing
-    `torch.autocast`. As in torch, float64 and tensors that are not floating point stay."""
-    device = tensors[0].device.type  # type: ignore[union-attr]
+def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The arguments in the dtype of the enclosing `torch.autocast`. As in torch, float64 and tensors that are not floating point stay."""
+    device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype)
-        if t is not None and t.dtype.is_floating_point and t.dtype != torch.float64
-        else t
-        for t in tensors
-    )
+    dtype, converted = torch.get_autocast_dtype(device), []
+    for t in tensors:
+        if t.dtype.is_floating_point and t.dtype != torch.float64:
+            t = t.to(dtype)
+        converted.append(t)
+    return tuple(converted)
 
 
 def linear(
@@ -555,8 +526,11 @@ def linear(
         recipe, backend = product_recipe(unit), block.backend
     if recipe is not None and input.is_nested:
         refuse_nested(input)
-    if one := weight.ndim == 1:
-        weight, bias = weight[None], None if bias is None else bias.reshape(1)
+    one = weight.ndim == 1
+    if one:
+        weight = weight[None]
+        if bias is not None:
+            bias = bias.reshape(1)
     if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             "linear needs an input of shape (..., in) and a weight of shape (out, in), got "
@@ -567,9 +541,8 @@ def linear(
         rows = input[None]
     elif input.ndim > 2:
         rows = input.flatten(0, -2)
-    y = multiply(
-        rows, weight, bias, scales, recipe, backend, "linear", bias_scale, state
-    )
+    how = Constants(scales=scales, bias_scale=bias_scale)
+    y = multiply(rows, weight, bias, how, recipe, backend, "linear", state)
     if input.ndim != 2:
         y = y.reshape(*input.shape[:-1], weight.shape[0])
     if one:
@@ -594,10 +567,8 @@ def matmul(
     """
     if recipe is None and cast and (block := FRAMES.items[-1].block) is not None:
         recipe, backend = product_recipe(unit), block.backend
-    if (
-        0 in (left.ndim, right.ndim)
-        or left.shape[-1] != right.shape[-2 if right.ndim > 1 else 0]
-    ):
+    inner = right.shape[-2:-1] or right.shape
+    if 0 in (left.ndim, right.ndim) or left.shape[-1:] != inner:
         raise ValueError(
             f"matmul needs matching inner sizes, got shapes {tuple(left.shape)} and "
             f"{tuple(right.shape)}"
@@ -613,7 +584,8 @@ def matmul(
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
     # Not the attribute mT, which torch.compile makes an alias outside of control flow.
-    y = multiply(rows, b.transpose(-2, -1), None, scales, recipe, backend, "matmul")
+    how, right_rows = Constants(scales=scales), b.transpose(-2, -1)
+    y = multiply(rows, right_rows, None, how, recipe, backend, "matmul")
     if y.ndim != a.ndim:
         y = y.reshape(*batch, a.shape[-2], b.shape[-1])
     if right.ndim == 1:

@@ -15,7 +15,7 @@ from ..common.validation import refuse_transformed
 from ..formats.format import Format
 from ..formats.quantize import in_dtype, quantize_operand
 from ..formats.rounding import LAYOUTS
-from .rules import E8M0, FORM_OF, LARGEST, LOWERED, RULES, SMALLEST, Rule
+from .rules import E8M0, LARGEST, LOWERED, RULES, SMALLEST, Rule
 
 __all__ = ["SCALINGS", "Scaling", "Tile"]
 
@@ -416,16 +416,12 @@ def history_scale(
     history: Tensor,
     format: Format,
     rule: str | None,
-    margin: int,
     record: bool,
 ) -> Tensor:
     """The scale of ``x``, 0-dim: by a rule from the history of "delayed", or that of "static"."""
     if rule is None:
         return _static_scale(x, history, format, record)
-    scale = _delayed_scale(x, history, format, rule, record)
-    if margin:
-        return FORM_OF[rule].with_margin(scale, margin)
-    return scale
+    return _delayed_scale(x, history, format, rule, record)
 
 
 def scaled_tiles(

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..casts.casting import rounding_of
 from ..casts.operands import restored
 from ..common.dtensor import as_shard, part_of
 from ..common.mixin import bare_class
@@ -354,7 +353,9 @@ class _Weight(Tensor):
         if scale is not None:
             x = x.to(torch.promote_types(x.dtype, torch.float32)) / scale
         format = get_format(self.cast.format)
-        sent = quantize_operand(x, format, **rounding_of(self.cast))
+        sent = quantize_operand(
+            x, format, rounding=self.cast.rounding, overflow=self.cast.overflow
+        )
         bits = in_dtype(sent, format.dtype).view(torch.uint8)
         missing = -(-outer_size[0] // mesh.size()) - len(bits)  # rows of the last shard
         if missing > 0:

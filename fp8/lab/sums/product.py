@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from ...casts.casting import QuantizedOperand, quantized
 from ...casts.counts import Label
-from ...casts.operands import Constants, casts_of, saved_tensors
+from ...casts.operands import Constants, States, casts_of, saved_tensors
 from ...casts.rotation import rotation_signs
 from ...casts.scaled_tensor import dequantized
 from ...common.compiler import is_differentiated_again, updates_states
@@ -39,23 +39,22 @@ def product(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    histories: Sequence[Tensor | None],
+    states: States,
     how: Constants,
 ) -> Tensor:
     """``s_y * a b^T + bias`` for a (m, k) and b (n, k), or batches of them.
 
-    histories: as in `fp8.products.matmul`. A product of which an operand is not cast sums as torch
+    A product of which an operand is not cast sums as torch
     does. bias has the dtype of the output, and is added after the result is rounded to it.
     """
-    of_a, of_b, of_grad, _ = histories
     casts, record = casts_of(how.casts), updates_states()
     with torch.no_grad():
         signs = rotation_signs(casts.a, a)
         label = how.label("input")
-        left = operand(a, casts.a, -1, of_a, record, signs, label)
+        left = operand(a, casts.a, -1, states.a, record, signs, label)
         label = how.label(casts.second)
-        right = operand(b, casts.b, -1, of_b, record, signs, label)
-    return _Summed.apply(a, b, bias, of_grad, how, *left[:2], *right[:2])
+        right = operand(b, casts.b, -1, states.b, record, signs, label)
+    return _Summed.apply(a, b, bias, states.grad, how, *left[:2], *right[:2])
 
 
 class _Summed(Function):
@@ -118,7 +117,7 @@ class _Summed(Function):
             if g is not None and casts.reuses_grad:
                 g = g.mT
             else:
-                label = how.label("grad again")
+                label = how.label(casts.grad_again)
                 g = operand(grad, casts.grad_for_b, -2, history, True, signs, label)
             a = _second(saved[:2], casts.a_for_grad_b, signs)
             db = multiply(g, a, casts.grad_for_b, casts.a_for_grad_b, how.sums)
