@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from ..formats.format import get_format
 from ..frame import framed
 from ..recipes.cast import Cast
 from ..recipes.scaling import second_moment, static_rms
+from ..torch_internals import Arguments
 from .scaled_tensor import dequantized
 
 Parts = Callable[[Tensor], Iterable[Tensor]]
@@ -40,7 +40,7 @@ class Measurement:
         self.of_states = of_states
         self.moments: dict[int, Moment] = {}
         self.leaders: dict[int, int] = {}
-        self._read: dict[Any, tuple[int, Tensor]] = {}
+        self._read: dict[Arguments, tuple[int, Tensor]] = {}
 
     def operand(
         self,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..formats.format import Format, get_format
 from ..formats.quantize import convertible
 from ..recipes.cast import Cast, casts_of_lines
 from ..recipes.rules import LOWERED
+from ..torch_internals import Arguments, Context
 from ..torch_internals.autograd_functions import apply_eagerly, is_recorded
 from .casting import PLAIN, in_units
 from .counts import Label, place
@@ -215,7 +216,7 @@ class SavedOperand(NamedTuple):
     source: Tensor | None = None
 
 
-def save_operands(ctx: Any, *operands: SavedOperand) -> None:
+def save_operands(ctx: Context, *operands: SavedOperand) -> None:
     """Saves operands, as bytes where that is smaller, after an empty tensor (`casting._Round`)."""
     recorded = is_recorded(ctx)
     compiling = not recorded and torch.compiler.is_compiling()
@@ -263,7 +264,7 @@ def _connection(source: Tensor) -> Tensor:
     return zeros
 
 
-def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
+def saved_operands(ctx: Context, dtype: torch.dtype) -> list[Tensor]:
     """Those of `save_operands`, in ``dtype``, differentiable where the backward pass is."""
     tensors = iter(_saved_tensors(ctx)[ctx.marked :])
     operands = []
@@ -293,15 +294,15 @@ class _Zeros(Function):
         return x.new_full((), -0.0).expand(x.shape)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         return grad
 
 
-def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+def _saved_tensors(ctx: Context) -> tuple[Tensor, ...]:
     """``ctx.saved_tensors``; names the remedy if a checkpoint has recomputed other ones."""
     try:
         return ctx.saved_tensors

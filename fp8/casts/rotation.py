@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from ..common.compiler import compiled_as
 from ..common.dtensor import as_shard, check_whole, is_dtensor
 from ..formats.random_bits import KEY_START, bits_from_key, drawn_key
+from ..recipes.cast import Cast
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
     return signed.to(like.dtype) * (1 / math.sqrt(size))
 
 
-def rotation_signs(spec: Any, like: Tensor) -> Tensor | None:
+def rotation_signs(spec: Cast | None, like: Tensor) -> Tensor | None:
     """Random signs, (hadamard,), for both operands of a product; None if they are fixed."""
     if spec is None or spec.signs == "fixed":
         return None
@@ -69,7 +69,7 @@ def rotated(x: Tensor, size: int, axis: int, signs: Tensor | None = None) -> Ten
         return aten.matmul.default(matrix, blocks).flatten(-3, -2)
 
 
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Context without the `torch.autocast` of the device of ``x``; the meta device has none."""
     if x.is_meta:
         return nullcontext()

@@ -7,7 +7,7 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -20,9 +20,13 @@ from ..common.compiler import eager_only
 from ..formats.format import FORMATS, Format, dtype_name, get_format
 from ..formats.quantize import in_dtype
 from ..recipes.scaling import Tile, in_format, widened
+from ..torch_internals import Arguments, Context, Keywords, Memo, TorchFunction
 from ..torch_internals.autograd_functions import apply
 
 aten = torch.ops.aten
+
+OpOverload = Any
+"""An operator of ATen, whose class is private."""
 
 STORED = ("e4m3", "e5m2", "fp16")
 """The formats of the stored values: those with a NaN and a torch dtype."""
@@ -207,7 +211,7 @@ class ScaledTensor(Tensor):
         Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._share(new.memory, new.stored)
 
-    def share_memory_(self) -> Any:
+    def share_memory_(self) -> NoReturn:
         raise NotImplementedError(
             "processes do not share a ScaledTensor: share x.dequantize()"
         )
@@ -237,7 +241,7 @@ class ScaledTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ScaledTensor({self.dequantize()}, format={self.format!r})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], Arguments]:
         names = ["stored"] if self.scale is None else ["stored", "scale"]
         if not self.is_scaled():
             raise NotImplementedError(
@@ -247,7 +251,7 @@ class ScaledTensor(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        tensors: dict[str, Tensor], context: Any, size: Any, stride: Any
+        tensors: dict[str, Tensor], context: Arguments, size: object, stride: object
     ) -> ScaledTensor:
         dtype, format, tile = context
         return ScaledTensor(
@@ -268,7 +272,7 @@ class ScaledTensor(Tensor):
             keep_gradients_in(self, self.grad_format)
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
+    def __deepcopy__(self, memo: Memo) -> ScaledTensor:
         if id(self) not in memo:
             memory = copy.deepcopy(self.memory, memo)
             new = ScaledTensor(memory, self.dtype, memory.view(self))
@@ -276,7 +280,7 @@ class ScaledTensor(Tensor):
             memo[id(self)] = new.requires_grad_(self.requires_grad)
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Arguments:
         if not (isinstance(self, torch.nn.Parameter) and self.is_scaled()):
             return self.dequantize(torch.float32).__reduce_ex__(protocol)
         # As plain bytes, because pickle cannot read torch's tensors of 8-bit formats.
@@ -291,12 +295,16 @@ class ScaledTensor(Tensor):
         )
         return _rebuild, (bits, self.scale, *settings, self.memory.tile)
 
-    def _attributes(self) -> dict[str, Any]:
+    def _attributes(self) -> Keywords:
         return {k: v for k, v in vars(self).items() if k not in STATE}
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls,
+        func: OpOverload,
+        types: object,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":  # it returns before the values have arrived
@@ -376,11 +384,11 @@ class _Dequantize(Function):
         return x.dequantize(dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
         ctx.dtype = inputs[0].dtype
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad.to(ctx.dtype), None
 
 
@@ -432,7 +440,7 @@ def _rebuild(bits: Tensor, scale: Tensor | None, *settings: Any) -> ScaledTensor
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _computed(func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     """Computes any operation on the values, and stores results that it writes in float32."""
     outputs = [
         args[i] if i < len(args) else kwargs.get(argument.name)
@@ -456,7 +464,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: changed.get(id(x), x), result)
 
 
-def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _viewed(func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     x, *options = args
     if func is aten.as_strided.default:
         size, stride, offset = (*options, x.storage_offset())[:3]
@@ -467,7 +475,7 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, result)
 
 
-def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> Any:
+def _to_copy(func: OpOverload, x: ScaledTensor, **kwargs: Any) -> Any:
     dtype = kwargs.pop("dtype", None) or x.dtype
     if dtype not in DTYPES or not x.is_scaled():
         return func(x.dequantize(dtype), **kwargs)
@@ -478,7 +486,9 @@ def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> Any:
     )
 
 
-def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+def _copy_(
+    func: OpOverload, x: Tensor, source: Any, non_blocking: bool = False
+) -> Tensor:
     # From float32, whatever the dtype.
     if not isinstance(x, ScaledTensor):
         return func(x, dequantized(source, torch.float32), non_blocking)
@@ -518,7 +528,9 @@ def _exact(x: ScaledTensor, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+def _new_empty_strided(
+    func: OpOverload, x: ScaledTensor, *args: Any, **kwargs: Any
+) -> Any:
     """Called by autograd to copy a gradient in the layout of its parameter."""
     if kwargs.pop("dtype", None) not in (None, x.dtype) or x.memory.tile:
         return NotImplemented
@@ -529,7 +541,7 @@ def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) ->
     )
 
 
-def _times_(func: Any, x: Any, y: Any) -> Any:
+def _times_(func: OpOverload, x: Any, y: Any) -> Any:
     """By one real number that does not change the dtype."""
     if (
         not isinstance(x, ScaledTensor)
@@ -544,7 +556,7 @@ def _times_(func: Any, x: Any, y: Any) -> Any:
     return x
 
 
-def _add_(func: Any, x: Any, y: Any, **kwargs: Any) -> Any:
+def _add_(func: OpOverload, x: Any, y: Any, **kwargs: Any) -> Any:
     """In float32, whatever the dtype, to add up the gradients of micro-batches."""
     if not isinstance(x, ScaledTensor):
         return NotImplemented
@@ -555,7 +567,7 @@ def _add_(func: Any, x: Any, y: Any, **kwargs: Any) -> Any:
 
 
 def _unscale(
-    func: Any, tensors: Sequence[Tensor], found_inf: Tensor, inverse: Tensor
+    func: OpOverload, tensors: Sequence[Tensor], found_inf: Tensor, inverse: Tensor
 ) -> None:
     """GradScaler's check and unscaling, which changes only the scale of a ScaledTensor."""
     others = []
@@ -570,7 +582,7 @@ def _unscale(
         func(others, found_inf, inverse)
 
 
-SHORTCUTS: dict[Any, Callable[..., Any]] = {
+SHORTCUTS: dict[OpOverload, TorchFunction] = {
     aten.detach_.default: lambda func, x: x,
     **dict.fromkeys((aten.clone.default, aten._to_copy.default), _to_copy),
     aten.copy_.default: _copy_,

@@ -10,10 +10,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-Fn = TypeVar("Fn", bound=Callable[..., Any])
+from ..torch_internals import TorchFunction
+
+Fn = TypeVar("Fn", bound=TorchFunction)
 
 
-def compiled_as(graph: Callable[..., Any]) -> Callable[[Fn], Fn]:
+def compiled_as(graph: TorchFunction) -> Callable[[Fn], Fn]:
     """Decorator: compiled code calls ``graph`` instead of the function."""
 
     def decorate(function: Fn) -> Fn:

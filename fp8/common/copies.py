@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 
+from ..torch_internals import Keywords, Memo
 from .mixin import check_not_scripted, own_attributes
 from .step import Loss, tensors_within
 
@@ -40,9 +41,7 @@ HOOKS = (
 """The attributes of a module that hold hooks."""
 
 
-def deep_copy(
-    module: M, memo: dict[int, Any] | None = None, parameter_hooks: bool = False
-) -> M:
+def deep_copy(module: M, memo: Memo | None = None, parameter_hooks: bool = False) -> M:
     """Returns a deep copy of ``module``, whose functions refer to the parts of the copy.
 
     Functions are those of its attributes and of its own hooks: closures, lambdas, partials, bound
@@ -81,9 +80,9 @@ class _Copier:
     def __init__(
         self,
         module: nn.Module,
-        memo: dict[int, Any],
+        memo: Memo,
         parameter_hooks: bool,
-        *others: Any,
+        *others: object,
     ) -> None:
         for path, part in module.named_modules():
             check_not_scripted(path, part)
@@ -111,11 +110,9 @@ class _Copier:
         self._leading.add(value for *_, value in self._attributes)
         self._leading.add(hook for *_, hook in (*self._hooks, *self._parameter_hooks))
         self._leading.add(others)
-        self._made: dict[int, Any] = {}
+        self._made: Memo = {}
         self._rebounds: set[int] = set()  # ids of what has been completed
-        self._globals: dict[
-            int, dict[str, Any]
-        ] = {}  # id of those of a file -> of the copy
+        self._globals: dict[int, Keywords] = {}  # id of those of a file -> of the copy
         for function in self._leading.functions:
             self._declare(function)
 
@@ -128,7 +125,7 @@ class _Copier:
                     self._memo[id(tensor)] = tensor.detach().clone()
         result = copy.deepcopy(self._roots, self._memo)[0]
         for part, name, value in self._attributes:
-            made = self._memo.get(id(part), part)
+            made: Any = self._memo.get(id(part), part)
             if made is not part and name in vars(made):
                 self._rebind_item(vars(made), name, value)
         self._rebind()
@@ -264,7 +261,7 @@ class _Leading:
     def __init__(self, parts: set[int]) -> None:
         self._parts = parts
         self._leading: set[int] = set()
-        self._visited: dict[int, Any] = {}  # alive, so that no id is used again
+        self._visited: Memo = {}  # alive, so that no id is used again
         self._holders: dict[int, list[int]] = {}
 
     @property
@@ -277,11 +274,11 @@ class _Leading:
         """The functions that lead to a part."""
         return [value for value in self.holders if isinstance(value, FunctionType)]
 
-    def includes(self, value: Any) -> bool:
+    def includes(self, value: object) -> bool:
         """Whether a value is a part or leads to one."""
         return id(value) in self._parts or id(value) in self._leading
 
-    def add(self, values: Iterable[Any]) -> None:
+    def add(self, values: Iterable[object]) -> None:
         """Visits values and what they refer to."""
         todo, found = [*values], list[int]()
         for value in todo:
@@ -302,7 +299,7 @@ class _Leading:
                     found.append(holder)
 
 
-def _references(value: Any) -> list[Any]:
+def _references(value: object) -> list[object]:
     """What a value refers to that a copy may have to replace."""
     if isinstance(value, FunctionType):
         cells = [_contents(cell) for cell in value.__closure__ or ()]
@@ -324,7 +321,7 @@ def _references(value: Any) -> list[Any]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _globals(function: FunctionType) -> dict[str, Any]:
+def _globals(function: FunctionType) -> Keywords:
     """The globals that a function names, with those of its inner functions: modules, tensors,
     objects, and functions of the same file. Others belong to libraries, which know no model."""
     names, codes = set[str](), [function.__code__]
@@ -341,14 +338,14 @@ def _globals(function: FunctionType) -> dict[str, Any]:
     }
 
 
-def _contents(cell: CellType) -> Any:
+def _contents(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # it is empty
         return None
 
 
-def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, Any]]:
+def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, object]]:
     """(module, dictionary, key, value) of the hooks that belong to the model."""
     parts = {id(part) for part in model.modules()}
     for module in model.modules():
@@ -363,7 +360,7 @@ def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, Any]]:
         )
 
 
-def _hooks_of_parameters(model: nn.Module) -> Iterator[tuple[Tensor, str, Any]]:
+def _hooks_of_parameters(model: nn.Module) -> Iterator[tuple[Tensor, str, object]]:
     """(parameter, the method that registers, hook)."""
     for parameter in model.parameters():
         for name, register in (
@@ -374,7 +371,7 @@ def _hooks_of_parameters(model: nn.Module) -> Iterator[tuple[Tensor, str, Any]]:
                 yield parameter, register, hook
 
 
-def _belongs(hook: Any, parts: set[int]) -> bool:
+def _belongs(hook: object, parts: set[int]) -> bool:
     """Whether a hook of the forward pass refers to a part, and may store what the forward reads
     later."""
     if isinstance(hook, MethodType):

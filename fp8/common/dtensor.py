@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_internals import Keywords
 
-def is_dtensor(x: Any) -> bool:
+Sharded = Any
+"""A DTensor, whose class a torch without distributed processes lacks, or a plain tensor."""
+
+
+def is_dtensor(x: object) -> bool:
     """Whether ``x`` is a DTensor. Does not import torch.distributed, which torch may lack."""
     if type(x) is Tensor or type(x) is torch.nn.Parameter:
         return False
@@ -18,21 +23,21 @@ def is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def whole(x: Any) -> Any:
+def whole(x: Sharded) -> Sharded:
     """``x``, gathered from all processes if it is a DTensor."""
     if is_dtensor(x):
         return x.full_tensor()
     return x
 
 
-def part_of(x: Any) -> Any:
+def part_of(x: Sharded) -> Sharded:
     """``x``, or the local part of a DTensor, detached: it has the same memory."""
     if is_dtensor(x):
         return x.detach().to_local()
     return x
 
 
-def unreduced(x: Any) -> Tensor:
+def unreduced(x: Sharded) -> Tensor:
     """The DTensor with its partial sums added up, which a cast must not round one by one."""
     if not any(p.is_partial() for p in x.placements):
         return x
@@ -43,7 +48,7 @@ def unreduced(x: Any) -> Tensor:
     )
 
 
-def is_masked(x: Any) -> bool:
+def is_masked(x: Sharded) -> bool:
     """Whether ``x`` is what a table divided by rows returns: its mask serves one reduction."""
     if not is_dtensor(x):
         return False
@@ -52,7 +57,7 @@ def is_masked(x: Any) -> bool:
     return any(p.is_partial() and type(p) is not Partial for p in x.placements)
 
 
-def _divides(x: Any, placement: Any) -> int | None:
+def _divides(x: Sharded, placement: object) -> int | None:
     """The dimension of ``x`` that a placement divides, if any; strided placements, from flattening
     a divided inner dimension, too."""
     if hasattr(placement, "dim"):
@@ -60,7 +65,7 @@ def _divides(x: Any, placement: Any) -> int | None:
     return None
 
 
-def as_shard(x: Any, local: Tensor) -> Tensor:
+def as_shard(x: Sharded, local: Tensor) -> Tensor:
     """A DTensor like ``x`` with the local part ``local``; dimensions that are not divided may
     differ."""
     from torch.distributed.tensor import DTensor
@@ -70,11 +75,15 @@ def as_shard(x: Any, local: Tensor) -> Tensor:
     stride = x.stride()
     if shape != list(x.shape):
         stride = torch.empty(shape, device="meta").stride()
-    options: Any = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
+    options: Keywords = {
+        "run_check": False,
+        "shape": torch.Size(shape),
+        "stride": stride,
+    }
     return DTensor.from_local(local, x.device_mesh, x.placements, **options)
 
 
-def reduced(x: Any, part: Tensor, dims: Iterable[int], how: str) -> Tensor:
+def reduced(x: Sharded, part: Tensor, dims: Iterable[int], how: str) -> Tensor:
     """``part`` reduced ("sum", "max") over the processes that divide the dimensions ``dims`` of
     ``x``."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -84,11 +93,11 @@ def reduced(x: Any, part: Tensor, dims: Iterable[int], how: str) -> Tensor:
     if not any(spread):
         return part
     partial = [Partial(how) if yes else Replicate() for yes in spread]
-    result: Any = DTensor.from_local(part, x.device_mesh, partial, run_check=False)
+    result: DTensor = DTensor.from_local(part, x.device_mesh, partial, run_check=False)
     return result.redistribute(placements=[Replicate()] * len(partial)).to_local()
 
 
-def check_whole(x: Any, dim: int, by: int) -> None:
+def check_whole(x: Sharded, dim: int, by: int) -> None:
     """Raises ValueError unless each process has whole tiles of ``by`` along ``dim``."""
     part = x.shape[dim]
     for i, placement in enumerate(x.placements):

@@ -10,7 +10,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
-F = TypeVar("F", bound=Callable[..., Any])
+from ..torch_internals import TorchFunction
+
+F = TypeVar("F", bound=TorchFunction)
 
 __all__ = ["LIBRARIES", "TRANSFORMS", "Found", "Library", "need", "probe", "transforms"]
 

@@ -7,14 +7,15 @@ import copy
 import copyreg
 import functools
 import types
-from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
 
-Forward = Callable[..., Any]
-Args = tuple[Any, ...]
+from ..torch_internals import Arguments, Keywords, Layer, Memo, TorchFunction
+
+Forward = TorchFunction
+Args = Arguments
 """What ``around`` gets of a call: the bound forward, and its positional arguments."""
 
 
@@ -30,10 +31,10 @@ class Mixin:
     #: Instance attributes that copies have, also those that a class's own copy method makes.
     _attributes: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Skips that of the module's class, which may need arguments or register subclasses."""
 
-    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> Any:
         """Computes the module's forward. ``forward`` is the bound inner forward to call."""
         raise NotImplementedError
 
@@ -41,7 +42,7 @@ class Mixin:
         raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "scripted"))
 
     def _slow_forward(
-        self, *args: Any, **kwargs: Any
+        self, *args: object, **kwargs: object
     ) -> Any:  # called by torch.jit.trace
         raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "traced"))
 
@@ -57,7 +58,7 @@ class Mixin:
             attributes = self._missing_from(state[0])
         return (_restore, (make, args, self._mixins, attributes), *state)
 
-    def _missing_from(self, state: Any) -> dict[str, Any]:
+    def _missing_from(self, state: Any) -> Keywords:
         return {
             n: vars(self)[n]
             for n in self._attributes
@@ -71,16 +72,14 @@ _NO_TORCHSCRIPT = (
 )
 
 
-def _restore(
-    make: Any, args: Any, mixins: Any, attributes: dict[str, Any]
-) -> nn.Module:
+def _restore(make: Any, args: Any, mixins: Any, attributes: Keywords) -> nn.Module:
     module = make(*args)
     vars(module).update(attributes)
     _become(module, mixins)
     return module
 
 
-def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+def _deepcopy(self: Layer, memo: Memo) -> Any:
     bare = _bare(self)
     # The memo refers to it by id, so it has to stay alive.
     memo.setdefault(id(memo), []).append(bare)
@@ -98,7 +97,7 @@ def _bare(module: Any) -> Any:
     return bare
 
 
-_SUBCLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
+_SUBCLASSES: dict[Arguments, type[nn.Module]] = {}
 
 
 def _subclass(
@@ -119,7 +118,7 @@ def _make_subclass(
     base, mixin = _subclass(original, mixins[:-1]), mixins[-1]
 
     @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Layer, *args: object, **kwargs: object) -> Any:
         inner = base.forward  # looked up per call: it may have been replaced
         if not isinstance(
             self, mixin
@@ -179,7 +178,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """The attributes that every module has: its parameters, buffers, submodules, hooks."""
 
 
-def own_attributes(module: nn.Module) -> dict[str, Any]:
+def own_attributes(module: nn.Module) -> Keywords:
     """The attributes that the class of a module and its users have set: those of every module, and
     of mixins, are left out."""
     others = _OF_MODULES

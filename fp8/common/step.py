@@ -20,12 +20,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from ..frame import FRAMES, framed
+from ..torch_internals import Arguments, Keywords, TorchFunction
 from .mixin import own_attributes
 
 Batch = Any
 """A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments."""
 
-Loss = Callable[[Any], Tensor]
+Output = Any
+"""What a model returns, or a part of it."""
+
+Loss = Callable[[Output], Tensor]
 """A function of a model's output that returns a tensor of one element."""
 
 
@@ -40,7 +44,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(batch: Batch) -> tuple[Arguments, Keywords]:
     """The positional and keyword arguments that a batch represents."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -54,7 +58,7 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def call(model: nn.Module, batch: Batch) -> Any:
+def call(model: nn.Module, batch: Batch) -> Output:
     """Calls the model on a batch."""
     args, kwargs = arguments(batch)
     return model(*args, **kwargs)
@@ -68,7 +72,7 @@ def copied(batch: Batch) -> Batch:
     return batch
 
 
-def detached(value: Any) -> Any:
+def detached(value: Output) -> Output:
     """A copy of a batch with no storage or graph in common, whose tensors require gradients as the
     originals do."""
     copies: dict[int, Tensor] = {}
@@ -82,7 +86,7 @@ def detached(value: Any) -> Any:
     return copy.deepcopy(value, copies)
 
 
-def as_container(output: Any) -> Any:
+def as_container(output: Output) -> Output:
     """A model's output as a dict, list or tuple. A dataclass becomes a dict."""
     if isinstance(output, Mapping):
         return dict(output)
@@ -91,7 +95,7 @@ def as_container(output: Any) -> Any:
     return dict(vars(output))
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Output) -> Iterator[Tensor]:
     """The tensors in a batch or a model's output: also in lists, tuples, dicts, a dataclass."""
     value = as_container(value)
     if isinstance(value, Tensor):
@@ -102,13 +106,13 @@ def tensors(value: Any) -> Iterator[Tensor]:
                 yield from tensors(part)
 
 
-def _items(container: Any) -> Iterable[Any]:
+def _items(container: Output) -> Iterable[Output]:
     if isinstance(container, dict):
         return container.values()
     return container
 
 
-def tensors_within(value: Any, visited: set[int] | None = None) -> Iterator[Tensor]:
+def tensors_within(value: Output, visited: set[int] | None = None) -> Iterator[Tensor]:
     """The `tensors` of a value, also of objects within objects (a distribution, a cache); none of
     modules. visited: ids of containers, each of which is read once."""
     if isinstance(value, Tensor):
@@ -124,7 +128,7 @@ def tensors_within(value: Any, visited: set[int] | None = None) -> Iterator[Tens
             yield from tensors_within(item, visited)
 
 
-def find_loss(output: Any) -> Tensor | None:
+def find_loss(output: Output) -> Tensor | None:
     """The ``loss`` of an output; else its first 0-dim tensor with a gradient, unless an auxiliary
     loss (of a router): one that does not train every parameter of the other results."""
     candidates = scalars(output)
@@ -137,14 +141,14 @@ def find_loss(output: Any) -> Tensor | None:
     return candidates[0]
 
 
-def _named_loss(output: Any) -> Any:
+def _named_loss(output: Output) -> Output:
     results = as_container(output)
     if isinstance(results, dict):
         return results.get("loss")
     return getattr(results, "loss", None)
 
 
-def leaves(results: Iterable[Tensor]) -> set[Any]:
+def leaves(results: Iterable[Tensor]) -> set[Output]:
     """The nodes of a graph that accumulate the gradients of leaves, their ``variable``."""
     todo, visited = [t.grad_fn for t in results], set[Node]()
     while todo:
@@ -155,7 +159,7 @@ def leaves(results: Iterable[Tensor]) -> set[Any]:
     return {node for node in visited if hasattr(node, "variable")}
 
 
-def scalars(output: Any) -> list[Tensor]:
+def scalars(output: Output) -> list[Tensor]:
     """The ``loss`` of an output if it requires a gradient, else all 0-dim tensors that do."""
     named = _named_loss(output)
     for parts in (named, as_container(output)):
@@ -167,11 +171,11 @@ def scalars(output: Any) -> list[Tensor]:
     return []
 
 
-def loss_value(output: Any, loss: Loss | None) -> Tensor | None:
+def loss_value(output: Output, loss: Loss | None) -> Tensor | None:
     """``loss(output)``, or `find_loss`. Raises ValueError unless it is a tensor of one element."""
     if loss is None:
         return find_loss(output)
-    value: Any = loss(output)
+    value: object = loss(output)
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = type(value).__name__
         if isinstance(value, Tensor):
@@ -181,7 +185,7 @@ def loss_value(output: Any, loss: Loss | None) -> Tensor | None:
 
 
 def starts(
-    output: Any, loss: Loss | None = None, seed: int = 0
+    output: Output, loss: Loss | None = None, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The tensors that a backward pass starts from, and their gradients: the loss and None, or all
     outputs and standard normal numbers. Raises as `loss_value`."""
@@ -227,7 +231,7 @@ def seeded(seed: int | None, cuda: Sequence[int] | None = None) -> Iterator[None
         np.random.set_state(numpy)  # noqa: NPY002
 
 
-def with_seed(function: Callable[..., Any], seed: int) -> Any:
+def with_seed(function: TorchFunction, seed: int) -> Output:
     """The result of ``function``, which receives ``seed=`` if it takes that."""
     if "seed" in inspect.signature(function).parameters:
         return function(seed=seed)
@@ -298,11 +302,11 @@ def running_modules(model: nn.Module) -> Iterator[list[str]]:
     names: list[str] = []
     thread = get_ident()  # another one may run the model too
 
-    def enter(*_: Any, name: str) -> None:
+    def enter(*_: object, name: str) -> None:
         if get_ident() == thread:
             names.append(name)
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         if get_ident() == thread:
             names.pop()
 
@@ -335,11 +339,11 @@ class restored(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        function: TorchFunction,
+        types: object,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
+    ) -> Output:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if FRAMES.items[-1].kept > self._kept:
@@ -375,7 +379,7 @@ class restored(TorchFunctionMode):
         values, before = self._values.get(_storage(parameter) or 0, (parameter, None))
         return before is not None and not torch.equal(values, before)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         for tensor, before in reversed(self._data):
             tensor.data = before
@@ -386,13 +390,13 @@ class restored(TorchFunctionMode):
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _renorms(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+def _renorms(name: str, args: Arguments, kwargs: Keywords) -> bool:
     """Whether a call looks up rows with a max_norm, and so rescales them in place."""
     max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
     return name in ("embedding", "embedding_bag") and max_norm is not None
 
 
-def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
+def is_in_place(name: str, kwargs: Keywords) -> bool:
     """Whether a torch call writes its result into an argument, by its name and keywords."""
     operator = name == "__setitem__" or (
         name.startswith("__i") and name != "__invert__"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..common.compiler import eager_only, is_differentiated_again, reads_values
 from ..common.validation import check_between, check_name
+from ..torch_internals import Arguments, Context
 from ..torch_internals.autograd_functions import apply, same, unaliased
 from .format import Format, dtype_name, get_format
 from .random_bits import Key, Seed, bits_from_key, drawn_key, fewer_bits, random_key
@@ -124,28 +125,28 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, grid: tuple[Any, ...], scale: Tensor | None, key: Key | None
+        x: Tensor, grid: Arguments, scale: Tensor | None, key: Key | None
     ) -> Tensor:
         return unaliased(_quantize(x, grid, scale, key))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None, None
 
 
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(
-        x: Tensor, grid: tuple[Any, ...], scale: Tensor | None, key: Key | None
+        x: Tensor, grid: Arguments, scale: Tensor | None, key: Key | None
     ) -> Tensor:
         return same(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
         _, ctx.grid, scale, key = inputs
         # Tensors only: in compiled code saved_tensors omits None.
         ctx.save_for_backward(
@@ -155,7 +156,7 @@ class _Backward(torch.autograd.Function):
         ctx.key = None if ctx.keyed else key
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         scale = ctx.saved_tensors[0] if ctx.scaled else None
         options = ctx.grid, scale, ctx.saved_tensors[-1] if ctx.keyed else ctx.key
         again = is_differentiated_again()
@@ -211,7 +212,7 @@ def _checked(
     scale: float | Tensor | None = None,
     seed: Seed | None = None,
     random_bits: int = 31,
-) -> tuple[tuple[Any, ...], Tensor | None, Key | None]:
+) -> tuple[Arguments, Tensor | None, Key | None]:
     """The arguments of `_quantize` for those of `quantize`, checked."""
     check_dtype(x)
     check_name("rounding", rounding, ROUNDINGS)
@@ -294,7 +295,7 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
 
 def _quantize(
     x: Tensor,
-    grid: tuple[Any, ...],
+    grid: Arguments,
     scale: Tensor | None,
     key: Key | None,
 ) -> Tensor:

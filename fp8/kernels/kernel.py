@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,8 +144,8 @@ class Scales(NamedTuple):
     """The scales of an operand, as `torch.nn.functional.scaled_mm` takes them."""
 
     values: Tensor | list[Tensor]
-    types: Any
-    swizzles: Any = None
+    types: F.ScalingType | list[F.ScalingType]
+    swizzles: F.SwizzleType | list[F.SwizzleType] | None = None
 
 
 def scaled_mm(

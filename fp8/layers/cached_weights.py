@@ -22,6 +22,7 @@ from ..common.step import unwrapped
 from ..common.validation import check_module
 from ..kernels import product as native
 from ..kernels.table import store
+from ..torch_internals import Arguments, Keywords, Layer
 from ..torch_internals.decorators import taken_as_constant
 from .select import check_values_set
 from .settings import converted
@@ -76,12 +77,12 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
             "whose cast can be cached; fp8.report(model) lists the layers and their recipes"
         )
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
         _check(changing := _of(optimizer, weights))
         for weight in changing.values():
             weight.fp8_cache.drop()
 
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after(optimizer: Optimizer, args: object, kwargs: object) -> None:
         for weight in _of(optimizer, weights).values():
             weight.fp8_cache.cast(weight)
 
@@ -115,7 +116,7 @@ class WeightCast:
         self._casts, self._scale, self.in_graph = casts, scale, False
         self.cast(weight)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Arguments:
         return type(None), ()
 
     @torch.no_grad()
@@ -148,12 +149,12 @@ class WeightCast:
         self.in_graph = True
         return True
 
-    def _read_in_graph(self, weight: Tensor) -> Any:
+    def _read_in_graph(self, weight: Tensor) -> Layouts:
         self.note_graph()
         return self.operands
 
     @compiled_as(_read_in_graph)
-    def read(self, weight: Tensor) -> Any:
+    def read(self, weight: Tensor) -> Layouts:
         """The operands, computed again if the weight has changed."""
         if self.is_stale(weight):
             self.cast(weight)
@@ -200,7 +201,7 @@ def _kernel(
     return compiled(lambda weight: cast(weight, None), example)
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _weights(model: nn.Module) -> Iterator[tuple[str, Layer]]:
     """The weights whose casts can be cached, by name, each cast."""
     for name, layer in converted(model).items():
         weight = layer._parameters.get("weight")
@@ -215,7 +216,9 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, weight
 
 
-def _is_cacheable(layer: Any, weight: Tensor, token: str, scale: Tensor | None) -> bool:
+def _is_cacheable(
+    layer: Layer, weight: Tensor, token: str, scale: Tensor | None
+) -> bool:
     casts = casts_of(token)
     specs = casts.b, casts.b_for_grad_a
     if any(spec is None or spec.is_random or spec.is_simulated for spec in specs):
@@ -229,7 +232,7 @@ def _is_cacheable(layer: Any, weight: Tensor, token: str, scale: Tensor | None) 
     return not hasattr(layer, "fp8_amax_weight") and (scale is None or bool(scale > 0))
 
 
-def _of(optimizer: Optimizer, weights: dict[str, Any]) -> dict[str, Any]:
+def _of(optimizer: Optimizer, weights: Keywords) -> Keywords:
     """The weights of an optimizer."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {
@@ -237,7 +240,7 @@ def _of(optimizer: Optimizer, weights: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _after_loading(model: nn.Module, keys: Any) -> None:
+def _after_loading(model: nn.Module, keys: object) -> None:
     """Not a closure, because hooks are pickled with the model."""
     parameters: Any = model.parameters()
     for weight in parameters:
@@ -246,7 +249,7 @@ def _after_loading(model: nn.Module, keys: Any) -> None:
             cast.cast(weight)
 
 
-def _check(weights: dict[str, Any]) -> None:
+def _check(weights: Keywords) -> None:
     """Raises RuntimeError if products have used the cast of a weight that was changed since."""
     casts = {name: weight.fp8_cache for name, weight in weights.items()}
     counted = {name for name, cast in casts.items() if cast.is_stale(weights[name])}

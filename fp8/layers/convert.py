@@ -25,6 +25,7 @@ from ..products.active import checked_backend
 from ..recipes import history
 from ..recipes.policy import Policy, as_policy, composed, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe, needs_unit_scale
+from ..torch_internals import Keywords
 from ..warnings import RecipeWarning, warn_once
 from .adapters import adapted, adapter, check_base, decided, is_replacement
 from .policies import Decision, resolve
@@ -58,7 +59,7 @@ layer that stays, why; of the model, its policy, and where the last switch was."
 class _Expanded(Mixin):
     """A container that calls its layers in evaluation mode too."""
 
-    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> Any:
         with high_precision() if FRAMES.items[-1].block is None else nullcontext():
             return forward(*args, **kwargs)
 

@@ -9,7 +9,7 @@ from importlib import resources
 from itertools import groupby
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ..common.validation import check_module
 from ..recipes.cast import Cast
 from ..recipes.history import is_history
 from ..recipes.recipe import SAME, Recipe
+from ..torch_internals import Layer
 from ..version import __version__
 from .adapters import is_replacement
 from .calibrate import calibration
@@ -45,7 +46,7 @@ class _Layer(NamedTuple):
     """exponents: of the fixed scales of input, weight and gradient; None: not set."""
 
     name: str
-    layer: Any
+    layer: Layer
     recipe: Recipe
     exponents: tuple[int | None, ...]
 
@@ -154,7 +155,7 @@ def _why_layer(layer: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _casts(layer: Any, kind: type[nn.Linear]) -> bool:
+def _casts(layer: Layer, kind: type[nn.Linear]) -> bool:
     """Whether ``kind.forward`` is F.linear with the parameters in the dtype of the input."""
     others = [name for name, _ in layer.named_buffers() if not is_history(name)]
     if {*layer._parameters} != {"weight", "bias"} or others or layer._modules:

@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 from ..common.compiler import eager_only
 from ..common.validation import check_module
 from ..frame import FRAMES
 from ..recipes.policy import CASTS, LayerRule, RuleTuple, Source, composed, source_of
 from ..recipes.recipe import Recipe
+from ..torch_internals import Keywords, Layer
 from ..torch_internals.running_calls import python_frames
 from ..warnings import RecipeWarning, show
 from .policies import matches
@@ -38,7 +40,7 @@ class Overridden:
         rules: number of a block -> its rules, in the order in which the blocks were opened.
     """
 
-    before: dict[str, Any]
+    before: Keywords
     rules: dict[int, list[LayerRule]]
 
 
@@ -80,7 +82,8 @@ class override:
             raise ValueError('override needs a rule: ("*.mlp.*", "grad_weight", None)')
         self._model = model
         self._rules = tuple(map(LayerRule.of, rules))
-        self._open: list[tuple[int, dict[Any, Any]]] = []  # numbers, and hooks by layer
+        # Numbers, and hooks by layer.
+        self._open: list[tuple[int, dict[Any, RemovableHandle]]] = []
         self._by_layer()  # raises before anything changes
 
     def _by_layer(self) -> dict[Any, list[LayerRule]]:
@@ -125,7 +128,7 @@ class override:
         watch_layers(self._model)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         dropped: list[str] = []
         with _LOCK:
             number, hooks = self._open.pop()
@@ -140,7 +143,7 @@ class override:
             show(RecipeWarning, message)
 
 
-def _attributes(layer: Any) -> dict[str, Any]:
+def _attributes(layer: Layer) -> Keywords:
     """The attributes of a layer that a block changes."""
     attributes = {key: vars(layer)[key] for key in _CHANGED if key in vars(layer)}
     return attributes | {"_buffers": dict(layer._buffers)}
@@ -173,7 +176,7 @@ def _apply(layer: Any, record: Overridden) -> list[str]:
                 f"fp8.override: {rules[0]} needs a block that was closed: {error}"
             )
     # Of an object with attributes of its own: other threads see all of the change at once.
-    made: Any = object.__new__(type(layer))
+    made: Layer = object.__new__(type(layer))
     outside = {key: value for key, value in vars(layer).items() if key not in _CHANGED}
     buffers = dict(record.before["_buffers"])
     object.__setattr__(
@@ -207,7 +210,7 @@ _REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward._
 
 
 @eager_only()
-def _check_checkpoint(layer: nn.Module, args: Any) -> None:
+def _check_checkpoint(layer: nn.Module, args: object) -> None:
     if any(frame.f_code in _REENTRANT for frame in python_frames()):
         raise RuntimeError(
             "fp8.override: checkpoint(use_reentrant=True) may recompute layers on the other side "

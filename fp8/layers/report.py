@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
@@ -15,6 +14,7 @@ from ..common.validation import check_module
 from ..kernels.product import needs, why_not_here, why_not_recipe
 from ..recipes.policy import name_of
 from ..recipes.recipe import AUTO, STATIC
+from ..torch_internals import Layer
 from ..warnings import ConvertWarning, show
 from .adapters import adapted
 from .select import has_size, is_unit_scaled, layers_of
@@ -76,7 +76,7 @@ def _how(layer: Converted) -> str:
     return name + _runs(layer)
 
 
-def _of_auto(layer: Any) -> str:
+def _of_auto(layer: Layer) -> str:
     """What "auto" has found in a layer whose recipe it chose."""
     settings = layer.fp8_settings
     if AUTO not in settings.sources or settings.since:
@@ -88,7 +88,7 @@ def _of_auto(layer: Any) -> str:
     return f"{AUTO}: not unit-scaled"
 
 
-def _runs(layer: Any) -> str:
+def _runs(layer: Layer) -> str:
     """What computes the products of a layer, or is predicted to; "" if simulation was asked for."""
     settings = layer.fp8_settings
     if settings.backend == "simulate":

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..common.mixin import bare_class
 from ..recipes.policy import ROLES
+from ..torch_internals import Layer
 from .select import holds_experts, is_transposed, layers_of
 
 __all__ = ["Layers", "blocks_of", "sizes_of", "with_role", "within"]
@@ -49,7 +49,7 @@ def blocks_of(model: nn.Module, layers: Layers) -> list[str]:
     return blocks
 
 
-def sizes_of(layer: Any) -> tuple[int, int]:
+def sizes_of(layer: Layer) -> tuple[int, int]:
     """(inputs, outputs) of a layer; (0, -1) for other kinds of layers."""
     if isinstance(layer, nn.MultiheadAttention):
         return layer.embed_dim, layer.embed_dim

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..common.mixin import Args, Forward, Mixin, bare_class
 from ..common.report import LEFT_ALONE, Report, Row
+from ..torch_internals import Keywords
 from .adapters import ADAPTED, CARRIED, Adapted
 from .report import warn_nothing
 from .select import Where, check_values_set, inside_attention, why_quantized
@@ -129,7 +130,7 @@ class Padded(Mixin):
 
     fp8_multiple: int
 
-    def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
+    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> Any:
         input, *others = args
         short = -(input.numel() // max(input.shape[-1], 1)) % self.fp8_multiple
         if not short:

@@ -29,6 +29,7 @@ from ..products.active import (
 from ..recipes.history import LayerState
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, recipe_unless_auto
+from ..torch_internals import Arguments, Keywords, TorchFunction
 from ..torch_internals.decorators import taken_as_constant
 from ..torch_internals.hidden_functions import HIDDEN, called, reveal
 from ..torch_internals.running_calls import (
@@ -64,11 +65,11 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        function: TorchFunction,
+        types: object,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         block = FRAMES.items[-1].block
         recipe = None if block is None else block.recipe
@@ -89,10 +90,10 @@ class _Mode(TorchFunctionMode):
     def _special(
         self,
         recipe: Recipe,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        function: TorchFunction,
+        args: Arguments,
+        kwargs: Keywords,
+    ) -> object:
         if (
             function in EXPANDED
             and (expanded := expansion(function, args, kwargs)) is not None
@@ -226,7 +227,7 @@ class autocast:
             TorchFunctionMode.__enter__(mode)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         closed, inside = close_frame(self)
         for mode in reversed(closed.block.modes):
             TorchFunctionMode.__exit__(mode, *error)
@@ -298,7 +299,7 @@ def _check_recomputes(recipe: Recipe) -> None:
 
 
 def checkpoint_contexts() -> tuple[
-    AbstractContextManager[Any], AbstractContextManager[Any]
+    AbstractContextManager[object], AbstractContextManager[object]
 ]:
     """The ``context_fn`` for `torch.utils.checkpoint.checkpoint` inside of `fp8.autocast`.
 
@@ -346,7 +347,7 @@ def _warn_left(name: str, why: str) -> bool:
 
 
 def warn_of_operator(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    function: TorchFunction, args: Arguments, kwargs: Keywords
 ) -> None:
     """Warns of an operator of another library that may compute a product, of two floating-point
     tensors or more. ATen's operators are how these packages call torch without casts."""
@@ -362,7 +363,7 @@ def warn_of_operator(
         )
 
 
-def warn_of_function(args: tuple[Any, ...]) -> None:
+def warn_of_function(args: Arguments) -> None:
     """Warns if the forward pass of an autograd function computes a product of ``args`` without
     gradients, but for a reentrant checkpoint, which runs its layers again."""
     if torch.compiler.is_dynamo_compiling() or in_reentrant():

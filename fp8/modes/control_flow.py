@@ -7,7 +7,7 @@ outside of the mode, so they enter it again, or Python's own control flow takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,13 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from ..torch_internals import Arguments, Keywords, TorchFunction
+
 REGION = invoke_subgraph_placeholder
 """What torch.compile calls a mode with in place of a region; it has no public name."""
 
 OPERATORS = torch.ops.higher_order
-Function = Callable[..., Any]
+Function = TorchFunction
 
 CALLERS = (checkpoint, REGION)
 """Calls that run their first argument. Tracing, torch 2.11 does not find them in a dict."""
@@ -38,7 +40,7 @@ of a checkpoint or of ``associative_scan``: eager code runs its function at once
 
 def _while_loop(
     condition: Function, body: Function, carried: Sequence[Any], more: Sequence[Any]
-) -> Any:
+) -> object:
     while condition(*carried, *more):
         carried = body(*carried, *more)
     return tuple(carried)
@@ -50,7 +52,7 @@ _IN_PYTHON: dict[Function, Function] = {
 }
 
 
-def in_python(function: Function, args: tuple[Any, ...]) -> Function | None:
+def in_python(function: Function, args: Arguments) -> Function | None:
     """For a call of control flow in eager code that Python can make: what makes it. Keywords of
     such a call tell the compiler which tensors its functions write."""
     if torch.compiler.is_compiling() or function not in _IN_PYTHON:
@@ -64,8 +66,8 @@ def runs_functions(function: Function) -> bool:
 
 
 def run_within(
-    mode: TorchFunctionMode, function: Function, args: Any, kwargs: Any
-) -> Any:
+    mode: TorchFunctionMode, function: Function, args: Arguments, kwargs: Keywords
+) -> object:
     """``function(*args, **kwargs)``, a call that `runs_functions`, with the mode active in these. A
     region becomes a part of its graph: torch.compile compiles no closure as one."""
     # The compiler allows a push on the stack of modes inside of the functions after one outside.
@@ -87,7 +89,7 @@ def within(modes: tuple[TorchFunctionMode, ...], function: Function) -> Function
             within(modes, function.func), *function.args, **function.keywords
         )
 
-    def inside(*args: Any, **kwargs: Any) -> Any:
+    def inside(*args: Any, **kwargs: Keywords) -> object:
         for mode in modes:
             TorchFunctionMode.__enter__(mode)
         try:

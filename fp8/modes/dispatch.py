@@ -23,13 +23,14 @@ from ..products.convolution import conv, conv_transpose
 from ..products.einsum import as_equation, as_matmul, in_pairs, sums_products
 from ..products.grouped import grouped_mm
 from ..recipes.recipe import Recipe
+from ..torch_internals import Arguments, Keywords, TorchFunction
 from ..torch_internals.decorators import in_graph
 from ..warnings import RecipeWarning, warn_once
 from .control_flow import RUNS, in_python
 
 T = TypeVar("T")
 
-SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {
+SPELLINGS: dict[str, tuple[TorchFunction, ...]] = {
     "matmul": (
         torch.matmul,
         torch.linalg.matmul,
@@ -55,14 +56,14 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {
 """Product -> its spellings, which take the same arguments."""
 
 
-def by_function(table: Mapping[str, T]) -> dict[Callable[..., Any], T]:
+def by_function(table: Mapping[str, T]) -> dict[TorchFunction, T]:
     """Maps each spelling of the products of ``table`` to its value."""
     return {
         function: value for name, value in table.items() for function in SPELLINGS[name]
     }
 
 
-Handler = Callable[..., Any]
+Handler = TorchFunction
 """(recipe, *args, **kwargs) -> the result; NotImplemented, if torch should compute the call; or, if
 the recipe cannot be applied to its products, a string with the reason."""
 
@@ -87,7 +88,7 @@ def _floating(*values: object) -> bool:
 
 def _linear(
     recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Any:
+) -> object:
     if not _floating(input, weight):
         return NotImplemented
     return matmul.linear(
@@ -95,10 +96,10 @@ def _linear(
     )
 
 
-def _layer(function: Callable[..., Any]) -> Handler:
+def _layer(function: TorchFunction) -> Handler:
     """Handler of a function with torch's own signature that finds the open block itself."""
 
-    def handler(recipe: Recipe, *args: Any, **kwargs: Any) -> Any:
+    def handler(recipe: Recipe, *args: Any, **kwargs: Keywords) -> object:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if not _floating(*tensors[:2]):
             return NotImplemented
@@ -129,7 +130,7 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
         mat2: Tensor | None = None,
         vec: Tensor | None = None,
         tensor: Tensor | None = None,
-    ) -> Any:
+    ) -> object:
         right: Any = next(
             (t for t in (other, mat2, vec, tensor) if t is not None), None
         )
@@ -152,7 +153,7 @@ def _added(first: str, second: str, rank: int) -> Handler:
         beta: float = 1,
         alpha: float = 1,
         **named: Any,
-    ) -> Any:
+    ) -> object:
         factors = list(args)
         for name in (first, second)[len(args) :]:
             factors.append(named.pop(name, None))
@@ -178,7 +179,7 @@ def _added(first: str, second: str, rank: int) -> Handler:
     return handler
 
 
-def _einsum(recipe: Recipe, *args: Any) -> Any:
+def _einsum(recipe: Recipe, *args: Any) -> object:
     equation, operands = as_equation(args)
     if not _floating(*operands) or not sums_products(equation, operands):
         return NotImplemented
@@ -195,7 +196,7 @@ def _grouped(
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Any:
+) -> object:
     if (
         not _floating(input, mat2)
         or bias is not None
@@ -216,7 +217,7 @@ _HANDLERS: dict[str, Handler] = {
     "grouped_mm": _grouped,
 }
 
-PRODUCTS: dict[Callable[..., Any], Handler] = {
+PRODUCTS: dict[TorchFunction, Handler] = {
     **by_function(_HANDLERS),
     F.linear: _linear,
     torch.einsum: _einsum,
@@ -234,7 +235,7 @@ PLACES = {function: place for place, function in enumerate(PRODUCTS)}
 
 
 @in_graph
-def outside_of_modes(place: int, args: tuple[Any, ...], kwargs: Any) -> Any:
+def outside_of_modes(place: int, args: Arguments, kwargs: Keywords) -> object:
     """A call of PRODUCTS as one call of a graph, inside of which no mode sees a call."""
     with torch.DisableTorchFunction():
         return list(PRODUCTS)[place](*args, **kwargs)
@@ -251,7 +252,7 @@ OPERATORS = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
 """The types of operators of torch.ops: of one, and of one of its overloads."""
 
 
-def handler_of(function: Callable[..., Any]) -> Handler | None:
+def handler_of(function: TorchFunction) -> Handler | None:
     """The handler of a torch function, or of an operator of another library; None for others."""
     if isinstance(function, OPERATORS):
         return _OPERATORS.get(str(function))
@@ -282,7 +283,7 @@ def _linear_cross_entropy(
     return F.cross_entropy(logits, target, **kwargs)
 
 
-COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
+COMPOSED: dict[TorchFunction, TorchFunction] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
 }
 """Torch function -> an equivalent function that makes the calls of which it is composed."""
@@ -291,7 +292,7 @@ if hasattr(F, "linear_cross_entropy"):  # torch 2.13
 
 
 def expansion(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    function: TorchFunction, args: Arguments, kwargs: Keywords
 ) -> Callable[[], Any] | None:
     """For a call that is composed of others: what makes these, so that a mode sees them."""
     if function is torch.einsum:
@@ -312,7 +313,7 @@ _RARE = [
     for function in SPELLINGS[name]
 ]
 
-_WHY_LEFT: dict[str, tuple[Callable[..., Any], ...]] = {
+_WHY_LEFT: dict[str, tuple[TorchFunction, ...]] = {
     "one kernel computes all its products; write it out step by step": (
         torch.lstm,
         torch.gru,

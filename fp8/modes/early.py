@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -15,13 +13,13 @@ class EarlyMode(TorchFunctionMode):
     """A torch-function mode that sees each call before any autocast while it is entered: one that
     records a model or replaces its functions."""
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> EarlyMode:
         if torch.compiler.is_dynamo_compiling():
             reveal()
         open_frame(self, early_modes=(*FRAMES.items[-1].early_modes, self))
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         close_frame(self)
         super().__exit__(*error)

@@ -486,7 +486,8 @@ def measured(
 
 
 def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The arguments in the dtype of the enclosing `torch.autocast`. As in torch, float64 and tensors that are not floating point stay."""
+    """The arguments in the dtype of the enclosing `torch.autocast`. As in torch, float64 and
+    tensors that are not floating point stay."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors

@@ -14,6 +14,7 @@ from ..common.validation import check_between, check_choice, check_keys
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
+from ..torch_internals import Keywords
 from .rules import LOWERED, REGISTER, RULES
 from .scaling import SCALINGS, Tile
 
@@ -103,7 +104,7 @@ class Cast:
             number_format=get_format(self.format),
         )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Keywords) -> None:
         """Of a pickle, which has the name of the rule. Raises ValueError for an unknown one."""
         vars(self).update(state)
         self._complete_rule()
@@ -229,7 +230,7 @@ class Cast:
             ]
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Keywords:
         """The fields as plain values, for JSON."""
         values = asdict(self)
         if isinstance(self.format, Format):

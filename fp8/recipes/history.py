@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..common.compiler import updates_states
 from ..common.dtensor import part_of
 from ..common.validation import check_module
+from ..torch_internals import Keywords, Layer
 from ..torch_internals.decorators import taken_as_constant
 from ..warnings import PitfallWarning, show
 
@@ -39,7 +40,7 @@ class LayerState:
     """The states of a layer's operands in one call. Of several products, each is named by its order
     or its stack of weights: fp8_amax_001_matmul_input, fp8_amax_down_proj_3_linear_input."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Layer) -> None:
         self._layer, self._products = layer, 0
         self._traced = torch.compiler.is_dynamo_compiling()
         watched = layer.fp8_watch
@@ -150,7 +151,7 @@ _EAGER = (
 )
 
 
-def note_scale(layer: Any, name: str) -> None:
+def note_scale(layer: Layer, name: str) -> None:
     """Notes whether a state is set. Reads the value, which synchronizes, only if it was written."""
     measured = vars(layer.fp8_measured)
     if measured.get(name, False) is False:
@@ -219,7 +220,7 @@ def has_scales(layer: nn.Module) -> bool:
     return any(name.startswith(_SCALE) for name in layer._buffers)
 
 
-def add_initial_histories(layer: Any, state: dict[str, Any], prefix: str) -> None:
+def add_initial_histories(layer: Layer, state: Keywords, prefix: str) -> None:
     """Adds initial histories to a state_dict of the layer that has none, as one of the unconverted
     model. (A safetensors file has nothing under a module's second name.)"""
     buffers = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.validation import check_keys, check_name, check_whole
+from ..torch_internals import Arguments, Keywords
 from .cast import Cast
 from .recipe import (
     AUTO,
@@ -256,7 +257,7 @@ class Policy:
         base = None if self.recipe is None else to
         return replace(self, recipe=base, rules=rules, switch=())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Keywords:
         """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
         return vars(self) | {
             "recipe": _as_json(self.recipe),
@@ -300,7 +301,7 @@ class Policy:
         return Policy.from_dict(json.loads(text))
 
 
-def _sequence(field: str, values: Any) -> tuple[Any, ...]:
+def _sequence(field: str, values: Any) -> Arguments:
     if isinstance(values, str | Mapping | LayerRule) or not isinstance(
         values, Iterable
     ):
@@ -315,7 +316,7 @@ def _check_fraction(what: str, got: Any) -> None:
         raise ValueError(f"{what} must be a number from 0 to 1, got {got!r}")
 
 
-def _switches(pairs: tuple[Any, ...]) -> tuple[Start, ...]:
+def _switches(pairs: Arguments) -> tuple[Start, ...]:
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(

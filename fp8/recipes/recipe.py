@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from ..common.validation import check_between, check_choice, check_keys, check_name
 from ..formats.format import get_format
+from ..torch_internals import Keywords
 from .cast import Cast, lines_of
 from .rules import RULES
 from .tensor_cores import FORMATS, TENSOR_CORES
@@ -205,7 +206,7 @@ class Recipe:
             )
         return RECIPES.setdefault(self.name, self)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Keywords:
         """The recipe as a dict of plain values, for ``json.dumps``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {k: v.to_dict() if isinstance(v, Cast) else v for k, v in values.items()}
@@ -217,7 +218,7 @@ class Recipe:
         check_keys(
             "Recipe", values, (f.name for f in fields(Recipe)), ("name", *OPERANDS)
         )
-        read: dict[str, Any] = {
+        read: Keywords = {
             k: Cast.from_dict(v) if isinstance(v, Mapping) else v
             for k, v in values.items()
         }
@@ -257,13 +258,13 @@ def _nvfp4(name: str, rule: str, back: str) -> Recipe:
 
 def _one_way_each(name: str, forward: Cast, back: Cast) -> Recipe:
     """One cast for both operands of the output, another one for all operands of both gradients."""
-    second: dict[str, Any] = {"grad_input_weight": back, "grad_weight_input": back}
+    second: Keywords = {"grad_input_weight": back, "grad_weight_input": back}
     return Recipe(name=name, input=forward, weight=forward, grad=back, **second)
 
 
 _E5M2 = {"format": "e5m2"}
 _SQUARE = {"tile": (128, 128)}
-_RANDOM: dict[str, Any] = {"rounding": "stochastic", "signs": "random"}
+_RANDOM: Keywords = {"rounding": "stochastic", "signs": "random"}
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe

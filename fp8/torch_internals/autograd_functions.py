@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter
 
+from . import Arguments, Context
 from .pipelining import refuse_split_graphs
 
 
@@ -67,7 +68,7 @@ def apply_eagerly(function: type[Function], *args: Any) -> Any:
             return _with_binding(function, args)
 
 
-def _with_binding(function: type[Function], args: tuple[Any, ...]) -> Any:
+def _with_binding(function: type[Function], args: Arguments) -> Any:
     try:
         return function.apply(*args)
     except NotImplementedError as error:
@@ -99,7 +100,7 @@ def unaliased(output: Tensor) -> Tensor:
     return output
 
 
-def is_recorded(ctx: Any) -> bool:
+def is_recorded(ctx: Context) -> bool:
     """Whether ``ctx`` belongs to an eager call by `apply` that autograd records, outside of
     torch.func."""
     return getattr(ctx, "is_recorded", False)
@@ -107,7 +108,7 @@ def is_recorded(ctx: Any) -> bool:
 
 @cache
 def _without_binding(function: type[Function], records: bool) -> type[Function]:
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Context, *args: Any) -> Any:
         ctx.is_recorded = records and any(ctx.needs_input_grad)
         output = function.forward(*args)
         function.setup_context(ctx, args, output)

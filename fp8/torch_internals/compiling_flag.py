@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from . import Arguments, Keywords
 from .pipelining import refuse_split_graphs
 
 _UNMARKED = torch.__version__ < "2.13"
@@ -48,7 +49,7 @@ def marked_as_compiling(sets: bool = _UNMARKED) -> Iterator[None]:
 
 
 @torch.compiler.allow_in_graph
-def call_by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_by_name(name: str, args: Arguments, kwargs: Keywords) -> Any:
     """Calls the function that `in_graph` has decorated, without the compiler tracing into it. Its
     name, since a graph can hold a string where it cannot hold a class."""
     refuse_split_graphs()

@@ -7,13 +7,14 @@ longer than the import of these packages: `torch.compiler.assume_constant_result
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 
-Fn = TypeVar("Fn", bound=Callable[..., Any])
+from . import TorchFunction
+
+Fn = TypeVar("Fn", bound=TorchFunction)
 
 
 def taken_as_constant(fn: Fn) -> Fn:
@@ -38,7 +39,7 @@ def untraced(function: Fn, reason: str | None = None) -> Fn:
     return cast("Fn", called)
 
 
-def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:
+def in_graph(function: Fn, graph: TorchFunction | None = None) -> Fn:
     """Decorator of a function of a module: in a graph the function, or ``graph``, is a single call
     by name. It may read only its arguments, and state that every graph guards (autocast, the
     gradient mode)."""

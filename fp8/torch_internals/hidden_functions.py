@@ -8,18 +8,18 @@ Works around: torch.compile (2.11 to 2.14) calls a mode for the functions alone 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import Arguments, Keywords, TorchFunction
 from .decorators import taken_as_constant
 
 #: Functions that torch does not list as overridable: torch.compile hides them from modes, and a
 #: compiled model would silently compute them without a recipe or replacement.
-HIDDEN: list[Callable[..., Any]] = [F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh]
+HIDDEN: list[TorchFunction] = [F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh]
 
 
 @taken_as_constant
@@ -35,9 +35,7 @@ def reveal() -> bool:
     return True
 
 
-def called(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def called(function: TorchFunction, args: Arguments, kwargs: Keywords) -> Any:
     """``function(*args, **kwargs)`` inside a torch-function mode, where torch.compile cannot trace
     `Tensor.unflatten`."""
     if function is Tensor.unflatten:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, _inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from . import TorchFunction
 from .compiling_flag import marked_as_compiling
 
 
@@ -57,9 +58,7 @@ def in_each_configuration(
         yield run(x)
 
 
-def compiled(
-    function: Callable[..., Sequence[Tensor]], *args: Tensor
-) -> Callable[..., Any]:
+def compiled(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> TorchFunction:
     """``function``, without gradients, as inductor compiles it for tensors like ``args``; takes no
     lock of the compiler."""
     with torch.no_grad(), marked_as_compiling(True):

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -67,7 +66,7 @@ def checkpoints() -> int:
     return sum(name in calls for name in running())
 
 
-def apart() -> AbstractContextManager[Any]:
+def apart() -> AbstractContextManager[object]:
     """Context in which a running checkpoint neither sees nor counts saved tensors."""
     if any(name in ("checkpoint", "recompute_fn") for name in running()):
         return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

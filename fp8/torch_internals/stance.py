@@ -30,14 +30,14 @@ class _Stance(str):
         return not self == name
 
 
-def _set_stance() -> AbstractContextManager[Any]:
+def _set_stance() -> AbstractContextManager[object]:
     stance = _Stance("force_eager")
     try:  # imports the compiler, as every optimizer does: torch.cond would import it otherwise
         context: Any = torch.compiler.set_stance(stance)
     except RuntimeError as error:
         raise RuntimeError(IN_PIECES) from error
     stance.before = context.prev.stance
-    return cast("AbstractContextManager[Any]", context)
+    return cast("AbstractContextManager[object]", context)
 
 
 class _Uncompiled(ContextDecorator):
@@ -47,7 +47,7 @@ class _Uncompiled(ContextDecorator):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders = 0
-        self._changed: AbstractContextManager[Any] = nullcontext()
+        self._changed: AbstractContextManager[object] = nullcontext()
 
     def hold(self) -> None:
         with self._lock:
@@ -56,7 +56,7 @@ class _Uncompiled(ContextDecorator):
             self._holders += 1
         open_frame(self, uncompiled=True)
 
-    def release(self, *error: Any) -> None:
+    def release(self, *error: object) -> None:
         close_frame(self)
         with self._lock:
             self._holders -= 1
