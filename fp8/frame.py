@@ -27,7 +27,6 @@ class Frame(NamedTuple):
             Meanwhile nothing is cast or compiled.
         recording: the `fp8.casts.counts.Recording` that counts what casts lose, if one does.
         kept: how many blocks of `fp8.common.step.kept` are open.
-        uncompiled: whether this thread runs compiled functions in eager mode.
         observer: what sees the calls of a model, if anything does; False where nothing may.
         batch: the innermost `unit_scaling.rules.batch.batch_multiplier`, if one is open.
         opener: what opened the frame; None if torch.compile traced that.
@@ -39,7 +38,6 @@ class Frame(NamedTuple):
     measurement: Any = None
     recording: Any = None
     kept: int = 0
-    uncompiled: bool = False
     observer: Any = None
     batch: Any = None
     opener: object = None

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..common.compiler import compiled_as
-from ..common.validation import check_name
+from ..common.validation import check_between, check_name
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "name": str,
@@ -69,58 +69,47 @@ class Format:
     under dynamic shapes it does not treat a number read from an object as one."""
 
     def __post_init__(self) -> None:
-        def require(condition: bool, what: str) -> None:
-            if not condition:
-                raise ValueError(f"format {self.name!r}: {what}")
+        what = f"format {self.name!r}"
 
-        def check_range(field: str, value: float, low: int, high: int) -> None:
-            require(
-                low <= value <= high, f"{field} is {value}, allowed are {low} to {high}"
-            )
+        def require(condition: bool, needs: str) -> None:
+            if not condition:
+                raise ValueError(f"{what}: {needs}")
 
         for field, kind in _TYPES.items():
-            if not isinstance(value := getattr(self, field), kind):
-                raise TypeError(f"format {self.name!r}: {field} cannot be {value!r}")
+            value = getattr(self, field)
+            if not isinstance(value, kind):
+                raise TypeError(f"{what}: {field} cannot be {value!r}")
         require(bool(self.name), "the name is empty")
-        check_range("exponent_bits", self.exponent_bits, 1, 8)  # up to those of float32
-        check_range("mantissa_bits", self.mantissa_bits, 0, 23)
+        # Up to those of float32, in which formats are computed.
+        check_between(f"{what}: exponent_bits", self.exponent_bits, 1, 8)
+        check_between(f"{what}: mantissa_bits", self.mantissa_bits, 0, 23)
         require(0 < self.max < math.inf, f"max is {self.max}, not finite and positive")
+        low, bits = self.min_exponent, self.mantissa_bits
         high = min(2**self.exponent_bits - 1 - self.bias, 127)
-        check_range("the exponent of min normal", self.min_exponent, -127, high)
-        check_range(
-            f"the exponent of max {self.max}",
-            self.max_exponent,
-            self.min_exponent,
-            high,
-        )
-        steps = math.ldexp(self.max, self.mantissa_bits - self.max_exponent)
-        require(
-            steps.is_integer(),
-            f"max {self.max} has more than {self.mantissa_bits} bits",
-        )
-        require(
-            self.dtype is None or self._is_in(self.dtype),
-            f"{self.dtype} lacks its values",
-        )
+        check_between(f"{what}: the exponent of min normal", low, -127, high)
+        check_between(f"{what}: the exponent of max", self.max_exponent, low, high)
+        steps = math.ldexp(self.max, bits - self.max_exponent)
+        require(steps.is_integer(), f"max {self.max} has more than {bits} bits")
+        fits = self.dtype is None or self._is_in(self.dtype)
+        require(fits, f"{self.dtype} lacks its values")
         row = FORMATS.get(self.name, self)
-        require(
-            row == self,
-            f"fp8.FORMATS has other values of that name: {row!r}; choose another",
-        )
+        require(row == self, f"fp8.FORMATS has that name: {row!r}; choose another")
         *values, dtype = [getattr(self, field.name) for field in fields(self)]
-        texts = [str(float(v) if isinstance(v, float) else int(v)) for v in values[1:]]
+        texts = [self.name]
+        for value in values[1:]:
+            number = float(value) if isinstance(value, float) else int(value)
+            texts.append(str(number))
         texts.append("" if dtype is None else dtype_name(dtype))
-        object.__setattr__(self, "text", "|".join([self.name, *texts]))
+        object.__setattr__(self, "text", "|".join(texts))
 
     def _is_in(self, dtype: torch.dtype) -> bool:
         """Whether a dtype has the range and precision of the format."""
         if not dtype.is_floating_point:
             return False
         limits, step = torch.finfo(dtype), 2.0**-self.mantissa_bits
-        fine = (
-            limits.eps <= step and limits.smallest_normal * step <= self.min_subnormal
-        )
-        return fine and limits.min <= -self.max and limits.max >= self.max
+        if limits.eps > step or limits.smallest_normal * step > self.min_subnormal:
+            return False
+        return limits.min <= -self.max and limits.max >= self.max
 
     @staticmethod
     def from_text(text: str) -> Format:
@@ -176,12 +165,10 @@ _STORED = (*(field.name for field in fields(Format)), "text")
 """The attributes of a format, in the order of its `text`."""
 
 
-def _add(
-    name: str, bits: tuple[int, int], bias: int, max: float, **others: Any
-) -> None:
+def _add(name: str, bits: tuple[int, int], bias: int, max: float, **more: Any) -> None:
     """Adds a row to `FORMATS`. bits: of the exponent and of the mantissa."""
-    sizes: Any = dict(zip(("exponent_bits", "mantissa_bits"), bits, strict=True))
-    FORMATS[name] = Format(name=name, **sizes, bias=bias, max=max, **others)
+    more["exponent_bits"], more["mantissa_bits"] = bits
+    FORMATS[name] = Format(name=name, bias=bias, max=max, **more)
 
 
 # OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 uses all but one code of
@@ -202,17 +189,10 @@ _add("e2m3", (2, 3), 1, 7.5)
 _add("e2m1", (2, 1), 1, 6.0)
 
 # The upper half of a float32.
-_add(
-    "bf16",
-    (8, 7),
-    127,
-    (2 - 2.0**-7) * 2.0**127,
-    infinity=True,
-    nan=True,
-    dtype=torch.bfloat16,
-)
+_IEEE = {"infinity": True, "nan": True}
+_add("bf16", (8, 7), 127, (2 - 2.0**-7) * 2.0**127, **_IEEE, dtype=torch.bfloat16)
 # IEEE 754-2019 binary16.
-_add("fp16", (5, 10), 15, 65504.0, infinity=True, nan=True, dtype=torch.float16)
+_add("fp16", (5, 10), 15, 65504.0, **_IEEE, dtype=torch.float16)
 
 
 @compiled_as(lambda format: Format.from_text(format.text))

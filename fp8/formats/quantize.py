@@ -149,19 +149,21 @@ class _Backward(torch.autograd.Function):
     def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
         _, ctx.grid, scale, key = inputs
         # Tensors only: in compiled code saved_tensors omits None.
-        ctx.save_for_backward(
-            *(value for value in (scale, key) if isinstance(value, Tensor))
-        )
-        ctx.scaled, ctx.keyed = scale is not None, isinstance(key, Tensor)
-        ctx.key = None if ctx.keyed else key
+        ctx.scaled, ctx.keyed, ctx.key = scale is not None, False, key
+        tensors = [] if scale is None else [scale]
+        if isinstance(key, Tensor):
+            tensors.append(key)
+            ctx.keyed, ctx.key = True, None
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scale = ctx.saved_tensors[0] if ctx.scaled else None
-        options = ctx.grid, scale, ctx.saved_tensors[-1] if ctx.keyed else ctx.key
-        again = is_differentiated_again()
-        out = apply(_Forward, grad, *options) if again else _quantize(grad, *options)
-        return out, None, None, None
+        tensors = ctx.saved_tensors
+        scale = tensors[0] if ctx.scaled else None
+        options = (ctx.grid, scale, tensors[-1] if ctx.keyed else ctx.key)
+        if is_differentiated_again():
+            return apply(_Forward, grad, *options), None, None, None
+        return _quantize(grad, *options), None, None, None
 
 
 def convertible(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -190,9 +192,8 @@ def check_dtype(x: Tensor) -> None:
 def _refuse_sparse(x: Tensor) -> None:
     refuse_nested(x)
     if x.layout != torch.strided:
-        raise TypeError(
-            f"cannot quantize a tensor of layout {x.layout}; give x.to_dense()"
-        )
+        kind = f"a tensor of layout {x.layout}"
+        raise TypeError(f"cannot quantize {kind}; give x.to_dense()")
 
 
 @eager_only()
@@ -240,34 +241,41 @@ def _grid(
         mantissa_bits = min(format.mantissa_bits, -int(math.log2(limits.eps)))
         step = 2.0 ** (math.frexp(largest)[1] - 1 - mantissa_bits)
         largest = math.floor(largest / step) * step
-    beyond: float | None = largest if overflow == "saturate" else format.nonfinite
+    beyond: float | None = largest
+    if overflow != "saturate":
+        beyond = format.nonfinite
     if beyond is None:
         raise ValueError(
             f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'"
         )
-    steps, values = (format.mantissa_bits, format.min_exponent), (largest, beyond)
-    truncates = rounding == "toward_zero"
-    grid = Grid(*steps, *values, format.negative_zero, random_bits, infinity, truncates)
+    grid = Grid(
+        mantissa_bits=format.mantissa_bits,
+        min_exponent=format.min_exponent,
+        largest=largest,
+        beyond=beyond,
+        negative_zero=format.negative_zero,
+        random_bits=random_bits,
+        infinity=infinity,
+        truncates=rounding == "toward_zero",
+    )
     return grid.in_dtype(dtype if dtype in LAYOUTS else torch.float32)
 
 
 def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
     if scale is None:
         return None
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(x.dtype, torch.float32)
     if not isinstance(scale, Tensor):
         if not isinstance(scale, int | float):
-            raise TypeError(
-                f"scale is a {type(scale).__name__}; give a number or a tensor"
-            )
+            kind = type(scale).__name__
+            raise TypeError(f"scale is a {kind}; give a number or a tensor")
         if not 0 < scale < math.inf:
             raise ValueError(f"scale is {scale}, not positive and finite")
         return torch.full((), scale, dtype=dtype, device=x.device)
     extra = x.ndim - scale.ndim
     sizes = zip(scale.shape, x.shape[extra:], strict=False)
-    if extra < 0 or any(
-        s != n for s, n in sizes if s != 1
-    ):  # not `s in (1, n)`: n may be symbolic
+    # Not `s in (1, n)`, as n may be symbolic.
+    if extra < 0 or any(s != n for s, n in sizes if s != 1):
         raise ValueError(
             f"scale {tuple(scale.shape)} does not broadcast to x {tuple(x.shape)}"
         )
@@ -277,20 +285,17 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
         with suppress(RuntimeError):  # under vmap
             if bool(valid.all()):
                 return scale
-            raise ValueError(
-                f"scale has {float(scale[~valid][0])}, not positive and finite"
-            )
+            wrong = float(scale[~valid][0])
+            raise ValueError(f"scale has {wrong}, not positive and finite")
     return torch.where(valid, scale, torch.nan)
 
 
 def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
-    if rounding != "stochastic":
-        if seed is not None:
-            raise ValueError(f"rounding={rounding!r} takes no seed; 'stochastic' does")
-        return None
-    if seed is None:
-        return drawn_key(device)
-    return random_key(seed)
+    if rounding == "stochastic":
+        return drawn_key(device) if seed is None else random_key(seed)
+    if seed is not None:
+        raise ValueError(f"rounding={rounding!r} takes no seed; 'stochastic' does")
+    return None
 
 
 def _quantize(
@@ -324,8 +329,10 @@ def round_values(
     y, bits = x, None
     if x.dtype not in LAYOUTS:
         y = x.float()
-    if scale is not None:
-        y = divided(y, scale) if inverse is None else y * inverse
+    if inverse is not None:
+        y = y * inverse
+    elif scale is not None:
+        y = divided(y, scale)
     if key is not None:
         bits = bits_from_key(x.shape, key, device=x.device, start=start)
         bits = fewer_bits(bits, grid.random_bits)
@@ -339,12 +346,9 @@ def round_values(
 
 def _fits_chunks(x: Tensor, scale: Tensor | None) -> bool:
     """Whether ``x`` is larger than the cache and has one scale."""
-    one_scale = scale is None or not scale.ndim
-    return (
-        one_scale
-        and x.device.type == "cpu"
-        and x.numel() > CHUNK * torch.get_num_threads()
-    )
+    if x.device.type != "cpu" or (scale is not None and scale.ndim):
+        return False
+    return x.numel() > CHUNK * torch.get_num_threads()
 
 
 def _in_chunks(

@@ -79,13 +79,11 @@ def random_key(seed: Seed) -> Key:
 def _check_seed(part: object) -> None:
     if isinstance(part, Tensor):
         if part.dtype != torch.int64 or part.ndim != 0:
-            raise TypeError(
-                f"a seed tensor is 0-dim int64, got {part.dtype}, {tuple(part.shape)}"
-            )
+            got = f"{part.dtype}, {tuple(part.shape)}"
+            raise TypeError(f"a seed tensor is 0-dim int64, got {got}")
     elif isinstance(part, bool) or not isinstance(part, int | torch.SymInt):
-        raise TypeError(
-            f"a seed is an int, a 0-dim int64 tensor or several, got {part!r}"
-        )
+        needs = "an int, a 0-dim int64 tensor or several"
+        raise TypeError(f"a seed is {needs}, got {part!r}")
     elif not -(2**63) <= part < 2**63:
         raise ValueError(f"seed {part} does not fit into 64 bits")
 
@@ -100,18 +98,16 @@ def bits_from_key(
 ) -> Tensor:
     """int32 random bits: a hash of `key` and the row-major index, from `start`."""
     count = math.prod(shape)
-    first: Key = (
-        key.to(torch.int32)
-        if isinstance(key, Tensor)
-        else (key + 2**31) % 2**32 - 2**31
-    )
-    second: Key = (key >> 32).to(torch.int32) if isinstance(key, Tensor) else key >> 32
+    first, second = (key + 2**31) % 2**32 - 2**31, key >> 32
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        first, second = first.to(torch.int32), second.to(torch.int32)
     if start + count <= 1 << INDEX_BITS:
         z = torch.arange(start, start + count, dtype=torch.int32, device=device)
     else:
         index = torch.arange(start, start + count, device=device)
         z = (index & ((1 << INDEX_BITS) - 1)).to(torch.int32)
-        second = (index >> INDEX_BITS).to(torch.int32).mul_(FIRST).bitwise_xor_(second)
+        blocks = (index >> INDEX_BITS).to(torch.int32)
+        second = blocks.mul_(FIRST).bitwise_xor_(second)
     z = z ^ first
     z = z.bitwise_xor_(_shift(z, 17)).mul_(FIRST).add_(second)
     z = z.bitwise_xor_(_shift(z, 11)).mul_(SECOND)

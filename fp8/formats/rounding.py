@@ -100,11 +100,8 @@ def round_to_grid(x: Tensor, grid: Grid, bits: Tensor | None = None) -> Tensor:
     # Nearest, ties to even: adds and subtracts a number so large that the addition itself rounds.
     # With p the power of two at or below |x|, floats at 1.5 * p * 2**(23 - m) have the spacing of
     # the grid at x; 1.5 keeps sums of either sign in one binade.
-    power = (
-        (x.view(layout.integer) & layout.infinity)
-        .clamp_(grid.low, grid.high)
-        .view(x.dtype)
-    )
+    bits_of_power = x.view(layout.integer) & layout.infinity
+    power = bits_of_power.clamp_(grid.low, grid.high).view(x.dtype)
     y = torch.add(x, power, alpha=grid.magic).sub_(power, alpha=grid.magic)
     if grid.beyond != grid.largest:
         y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
@@ -200,16 +197,12 @@ def _finish_bits(
     raw: Tensor, magnitude: Tensor, rounded: Tensor, grid: Grid, layout: Layout
 ) -> Tensor:
     """The bits of the result: applies overflow, NaN and sign to the rounded magnitude."""
-    largest = layout.encode(grid.largest)
-    if grid.beyond == grid.largest:
+    largest, beyond = layout.encode(grid.largest), layout.encode(grid.beyond)
+    if grid.truncates:  # only Inf overflows
         rounded = rounded.clamp_(max=largest)
-    elif grid.truncates:
-        beyond = layout.encode(grid.beyond)
-        rounded = torch.where(
-            magnitude < layout.infinity, rounded.clamp(max=largest), beyond
-        )
+        rounded = torch.where(magnitude < layout.infinity, rounded, beyond)
     else:
-        rounded = torch.where(rounded > largest, layout.encode(grid.beyond), rounded)
+        rounded = torch.where(rounded > largest, beyond, rounded)
     special = layout.infinity + (grid.infinity is None)  # Inf and NaN, or NaN alone
     quiet = grid.infinity is not None and math.isnan(grid.infinity)
     other = magnitude | layout.encode(math.nan) if quiet else magnitude

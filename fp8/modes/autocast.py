@@ -49,7 +49,6 @@ from .dispatch import (
     SPECIAL,
     SPELLINGS,
     expansion,
-    handler_of,
     outside_of_modes,
 )
 
@@ -99,7 +98,8 @@ class _Mode(TorchFunctionMode):
             and (expanded := expansion(function, args, kwargs)) is not None
         ):
             return within((self, *FRAMES.items[-1].early_modes), expanded)()
-        if (handler := handler_of(function)) is not None:
+        handler = PRODUCTS.get(function)
+        if handler is not None:
             if kwargs.get("out") is not None:
                 if is_from_graph():
                     return function(*args, **kwargs)

@@ -222,13 +222,8 @@ class Cast:
             f"rotated by {self.hadamard}": self.hadamard,
             "random signs": self.signs == "random",
         }
-        return ", ".join(
-            [
-                str(self.format),
-                scaling,
-                *(d for d, is_set in differences.items() if is_set),
-            ]
-        )
+        shown = [name for name, is_set in differences.items() if is_set]
+        return ", ".join([str(self.format), scaling, *shown])
 
     def to_dict(self) -> Keywords:
         """The fields as plain values, for JSON."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def _casts() -> Iterator[str]:
 CASTS = tuple(_casts())
 """The casts of a layer: product.operand."""
 
-CONCERNS = (*PRODUCTS, *OPERANDS, *CASTS)
+CONCERNS = tuple(chain(PRODUCTS, OPERANDS, CASTS))
 """What `LayerRule.product` may name: the casts of a product, of an operand, or a single one."""
 
 ROLES: dict[str, str] = {
@@ -130,13 +130,14 @@ class LayerRule:
     @property
     def casts(self) -> tuple[int, ...]:
         """The indices in `CASTS` of the casts that the rule concerns."""
-        wanted = self.product
-        return tuple(
-            i for i, c in enumerate(CASTS) if wanted in (None, c, *c.split("."))
-        )
+        casts = []
+        for i, cast in enumerate(CASTS):
+            if self.product in (None, cast, *cast.split(".")):
+                casts.append(i)
+        return tuple(casts)
 
     def __str__(self) -> str:
-        return f"{self.layers!r}" + (f" {self.product}" if self.product else "")
+        return " ".join(filter(None, (repr(self.layers), self.product)))
 
 
 # (layers, product, recipe) of a `LayerRule`; (fraction of the steps, recipe from there on).
@@ -251,38 +252,36 @@ class Policy:
         if not reached:
             return replace(self, switch=())
         to = None if None in reached else reached[-1]  # high precision stays
-        rules = tuple(
-            r if r.recipe is None else replace(r, recipe=to) for r in self.rules
-        )
+        rules = []
+        for rule in self.rules:
+            rules.append(rule if rule.recipe is None else replace(rule, recipe=to))
         base = None if self.recipe is None else to
-        return replace(self, recipe=base, rules=rules, switch=())
+        return replace(self, recipe=base, rules=tuple(rules), switch=())
 
     def to_dict(self) -> Keywords:
         """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
-        return vars(self) | {
-            "recipe": _as_json(self.recipe),
-            "rules": [
-                vars(rule) | {"recipe": _as_json(rule.recipe)} for rule in self.rules
-            ],
-            "keep": list(self.keep),
-            "others": _as_json(self.others),
-            "switch": [
-                {"from": start, "recipe": _as_json(r)} for start, r in self.switch
-            ],
-        }
+        rules = []
+        for rule in self.rules:
+            rules.append(vars(rule) | {"recipe": _as_json(rule.recipe)})
+        switch = []
+        for start, recipe in self.switch:
+            switch.append({"from": start, "recipe": _as_json(recipe)})
+        values = dict(vars(self), rules=rules, switch=switch, keep=[*self.keep])
+        values["recipe"] = _as_json(self.recipe)
+        values["others"] = _as_json(self.others)
+        return values
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Policy:
         """The policy that `to_dict` wrote. All keys but "recipe" are optional. Raises as Policy,
         and ValueError for an unknown or missing key."""
-        check_keys("Policy", values, [f.name for f in fields(Policy)], ("recipe",))
-        read = {**values, "others": _read(values.get("others"))}
-        read["rules"] = tuple(
-            map(_read_rule, _sequence("rules", values.get("rules", ())))
-        )
-        read["switch"] = tuple(
-            map(_read_switch, _sequence("switch", values.get("switch", ())))
-        )
+        check_keys("Policy", values, _names(Policy), ("recipe",))
+        read = dict(values)
+        read["others"] = _read(values.get("others"))
+        rules = _sequence("rules", values.get("rules", ()))
+        switch = _sequence("switch", values.get("switch", ()))
+        read["rules"] = [_read_rule(rule) for rule in rules]
+        read["switch"] = [_read_switch(entry) for entry in switch]
         return Policy(_read(read.pop("recipe")), **read)
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -342,14 +341,15 @@ def _read(recipe: Any) -> Any:
     return recipe
 
 
+def _names(kind: type) -> list[str]:
+    """The names of the fields of a dataclass."""
+    return [field.name for field in fields(kind)]
+
+
 def _read_rule(values: Any) -> LayerRule:
-    check_keys(
-        "rule of a Policy",
-        values,
-        [field.name for field in fields(LayerRule)],
-        ("layers",),
-    )
-    return LayerRule(**{**values, "recipe": _read(values.get("recipe"))})
+    check_keys("rule of a Policy", values, _names(LayerRule), ("layers",))
+    recipe = _read(values.get("recipe"))
+    return LayerRule(values["layers"], recipe, values.get("product"))
 
 
 def _read_switch(values: Any) -> tuple[Any, Any]:
@@ -372,14 +372,12 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
     recipes = [auto if isinstance(source, str) else source for source in sources]
     if all(recipe == recipes[0] for recipe in recipes):
         return recipes[0]
-    x, w, g, w_second, g_second, x_second = [
-        None if recipe is None else recipe.casts[i] for i, recipe in enumerate(recipes)
-    ]
-    parted = [
-        b
-        for a, b in ((x, x_second), (w, w_second), (g, g_second))
-        if b is not None and a != b
-    ]
+    casts = []
+    for i, recipe in enumerate(recipes):
+        casts.append(recipe.casts[i] if recipe else None)
+    x, w, g, w_second, g_second, x_second = casts
+    pairs = ((x, x_second), (w, w_second), (g, g_second))
+    parted = [b for a, b in pairs if b is not None and a != b]
     if auto.keeps_history and any(cast.keeps_history for cast in parted):
         return composed(sources, PLAIN)
     casting = [recipe for recipe in recipes if recipe is not None]
@@ -412,13 +410,11 @@ def _name(recipes: list[Recipe | None]) -> str:
     names = dict(zip(CASTS, map(name_of, recipes), strict=True))
     base = max((r.name for r in recipes if r), key=[*names.values()].count)
     others: dict[str, str] = {}
-    for product in PRODUCTS:
-        of_product = {
-            cast: name for cast, name in names.items() if cast.startswith(f"{product}.")
-        }
-        first, second = of_product.values()
-        others |= {product: first} if first == second else of_product
-    listed = ", ".join(
-        f"{cast}: {name}" for cast, name in others.items() if name != base
-    )
-    return f"{base} ({listed})"
+    for product, (a, b) in PRODUCTS.items():
+        first, second = f"{product}.{a}", f"{product}.{b}"
+        if names[first] == names[second]:
+            others[product] = names[first]
+        else:
+            others |= {first: names[first], second: names[second]}
+    parts = [f"{cast}: {name}" for cast, name in others.items() if name != base]
+    return f"{base} ({', '.join(parts)})"

@@ -7,10 +7,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ..common.validation import check_between, check_choice, check_keys, check_name
-from ..formats.format import get_format
 from ..torch_internals import Keywords
 from .cast import Cast, lines_of
-from .rules import RULES
 from .tensor_cores import FORMATS, TENSOR_CORES
 
 AUTO = "auto"
@@ -132,64 +130,54 @@ class Recipe:
         again_w = second.get("grad_input_weight", w)
         again_g = second.get("grad_weight_grad", g)
         again_x = second.get("grad_weight_input", x)
-        pairs: dict[str, Pair] = {
-            "forward": (x, w),
-            "grad_input": (g, again_w),
-            "grad_weight": (again_g, again_x),
-        }
-        for product, pair in pairs.items():
-            self._check_product(product, pair)
         casts = (x, w, g, again_w, again_g, again_x)
-        first = [cast for cast in (x, w, g) if cast is not None]
+        values = vars(self)
+        values["casts"], values["text"] = casts, lines_of(casts)
+        values["fast_sums"] = tuple(self.fast_sums)
+        values["is_fast"] = tuple(name in self.fast_sums for name in PRODUCTS)
+        values["sums"] = f"{self.accumulate} {self.promote}" if self.accumulate else ""
+        values["forward"] = (x, w)
+        values["grad_input"] = (g, again_w)
+        values["grad_weight"] = (again_g, again_x)
+        for product in PRODUCTS:
+            self._check_product(product, values[product])
         scalings = {cast.scaling for cast in casts if cast is not None}
-        sums = ""
-        if self.accumulate:
-            sums = f"{self.accumulate} {self.promote}"
-        vars(self).update(
-            pairs,
-            casts=casts,
-            text=lines_of(casts),
-            sums=sums,
-            fast_sums=tuple(self.fast_sums),
-            is_fast=tuple(name in self.fast_sums for name in PRODUCTS),
-            fixed=bool(scalings & {"unit", "static"}),
-            keeps_history=any(cast.keeps_history for cast in first),
-            changes_scales=any(cast.history for cast in first),
-        )
+        first = [cast for cast in (x, w, g) if cast is not None]
+        values["fixed"] = bool(scalings & {"unit", "static"})
+        values["keeps_history"] = any(cast.keeps_history for cast in first)
+        values["changes_scales"] = any(cast.history for cast in first)
 
-    def _check_cast(self, field: str, cast: Any) -> None:
+    def _check_cast(self, field: str, cast: object) -> None:
         is_second = field in _OVERRIDES
-        if not (cast is None or isinstance(cast, Cast) or (is_second and cast == SAME)):
-            others = ', None or "same"' if is_second else " or None"
-            raise TypeError(f"Recipe.{field} must be a Cast{others}, not {cast!r}")
-        if is_second and isinstance(cast, Cast) and cast.keeps_history:
+        if not isinstance(cast, Cast):
+            if cast is not None and not (is_second and cast == SAME):
+                others = ', None or "same"' if is_second else " or None"
+                raise TypeError(f"Recipe.{field} must be a Cast{others}, not {cast!r}")
+        elif is_second and cast.keeps_history:
             raise ValueError(
                 f'{field} cannot have scaling "{cast.scaling}": one history, one cast'
             )
 
     def _check_product(self, product: str, casts: Pair) -> None:
-        rotations = [
-            (cast.hadamard, cast.signs) if cast else (0, "fixed") for cast in casts
-        ]
-        if rotations[0] != rotations[1]:
+        present = [cast for cast in casts if cast is not None]
+        rotations = [(cast.hadamard, cast.signs) for cast in present]
+        if len(present) == 1:
+            rotations.append((0, "fixed"))
+        if len({*rotations}) > 1:
             got = f"got (hadamard, signs)={rotations}"
             raise ValueError(f"{product} needs both operands rotated alike, {got}")
-        formats = [get_format(cast.format).name for cast in casts if cast is not None]
-        rules = [
-            RULES[cast.rule]
-            for cast in casts
-            if cast is not None and cast.rule is not None
-        ]
-        if self.accumulate and any(rule.is_simulated for rule in rules):
-            takes = (
-                f"accumulate={self.accumulate!r} takes rules of the largest magnitude"
-            )
-            raise ValueError(
-                f"{takes}, not {' by '.join(rule.name for rule in rules)} ({product})"
-            )
-        if self.accumulate and len(formats) == 2 and not set(formats) <= set(FORMATS):
-            takes = f"accumulate={self.accumulate!r} multiplies {', '.join(FORMATS)}"
-            raise ValueError(f"{takes}, not {' by '.join(formats)} ({product})")
+        if self.accumulate is None:
+            return
+        takes = f"accumulate={self.accumulate!r}"
+        for cast in present:
+            if cast.is_simulated:
+                raise ValueError(
+                    f"{takes} takes rules of the largest magnitude, not {cast.rule} ({product})"
+                )
+        formats = [cast.number_format.name for cast in present]
+        if len(formats) == 2 and not {*formats} <= {*FORMATS}:
+            got = f"{' by '.join(formats)} ({product})"
+            raise ValueError(f"{takes} multiplies {', '.join(FORMATS)}, not {got}")
 
     @property
     def overrides(self) -> dict[str, Cast | None]:
@@ -201,15 +189,17 @@ class Recipe:
         """Adds the recipe to `fp8.RECIPES`, so that functions take its name, and policies store it.
         Returns the recipe itself. Raises ValueError if another recipe has the name, or "auto"."""
         if self.name == AUTO or RECIPES.get(self.name, self) != self:
-            raise ValueError(
-                f"recipe {self.name!r} is registered already; choose another name"
-            )
+            taken = f"recipe {self.name!r} is registered already"
+            raise ValueError(f"{taken}; choose another name")
         return RECIPES.setdefault(self.name, self)
 
     def to_dict(self) -> Keywords:
         """The recipe as a dict of plain values, for ``json.dumps``."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {k: v.to_dict() if isinstance(v, Cast) else v for k, v in values.items()}
+        values = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values[field.name] = value.to_dict() if isinstance(value, Cast) else value
+        return values
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recipe:
@@ -218,10 +208,10 @@ class Recipe:
         check_keys(
             "Recipe", values, (f.name for f in fields(Recipe)), ("name", *OPERANDS)
         )
-        read: Keywords = {
-            k: Cast.from_dict(v) if isinstance(v, Mapping) else v
-            for k, v in values.items()
-        }
+        read = dict(values)
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                read[key] = Cast.from_dict(value)
         return Recipe(**read)
 
 
@@ -346,7 +336,8 @@ and for layers that are calibrated or in a model of ``unit_scale``."""
 def get_recipe(recipe: str | Recipe) -> Recipe:
     """The row of `RECIPES` with this name; a Recipe is returned unchanged. Raises ValueError for an
     unknown name and for "auto", which needs a model, TypeError for other arguments."""
-    if (found := recipe_unless_auto(recipe)) is None:
+    found = recipe_unless_auto(recipe)
+    if found is None:
         raise ValueError(
             'recipe "auto" is "unit", "static" or "tensor", by the layer: give it to a function '
             f"that takes a model; here choose one of {', '.join(map(repr, RECIPES))}"
@@ -374,5 +365,5 @@ def needs_unit_scale(recipe: Recipe) -> bool:
     """Whether a cast to 8 bits or fewer has no scale."""
     casts = (cast for cast in recipe.casts if cast is not None)
     return any(
-        cast.scaling == "unit" and get_format(cast.format).bits <= 8 for cast in casts
+        cast.scaling == "unit" and cast.number_format.bits <= 8 for cast in casts
     )
