@@ -65,17 +65,13 @@ def _cast_groups(
     looks: whether static scales are measured again."""
     spec = cast_of(text)
     y, scales, after = _results(x, offs, history, split, axis, spec.hadamard)
-    # As `fp8.recipes.history.LayerState.buffer` has that of a matrix.
-    states = [
-        state if bool(state.any()) and not looks else state[None] for state in after
-    ]
     ends = aligned(offs, spec) if split == axis else offs
-    parts = (
-        pieces(x, offs, split),
-        pieces(y, ends, split),
-        pieces(scales, ends, split),
-    )
-    for part, values, scaled, state in zip_longest(*parts, states):
+    results = pieces(y, ends, split), pieces(scales, ends, split)
+    parts = pieces(x, offs, split)
+    for part, values, scaled, state in zip_longest(parts, *results, after):
+        # As `fp8.recipes.history.LayerState.buffer` has that of a matrix.
+        if state is not None and (looks or not bool(state.any())):
+            state = state[None]
         if part.numel():
             cast, scale = rounded(part, spec, axis, state, record, signs, label=label)
             values.copy_(cast)
@@ -136,20 +132,21 @@ def cast_groups(
         return x, None
     if record is None:
         record = updates_states()
-    looks = isinstance(label, Row)
-    name = "" if isinstance(label, Row) else label
-    arguments = (offs, history, signs, split, axis, record, spec.text, name, looks)
+    looks, name = isinstance(label, Row), label
+    if isinstance(label, Row):
+        name = ""
     values = dequantized(x).detach()
-    y, scales, after = torch.ops.fp8.cast_groups(values, *arguments)
+    y, scales, after = torch.ops.fp8.cast_groups(
+        values, offs, history, signs, split, axis, record, spec.text, name, looks
+    )
+    one = spec.tile == (0, 0) and not spec.is_simulated
     if looks and y.shape == x.shape:  # not padded for a rotation
-        one = spec.tile == (0, 0) and not spec.is_simulated
         unknown = torch.full((), torch.nan, device=x.device)
         scale = scales if one else unknown
         observe(label, Observed(values, y, scale, spec.number_format))
     if history is not None and record:
         with torch.no_grad():
             history.copy_(after)
-    if spec.tile != (0, 0) or spec.is_simulated:
-        return y, None
-    scaled = spec.stored_rule is not None or history is not None
-    return y, scales if scaled else None
+    if one and (spec.stored_rule is not None or history is not None):
+        return y, scales
+    return y, None

@@ -62,11 +62,8 @@ class Measurement:
         moment = self.moments.setdefault(state.data_ptr(), Moment(state))
         moment.total = moment.total + total / static_rms(get_format(cast.format)) ** 2
         moment.elements += x.numel()
-        if (
-            torch.is_grad_enabled()
-            and type(x) in (Tensor, Parameter)
-            and not x.is_inference()
-        ):
+        plain = type(x) in (Tensor, Parameter) and not x.is_inference()
+        if torch.is_grad_enabled() and plain:
             key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
             # Keeps x, so that no other tensor gets its address.
             leader, _ = self._read.setdefault(key, (state.data_ptr(), x.detach()))

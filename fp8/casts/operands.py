@@ -4,7 +4,7 @@ are saved for the backward pass: with one scale factor in the dtype of their for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -169,8 +169,7 @@ def casts_of(token: str) -> Casts:
     a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b = specs
     second = "weight"
     if _OTHER in options:
-        second = "other"
-        b = a
+        second, b = "other", a
         if a is None:
             b_for_grad_a = None
             grad_for_a = grad_for_a and grad_for_a.unrotated
@@ -178,9 +177,8 @@ def casts_of(token: str) -> Casts:
             b_for_grad_a = a.unrotated
         else:
             b_for_grad_a = a.rotated(grad_for_a.hadamard, grad_for_a.signs)
-    operands = (a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b)
     reuses_grad = one_copy(grad_for_a, grad_for_b)
-    return Casts(
+    casts = Casts(
         a=a,
         b=b,
         grad_for_a=grad_for_a,
@@ -191,9 +189,10 @@ def casts_of(token: str) -> Casts:
         reuses_b=one_copy(b, b_for_grad_a),
         reuses_grad=reuses_grad,
         grad_again="grad" if reuses_grad else "grad again",
-        random_signs=any(cast and cast.signs == "random" for cast in operands),
         second=second,
     )
+    signs = {cast.signs for pair in casts.pairs for cast in pair if cast}
+    return replace(casts, random_signs="random" in signs)
 
 
 def one_copy(first: Cast | None, second: Cast | None) -> bool:
@@ -326,9 +325,9 @@ def _byte_dtype(
     format: str | Format, tile: tuple[int, int], rule: str | None
 ) -> torch.dtype | None:
     """The FP8 dtype in which an operand is saved; None to save it unchanged."""
-    if tile != (0, 0):
-        return None
-    if rule is not None and LOWERED[rule].is_simulated:  # with several scales, maybe
+    # A rule that reads values may give a tensor several scales.
+    several = rule is not None and LOWERED[rule].is_simulated
+    if tile != (0, 0) or several:
         return None
     return get_format(format).dtype
 
@@ -344,16 +343,17 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 def restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 or wider and rounded to ``dtype``."""
     one_scale = scale is None or not scale.ndim
-    lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1
-    lookup = (
-        lookup
-        and data.device.type == "cpu"
-        and not torch.compiler.is_dynamo_compiling()
-    )
-    source = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data
-    values = source.to(torch.promote_types(dtype, torch.float32))
-    values = (values if scale is None else values * scale).to(dtype)
-    if not lookup:
+    bytes = one_scale and type(data) is Tensor and data.dtype.itemsize == 1
+    on_cpu = data.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
+    looks_up = bytes and on_cpu
+    values = data
+    if looks_up:
+        values = torch.arange(256, dtype=torch.uint8).view(data.dtype)
+    values = values.to(torch.promote_types(dtype, torch.float32))
+    if scale is not None:
+        values = values * scale
+    values = values.to(dtype)
+    if not looks_up:
         return values
     # A lookup takes a fifth of the time of a conversion.
     index = data.view(torch.uint8).flatten().int()

@@ -20,9 +20,8 @@ def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
     """Sylvester's matrix: (i, j) -> (-1)**popcount(i & j) * sign[j] / sqrt(size). The signs are the
     first bits of the fraction of pi (arXiv:2509.25149, section 4.2)."""
     index = torch.arange(size, device=like.device)
-    bits = (
-        index[:, None] >> torch.arange(size.bit_length(), device=like.device) & 1
-    ).float()
+    places = torch.arange(size.bit_length(), device=like.device)
+    bits = (index[:, None] >> places & 1).float()
     negative = aten.matmul.default(bits, bits.mT).remainder(2)
     signs = [1.0 - 2.0 * (KEY_START >> (62 - j % 63) & 1) for j in range(size)]
     signed = (1 - 2 * negative) * torch.tensor(signs, device=like.device)
@@ -55,10 +54,10 @@ def rotated(x: Tensor, size: int, axis: int, signs: Tensor | None = None) -> Ten
         local = x.to_local()  # type: ignore[attr-defined]
         return as_shard(x, rotated(local, size, axis, signs))
     count = -(-x.shape[axis] // size)
-    if missing := count * size - x.shape[axis]:
-        x = aten.constant_pad_nd.default(
-            x, [0, missing] if axis == -1 else [0, 0, 0, missing]
-        )
+    missing = count * size - x.shape[axis]
+    if missing:
+        sides = [0, missing] if axis == -1 else [0, 0, 0, missing]
+        x = aten.constant_pad_nd.default(x, sides)
     blocks = torch.unflatten(x, axis, (count, size))
     if signs is not None:
         blocks = blocks * (signs if axis == -1 else signs[:, None]).to(x.dtype)

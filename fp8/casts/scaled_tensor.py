@@ -158,11 +158,9 @@ class ScaledTensor(Tensor):
         """Stores ``numbers`` (None: its values) in the format, rounded as by `scaled`."""
         if numbers is None and self.scale is not None:
             return self
-        new = (
-            self.dequantize(torch.float32)
-            if numbers is None
-            else numbers.to(torch.float32)
-        )
+        if numbers is None:
+            numbers = self.dequantize(torch.float32)
+        new = numbers.to(torch.float32)
         increment_version(self)
         tile = (self.is_whole() and self.memory.tile) or (0, 0)
         return self._take(*in_format(new, FORMATS[self.format], tile))
@@ -218,7 +216,8 @@ class ScaledTensor(Tensor):
 
     def storage(self) -> Any:
         """The storage of its values. Like a write, it converts them to float32."""
-        if (raw := self.written()).dtype != self.dtype:
+        raw = self.written()
+        if raw.dtype != self.dtype:
             raise RuntimeError(
                 f"{self.dtype} has its values in {raw.dtype}: pass x.dequantize()"
             )
@@ -286,14 +285,9 @@ class ScaledTensor(Tensor):
         # As plain bytes, because pickle cannot read torch's tensors of 8-bit formats.
         stored = self.stored
         bits = stored.view(torch.uint8) if stored.itemsize == 1 else stored
-        settings = (
-            self.dtype,
-            self.format,
-            self.requires_grad,
-            self._attributes(),
-            stored.dtype,
-        )
-        return _rebuild, (bits, self.scale, *settings, self.memory.tile)
+        settings = (self.dtype, self.format, self.requires_grad, self._attributes())
+        tile = self.memory.tile
+        return _rebuild, (bits, self.scale, *settings, stored.dtype, tile)
 
     def _attributes(self) -> Keywords:
         return {k: v for k, v in vars(self).items() if k not in STATE}
@@ -317,11 +311,8 @@ class ScaledTensor(Tensor):
         if torch.Tag.inplace_view in func.tags:
             what = f"{func} cannot change the shape or the storage of a ScaledTensor in place"
             raise NotImplementedError(f"{what}: assign x.data = y")
-        if (
-            func.is_view
-            and isinstance(args[0], ScaledTensor)
-            and func is not aten.view.dtype
-        ):
+        views = func.is_view and func is not aten.view.dtype
+        if views and isinstance(args[0], ScaledTensor):
             return _viewed(func, args, kwargs)
         return _computed(func, args, kwargs)
 
@@ -442,19 +433,16 @@ torch.serialization.add_safe_globals([_rebuild])
 
 def _computed(func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     """Computes any operation on the values, and stores results that it writes in float32."""
-    outputs = [
-        args[i] if i < len(args) else kwargs.get(argument.name)
-        for i, argument in enumerate(func._schema.arguments)
-        if argument.is_write
-    ]
+    outputs = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            outputs.append(args[i] if i < len(args) else kwargs.get(argument.name))
     written = {id(x): x for x in tree_leaves(outputs) if isinstance(x, ScaledTensor)}
     numbers: dict[int, Tensor] = {}
     for x in tree_leaves((args, kwargs)):
         if isinstance(x, ScaledTensor) and id(x) not in numbers:
-            raw = x.written() if id(x) in written else None
-            numbers[id(x)] = (
-                x.dequantize() if raw is None or raw.dtype != x.dtype else raw
-            )
+            in_place = id(x) in written and x.written().dtype == x.dtype
+            numbers[id(x)] = x.stored if in_place else x.dequantize()
     opened = tree_map(lambda x: numbers.get(id(x), x), (args, kwargs))
     result = func(*opened[0], **opened[1])
     for key, x in written.items():
@@ -492,18 +480,16 @@ def _copy_(
     # From float32, whatever the dtype.
     if not isinstance(x, ScaledTensor):
         return func(x, dequantized(source, torch.float32), non_blocking)
-    narrow = (
-        isinstance(source, ScaledTensor)
-        and source.scale is not None
-        and source.is_scaled()
-    )
+    narrow = isinstance(source, ScaledTensor) and source.scale is not None
     alike = narrow and (source.format, source.memory.tile) == (x.format, x.memory.tile)
-    if alike and x.is_whole() and source.shape == x.shape:
+    fits = alike and source.is_scaled() and source.shape == x.shape
+    if fits and x.is_whole():
         return x._take(source.stored, source.scale)
     numbers = dequantized(source, torch.float32).to(x.device).expand_as(x)
     if x.memory.rounds:
         return x.store(numbers)
-    if (exact := _exact(x, numbers)) is not None:
+    exact = _exact(x, numbers)
+    if exact is not None:
         return x._take(*exact)
     func(x.written(), numbers)
     return x
@@ -519,12 +505,11 @@ def _exact(x: ScaledTensor, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
         scale, scales = x.scale.clone(), x.memory.scales()
         stored = in_dtype(numbers / scales, format.dtype)
     else:
-        stored, scales = in_format(numbers, format)
-        scale = scales
+        stored, scale = in_format(numbers, format)
+        scales = scale
     back = stored.to(torch.float32) * scales
-    same = torch.allclose(back, numbers, rtol=0, atol=0, equal_nan=True)
-    if same:
-        return (stored, scale)
+    if torch.allclose(back, numbers, rtol=0, atol=0, equal_nan=True):
+        return stored, scale
     return None
 
 
@@ -543,14 +528,10 @@ def _new_empty_strided(
 
 def _times_(func: OpOverload, x: Any, y: Any) -> Any:
     """By one real number that does not change the dtype."""
-    if (
-        not isinstance(x, ScaledTensor)
-        or x.dim() == 0
-        or isinstance(y, ScaledTensor | complex)
-    ):
+    if not isinstance(x, ScaledTensor) or x.scale is None or not x.is_whole():
         return NotImplemented
     one_number = not isinstance(y, Tensor) or (y.dim() == 0 and not y.is_complex())
-    if not one_number or x.scale is None or not x.is_whole():
+    if not one_number or x.dim() == 0 or isinstance(y, ScaledTensor | complex):
         return NotImplemented
     x.scale.copy_(func(x.scale.clone(), y))
     return x

@@ -89,11 +89,8 @@ class _Copier:
         self._memo = memo
         self._roots = nn.ModuleList([module])
         self._roots.extend(other for other in others if isinstance(other, nn.Module))
-        parts = {
-            *self._roots.modules(),
-            *self._roots.parameters(),
-            *self._roots.buffers(),
-        }
+        modules = self._roots.modules()
+        parts = {*modules, *self._roots.parameters(), *self._roots.buffers()}
         for other in others:
             if isinstance(other, Optimizer):
                 parts.update(p for group in other.param_groups for p in group["params"])
@@ -103,9 +100,9 @@ class _Copier:
             for name, value in own_attributes(part).items()
         ]
         self._hooks = [*_own_hooks(self._roots)]
-        self._parameter_hooks = (
-            [*_hooks_of_parameters(self._roots)] if parameter_hooks else []
-        )
+        self._parameter_hooks = []
+        if parameter_hooks:
+            self._parameter_hooks = [*_hooks_of_parameters(self._roots)]
         self._leading = _Leading({id(part) for part in parts})
         self._leading.add(value for *_, value in self._attributes)
         self._leading.add(hook for *_, hook in (*self._hooks, *self._parameter_hooks))
@@ -231,18 +228,15 @@ class _Copier:
         """Gives the copies of functions their closures, defaults, globals and attributes."""
         for function in self._leading.functions:
             made = self._memo[id(function)]
-            for cell, mine in zip(
-                function.__closure__ or (), made.__closure__ or (), strict=True
-            ):
+            cells = zip(function.__closure__ or (), made.__closure__ or (), strict=True)
+            for cell, mine in cells:
                 mine.cell_contents = self.own(_contents(cell))
             made.__defaults__ = self.own(function.__defaults__)
             made.__kwdefaults__ = self.own(function.__kwdefaults__)
             made.__dict__.update({n: self.own(v) for n, v in vars(function).items()})
             if made.__globals__ is not function.__globals__:
-                named = {
-                    name: self.own(value) for name, value in _globals(function).items()
-                }
-                made.__globals__.update(named)
+                named = _globals(function)
+                made.__globals__.update({n: self.own(v) for n, v in named.items()})
 
     def _register_parameter_hooks(self) -> None:
         for parameter, register, hook in self._parameter_hooks:
@@ -330,12 +324,12 @@ def _globals(function: FunctionType) -> Keywords:
         names.update(code.co_names)
         codes.extend(each for each in code.co_consts if isinstance(each, CodeType))
     values = function.__globals__
-    named = {name: values[name] for name in names if name in values}
-    return {
-        name: value
-        for name, value in named.items()
-        if getattr(value, "__globals__", values) is values
-    }
+    found = {}
+    for name in names & values.keys():
+        value = values[name]
+        if getattr(value, "__globals__", values) is values:
+            found[name] = value
+    return found
 
 
 def _contents(cell: CellType) -> object:
@@ -350,23 +344,21 @@ def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, object]]
     parts = {id(part) for part in model.modules()}
     for module in model.modules():
         hooks = [(n, *item) for n in HOOKS for item in vars(module).get(n, {}).items()]
-        keys = {
-            key
-            for name, key, hook in hooks
-            if name in FORWARD_HOOKS and _belongs(hook, parts)
-        }
-        yield from (
-            (module, name, key, hook) for name, key, hook in hooks if key in keys
-        )
+        forward = [(key, hook) for name, key, hook in hooks if name in FORWARD_HOOKS]
+        keys = {key for key, hook in forward if _belongs(hook, parts)}
+        for name, key, hook in hooks:
+            if key in keys:
+                yield module, name, key, hook
 
 
 def _hooks_of_parameters(model: nn.Module) -> Iterator[tuple[Tensor, str, object]]:
     """(parameter, the method that registers, hook)."""
+    kinds = {
+        "_backward_hooks": "register_hook",
+        "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+    }
     for parameter in model.parameters():
-        for name, register in (
-            ("_backward_hooks", "register_hook"),
-            ("_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook"),
-        ):
+        for name, register in kinds.items():
             for hook in (getattr(parameter, name, None) or {}).values():
                 yield parameter, register, hook
 

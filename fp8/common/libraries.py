@@ -132,11 +132,9 @@ def need(name: str) -> Any:
         return loaded
     result = probe(name)
     if result.module is None:
-        state = (
-            "is not installed"
-            if result.status == "missing"
-            else f"is broken ({result.why})"
-        )
+        state = "is not installed"
+        if result.status == "broken":
+            state = f"is broken ({result.why})"
         raise ImportError(f"{name} {state}: {LIBRARIES[name].get}") from result.error
     return result.module
 
@@ -167,7 +165,5 @@ def explains_arguments(function: F) -> F:
 
 def transforms() -> dict[str, Callable[[Any], Any]]:
     """The transforms of installed packages, the entry points of the group `TRANSFORMS`, by name."""
-    return {
-        entry.name: entry.load()
-        for entry in importlib.metadata.entry_points(group=TRANSFORMS)
-    }
+    entries = importlib.metadata.entry_points(group=TRANSFORMS)
+    return {entry.name: entry.load() for entry in entries}

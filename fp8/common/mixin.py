@@ -59,11 +59,9 @@ class Mixin:
         return (_restore, (make, args, self._mixins, attributes), *state)
 
     def _missing_from(self, state: Any) -> Keywords:
-        return {
-            n: vars(self)[n]
-            for n in self._attributes
-            if n in vars(self) and n not in state
-        }
+        own = vars(self)
+        names = [n for n in self._attributes if n in own and n not in state]
+        return {name: own[name] for name in names}
 
 
 _NO_TORCHSCRIPT = (
@@ -120,18 +118,16 @@ def _make_subclass(
     @functools.wraps(base.forward)
     def forward(self: Layer, *args: object, **kwargs: object) -> Any:
         inner = base.forward  # looked up per call: it may have been replaced
-        if not isinstance(
-            self, mixin
-        ):  # removed since; a wrapper still holds this forward
+        # Removed since; a wrapper still holds this forward.
+        if not isinstance(self, mixin):
             return inner(self, *args, **kwargs)
         return mixin.around(self, functools.partial(inner, self), args, kwargs)
 
     active = tuple(b for b in mixins if b.around is not Mixin.around)
-    names = {
-        **{
-            name: getattr(base, name)
-            for name in ("__module__", "__qualname__", "__doc__")
-        },
+    names: Keywords = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
         "_original": original,
         "_mixins": mixins,
         "_active": active,
@@ -197,9 +193,9 @@ def _below(cls: Any, base: type[nn.Module]) -> Any:
     if not issubclass(cls, Mixin) or "_original" in vars(cls):
         return base
     bases = tuple(_below(b, base) if issubclass(b, Mixin) else b for b in cls.__bases__)
-    namespace = {
-        k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")
-    }
+    namespace = dict(vars(cls))
+    for name in ("__dict__", "__weakref__"):
+        namespace.pop(name, None)
     return type(cls)(cls.__name__, bases, namespace)
 
 

@@ -162,12 +162,10 @@ def leaves(results: Iterable[Tensor]) -> set[Output]:
 def scalars(output: Output) -> list[Tensor]:
     """The ``loss`` of an output if it requires a gradient, else all 0-dim tensors that do."""
     named = _named_loss(output)
-    for parts in (named, as_container(output)):
+    for parts, most in ((named, 1), (as_container(output), None)):
         losses = [t for t in tensors([parts]) if t.dim() == 0 and t.requires_grad]
-        if losses and parts is named:
-            return losses[:1]
         if losses:
-            return losses
+            return losses[:most]
     return []
 
 
@@ -191,9 +189,7 @@ def starts(
     outputs and standard normal numbers. Raises as `loss_value`."""
     value = loss_value(output, loss)
     if value is not None:
-        if value.requires_grad:
-            return ([value], [None])
-        return ([], [])
+        return ([value], [None]) if value.requires_grad else ([], [])
     ends = [t for t in tensors(output) if t.requires_grad]
     generator = torch.Generator().manual_seed(seed)
     return ends, [torch.randn(t.shape, generator=generator).to(t) for t in ends]
@@ -333,8 +329,8 @@ class restored(TorchFunctionMode):
         super().__init__()
         self._kept = FRAMES.items[-1].kept
         self._parameters = list(parameters)
-        self._at: dict[int, Tensor] | None = None
-        self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        self._at: dict[int | None, Tensor] | None = None
+        self._values: dict[int | None, tuple[Tensor, Tensor]] = {}
         self._data: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(
@@ -356,9 +352,8 @@ class restored(TorchFunctionMode):
 
     def _keep(self, written: Iterable[Tensor]) -> None:
         if self._at is None:
-            self._at = {
-                key: t for t in self._parameters if (key := _storage(t)) is not None
-            }
+            self._at = {_storage(t): t for t in self._parameters}
+            self._at.pop(None, None)
         for key in map(_storage, written):
             if key in self._at and key not in self._values:
                 values = self._at[key].detach()
@@ -376,7 +371,7 @@ class restored(TorchFunctionMode):
         """Whether a call has changed its values."""
         if self._is_replaced(parameter):
             return True
-        values, before = self._values.get(_storage(parameter) or 0, (parameter, None))
+        values, before = self._values.get(_storage(parameter), (parameter, None))
         return before is not None and not torch.equal(values, before)
 
     def __exit__(self, *error: object) -> None:
@@ -398,9 +393,8 @@ def _renorms(name: str, args: Arguments, kwargs: Keywords) -> bool:
 
 def is_in_place(name: str, kwargs: Keywords) -> bool:
     """Whether a torch call writes its result into an argument, by its name and keywords."""
-    operator = name == "__setitem__" or (
-        name.startswith("__i") and name != "__invert__"
-    )
+    augmented = name.startswith("__i") and name != "__invert__"
+    operator = augmented or name == "__setitem__"
     marked = name.endswith("_") and not name.endswith("__")
     return operator or marked or "out" in kwargs or bool(kwargs.get("inplace"))
 

@@ -4,8 +4,7 @@ element, which are saved for the backward pass. Casts and products equal simulat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,22 +136,30 @@ def _multiply(
     return multiply(kernel, a, b, factor, dtype, fast)
 
 
+class _Operands(NamedTuple):
+    """The stored operands of the product, and a and b as stored for the backward ones; None if the
+    transpose of the first serves."""
+
+    a: QuantizedOperand
+    b: QuantizedOperand
+    again_a: QuantizedOperand | None
+    again_b: QuantizedOperand | None
+
+
 class _Native(Function):
-    """`product`. a and b are passed to receive gradients. The last arguments are four operands of
-    three tensors each (`QuantizedOperand`): a and b for this product, then for the backward ones,
-    None if the transposed forward operands serve."""
+    """`product`. a and b are passed to receive gradients."""
 
     @staticmethod
     def forward(
         a: Tensor,
         b: Tensor,
         bias: Tensor | None,
+        operands: _Operands,
         states: States,
         how: Constants,
-        *operands: Tensor | None,
     ) -> Tensor:
-        left, right, _, _ = _stored(operands)
-        y = _multiply(how, _OUTPUT, left, right, getattr(torch, how.dtype))
+        dtype = getattr(torch, how.dtype)
+        y = _multiply(how, _OUTPUT, operands.a, operands.b, dtype)
         y = y[: a.shape[0]]  # without padding rows
         if bias is None:
             return y
@@ -160,14 +167,12 @@ class _Native(Function):
 
     @staticmethod
     def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
-        _, _, _, ctx.states, ctx.how, *operands = inputs
-        left, right, again_a, again_b = _stored(operands)
+        _, _, _, operands, ctx.states, ctx.how = inputs
+        ctx.reuses_a = operands.again_a is None
+        ctx.reuses_b = operands.again_b is None
         # One copy is saved of an operand.
-        ctx.reuses_a = again_a.values is None
-        ctx.reuses_b = again_b.values is None
-        a = left if ctx.reuses_a else again_a
-        b = right if ctx.reuses_b else again_b
-        ctx.save_for_backward(*a, *b)
+        a = operands.again_a or operands.a
+        ctx.save_for_backward(*a, *(operands.again_b or operands.b))
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -176,14 +181,15 @@ class _Native(Function):
                 "create_graph=True: products of backend='native' have no second derivative; those "
                 "of backend='simulate' have"
             )
-        a, b = _stored(saved_tensors(ctx))
+        tensors = saved_tensors(ctx)
+        a, b = QuantizedOperand(*tensors[:3]), QuantizedOperand(*tensors[3:])
         if ctx.reuses_a:
             a = a.mT
         if ctx.reuses_b:
             b = b.mT
         how, casts = ctx.how, casts_of(ctx.how.casts)
         history, table = ctx.states.grad, ctx.states.table
-        needs_a, needs_b, needs_bias, *others = ctx.needs_input_grad
+        needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         da = db = dbias = g = None
         if needs_a:
             label = how.label("grad", table)
@@ -200,16 +206,7 @@ class _Native(Function):
             db = _multiply(how, _GRAD_B, g, a, grad.dtype)
         if needs_bias:
             dbias = grad.sum(0) * how.scales[_GRAD_B]
-        return da, db, dbias, *[None] * len(others)
-
-
-def _stored(tensors: Sequence[Tensor | None]) -> list[QuantizedOperand]:
-    """Operands, of three tensors each."""
-    starts = range(0, len(tensors), 3)
-    return [QuantizedOperand(*tensors[i : i + 3]) for i in starts]  # type: ignore[arg-type]
-
-
-_NO_TENSORS = (None, None, None)
+        return da, db, dbias, None, None, None
 
 
 def _second(
@@ -311,6 +308,5 @@ def _computed(
             both = casts.second == "weight" and casts.b_for_grad_a is not None
             if record and both and right.scale.dtype == torch.float32:
                 right, again_b = _cast_at_once(right, again_b)
-    operands = [left, right, again_a or _NO_TENSORS, again_b or _NO_TENSORS]
-    tensors = chain.from_iterable(operands)
-    return apply(_Native, a, b, bias, states, how, *tensors)
+    operands = _Operands(left, right, again_a, again_b)
+    return apply(_Native, a, b, bias, operands, states, how)

@@ -141,8 +141,11 @@ class WeightCast:
         return (_sums(weight) != self._sums).any()
 
     def _versions_of(self, weight: Tensor) -> list[int]:
-        tensors = [weight, self._alias, *([] if self._scale is None else [self._scale])]
-        return [number for x in tensors for number in (x._version, x.data_ptr())]
+        versions = []
+        for x in (weight, self._alias, self._scale):
+            if x is not None:
+                versions += [x._version, x.data_ptr()]
+        return versions
 
     @taken_as_constant
     def note_graph(self) -> bool:
@@ -225,19 +228,16 @@ def _is_cacheable(
         return False
     if weight.is_inference():
         return False
-    if layer.fp8_recipe.accumulate or not native.takes(
-        layer.fp8_settings.backend, weight, weight
-    ):
+    takes = native.takes(layer.fp8_settings.backend, weight, weight)
+    if layer.fp8_recipe.accumulate or not takes:
         return False
     return not hasattr(layer, "fp8_amax_weight") and (scale is None or bool(scale > 0))
 
 
 def _of(optimizer: Optimizer, weights: Keywords) -> Keywords:
     """The weights of an optimizer."""
-    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return {
-        name: weight for name, weight in weights.items() if id(weight) in parameters
-    }
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {name: weight for name, weight in weights.items() if id(weight) in ids}
 
 
 def _after_loading(model: nn.Module, keys: object) -> None:
@@ -254,14 +254,12 @@ def _check(weights: Keywords) -> None:
     casts = {name: weight.fp8_cache for name, weight in weights.items()}
     counted = {name for name, cast in casts.items() if cast.is_stale(weights[name])}
     changed = [name for name in counted if casts[name].in_graph]
-    others = [
-        name for name, cast in casts.items() if cast.token and name not in counted
-    ]
+    others = [name for name in casts if casts[name].token and name not in counted]
     if others and not changed:
-        flags = torch.stack(
-            [casts[name].differs(weights[name]).cpu() for name in others]
-        ).tolist()
-        changed = [name for name, flag in zip(others, flags, strict=True) if flag]
+        # One transfer for all.
+        flags = [casts[name].differs(weights[name]).cpu() for name in others]
+        pairs = zip(others, torch.stack(flags).tolist(), strict=True)
+        changed = [name for name, flag in pairs if flag]
     if changed:
         raise RuntimeError(
             f"cached_weights: {changed[0]!r} was changed inside of the block, and products have "

@@ -141,9 +141,8 @@ def convert(
     for start, _ in policy.switch:
         resolve(policy.at(start), model)
     layers = {name: model.get_submodule(name) for name in decisions}
-    chosen = {
-        name for name, layer in layers.items() if where is None or where(name, layer)
-    }
+    # Before anything changes, as `where` may raise.
+    chosen = {n for n, layer in layers.items() if where is None or where(n, layer)}
     model = revert_layers(model)
     for name, module in layers.items():
         decision = decisions[name]
@@ -278,13 +277,12 @@ def _warn(model: nn.Module) -> None:
 def expand(model: M) -> M:
     """Makes containers call their layers, if any of those was converted: in evaluation mode they
     run one fused kernel instead, unless under a torch-function mode; a disabled block is one."""
+    fast = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
     for module in model.modules():
-        changed = (
-            isinstance(m, Converted) or is_replacement(m) for m in module.modules()
-        )
-        fast = isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer)
-        if fast and any(changed):
-            add_mixin(module, _Expanded)
+        if isinstance(module, fast):
+            parts = module.modules()
+            if any(isinstance(m, Converted) or is_replacement(m) for m in parts):
+                add_mixin(module, _Expanded)
     return model
 
 

@@ -88,18 +88,21 @@ def eject(model: nn.Module, path: str | Path) -> Path:
     model = unwrapped(model)
     check_not_overridden("eject", model)
     layers = list(_layers(model))
-    if refused := [
-        (name or "(model)", why) for name, why in _refused(model, layers) if why
-    ]:
-        whys = {why: ", ".join(n for n, w in refused if w == why) for _, why in refused}
-        listed = "".join(f"\n  {names}: {why}" for why, names in whys.items())
-        raise ValueError(f"eject has no code for these parts of the model:{listed}")
+    whys: dict[str, list[str]] = {}
+    for name, why in _refused(model, layers):
+        whys.setdefault(why, []).append(name or "(model)")
+    whys.pop("", None)
+    if whys:
+        listed = [f"\n  {', '.join(names)}: {why}" for why, names in whys.items()]
+        what = "eject has no code for these parts of the model:"
+        raise ValueError("".join([what, *listed]))
     if not layers:
         raise ValueError(
             "eject: no layer of the model is converted; call fp8.convert before"
         )
     text = _text(layers, path.stem)
-    if (lines := text.count("\n")) > MAX_LINES:
+    lines = text.count("\n")
+    if lines > MAX_LINES:
         raise ValueError(
             f"the file would have {lines} lines, eject writes at most {MAX_LINES}: the scales of "
             f"{len(layers)} layers do not fit; use a recipe without static scales"
@@ -122,9 +125,8 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
 def _refused(model: nn.Module, layers: list[_Layer]) -> Iterator[tuple[str, str]]:
     """(name, why) of everything in the model that the file cannot express, and others with ""."""
     for change in CHANGES:
-        yield from (
-            (row.path, row.done) for row in change.rows(model) if not row.left_alone
-        )
+        for row in change.rows(model):
+            yield row.path, "" if row.left_alone else row.done
     for name, module in model.named_modules():
         yield name, "its policy has a switch" if policy_of(module).switch else ""
         yield name, "a layer of another library" if is_replacement(module) else ""
@@ -226,19 +228,17 @@ def _text(layers: list[_Layer], stem: str) -> str:
 def _entry(name: str, recipe: Recipe) -> str:
     """An entry of RECIPES: the casts of each product in words."""
     x, w, g = recipe.input, recipe.weight, recipe.grad
-    pairs = [
-        (_word(x), _word(w)),
-        (_word(g), _word(recipe.grad_input[1], w)),
-        (_word(recipe.grad_weight[0], g), _word(recipe.grad_weight[1], x)),
+    again_w, (again_g, again_x) = recipe.grad_input[1], recipe.grad_weight
+    shown = [
+        f'("{_word(x)}", "{_word(w)}")',
+        f'("{_word(g)}", "{_word(again_w, w)}")',
+        f'("{_word(again_g, g)}", "{_word(again_x, x)}")',
     ]
-    shown = [f'("{first}", "{second}")' for first, second in pairs]
     line = f'    "{name}": ({", ".join(shown)}),'
     if len(line) <= WIDTH:
         return line
-    return (
-        "\n        ".join([f'    "{name}": (', *(f"{pair}," for pair in shown)])
-        + "\n    ),"
-    )
+    pairs = ",\n        ".join(shown)
+    return f'    "{name}": (\n        {pairs},\n    ),'
 
 
 def _word(cast: Cast | None, first: Cast | None = None) -> str:

@@ -91,15 +91,13 @@ class override:
         named = converted(self._model)
         by_layer: dict[Any, list[LayerRule]] = {}
         for rule in self._rules:
-            layers = {
-                name: m for name, m in named.items() if matches(rule.layers, name)
-            }
+            layers = [m for name, m in named.items() if matches(rule.layers, name)]
             if not layers:
                 names = ", ".join(map(repr, list(named)[:8])) or "none"
                 raise ValueError(
                     f"override: {rule} matches no converted layer; there are {names}"
                 )
-            for layer in layers.values():
+            for layer in layers:
                 by_layer.setdefault(layer, []).append(rule)
         for layer, rules in by_layer.items():
             in_force = [layer.fp8_recipe] * len(CASTS)
@@ -177,15 +175,13 @@ def _apply(layer: Any, record: Overridden) -> list[str]:
             )
     # Of an object with attributes of its own: other threads see all of the change at once.
     made: Layer = object.__new__(type(layer))
-    outside = {key: value for key, value in vars(layer).items() if key not in _CHANGED}
+    attributes = {k: value for k, value in vars(layer).items() if k not in _CHANGED}
     buffers = dict(record.before["_buffers"])
-    object.__setattr__(
-        made, "__dict__", outside | record.before | {"_buffers": buffers}
-    )
+    attributes |= record.before | {"_buffers": buffers}
+    object.__setattr__(made, "__dict__", attributes)
     if record.rules:
-        if (
-            recipe is not None and recipe.keeps_history
-        ):  # of open blocks, perhaps with set scales
+        # Those of open blocks stay, perhaps with scales that are set.
+        if recipe is not None and recipe.keeps_history:
             for name, buffer in layer._buffers.items():
                 buffers.setdefault(name, buffer)
         set_recipe(made, sources, since="override")

@@ -53,12 +53,11 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
         }
     layers: Layers = candidates(model)
     exceptions = _exceptions(policy, model, layers)
-    rules = {
-        f"rule {number}: {rule}": rule for number, rule in enumerate(policy.rules, 1)
-    }
-    matched = {
-        said: _matched(said, rule, model, layers) for said, rule in rules.items()
-    }
+    by_layer: dict[str, dict[str, LayerRule]] = {name: {} for name in layers}
+    for number, rule in enumerate(policy.rules, 1):
+        said = f"rule {number}: {rule}"
+        for name in _matched(said, rule, model, layers):
+            by_layer[name][said] = rule
     decisions = {}
     for name, layer in layers.items():
         if name in exceptions:
@@ -66,10 +65,7 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
             chosen = composed(sources, auto_of(layer))
             decisions[name] = Decision(chosen, sources, exceptions[name], kept=True)
         else:
-            of_layer = {
-                said: rule for said, rule in rules.items() if name in matched[said]
-            }
-            decisions[name] = _decide(policy, name, layer, of_layer)
+            decisions[name] = _decide(policy, name, layer, by_layer[name])
     return decisions
 
 

@@ -70,9 +70,7 @@ def _how(layer: Converted) -> str:
     settings = layer.fp8_settings
     whys = [_of_auto(layer), settings.why, settings.since]
     why = "; ".join(filter(None, whys))
-    name = settings.recipe.name
-    if why:
-        name = f"{name} ({why})"
+    name = settings.recipe.name + (f" ({why})" if why else "")
     return name + _runs(layer)
 
 

@@ -49,18 +49,17 @@ def blocks_of(model: nn.Module, layers: Layers) -> list[str]:
     return blocks
 
 
+# The last of transformers' Conv1D.
+_SIZES = {"in_features": "out_features", "in_channels": "out_channels", "nx": "nf"}
+
+
 def sizes_of(layer: Layer) -> tuple[int, int]:
     """(inputs, outputs) of a layer; (0, -1) for other kinds of layers."""
     if isinstance(layer, nn.MultiheadAttention):
         return layer.embed_dim, layer.embed_dim
-    # The last of transformers' Conv1D.
-    for names in (
-        ("in_features", "out_features"),
-        ("in_channels", "out_channels"),
-        ("nx", "nf"),
-    ):
-        if hasattr(layer, names[0]):
-            return getattr(layer, names[0]), getattr(layer, names[1])
+    for inputs, outputs in _SIZES.items():
+        if hasattr(layer, inputs):
+            return getattr(layer, inputs), getattr(layer, outputs)
     return 0, -1
 
 
@@ -73,14 +72,18 @@ def _parts(path: str, block: nn.Module, layers: Layers) -> list[list[str]]:
         if name in layers:
             before, after = sizes_of(layers[name])
             joined = open_part and after <= before
-            parts = [*parts[:-1], [*parts[-1], name]] if joined else [*parts, [name]]
+            if joined:
+                parts[-1].append(name)
+            else:
+                parts.append([name])
             open_part = joined or after == before
         elif isinstance(child, nn.ModuleList):
             parts += _parts(name, child, layers)
         else:
             inner = [layer for layer in layers if within(layer, name)]
-            parts += [inner] if inner else []
-            open_part = open_part and not inner
+            if inner:
+                parts.append(inner)
+                open_part = False
     return parts
 
 
@@ -133,14 +136,10 @@ def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
         weight = getattr(layer, "weight", None)
         if isinstance(weight, Tensor) and not is_lazy(weight) and weight.dim() == 2:
             outputs = weight.shape[1] if is_transposed(layer) else weight.shape[0]
-        parent, above = (
-            name.rpartition(".")[0],
-            name.rpartition(".")[0].rpartition(".")[0],
-        )
-        beside = {path: model.get_submodule(path) for path in (parent, above)}
-        counts = {
-            count for module in beside.values() for count in _counts(module, layer)
-        }
+        parent = name.rpartition(".")[0]
+        above = parent.rpartition(".")[0]
+        counts = _counts(model.get_submodule(parent), layer)
+        counts |= _counts(model.get_submodule(above), layer)
         if outputs > 1 and outputs in counts and _in_any(name, blocks):
             reasons[name] = f"one output for each of {outputs} experts beside it"
     return reasons
@@ -150,10 +149,9 @@ def _counts(parent: nn.Module, but: nn.Module) -> set[int]:
     """The lengths of lists of modules and of stacks in ``parent`` and its children but ``but``."""
     modules = (parent, *parent.children())
     stacks = [p for m in modules if m is not but for p in m.parameters(recurse=False)]
-    lengths = {p.shape[0] for p in stacks if not is_lazy(p) and p.dim() == 3}
-    return lengths | {
-        len(module) for module in modules if isinstance(module, nn.ModuleList)
-    }
+    lists = [m for m in modules if isinstance(m, nn.ModuleList)]
+    stacks = [p for p in stacks if not is_lazy(p) and p.dim() == 3]
+    return {*map(len, lists), *map(len, stacks)}
 
 
 _FINDERS: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
@@ -169,13 +167,12 @@ def with_role(role: str, model: nn.Module, layers: Layers) -> dict[str, str]:
     """The layers of ``model`` with a role of `fp8.recipes.policy.ROLES`: name -> reason. layers:
     those that can be converted. Empty if only others have the role: lookups, and layers whose
     products are their own. Raises ValueError if nothing has the role "residual" or "router"."""
-    reasons = _FINDERS[role](model, layers)
+    find = _FINDERS[role]
+    reasons = find(model, layers)
+    if reasons or role in ("embedding", "readout"):
+        return reasons
     every = {name: layer for name, layer, _ in layers_of(model)}
-    if (
-        not reasons
-        and role in ("residual", "router")
-        and not _FINDERS[role](model, every)
-    ):
+    if not find(model, every):
         missing = f"role {role!r} is not found in this {bare_class(model).__name__}: {ROLES[role]}"
         raise ValueError(f"{missing}. Use a rule with the names of the layers")
     return reasons

@@ -105,9 +105,8 @@ def holds_experts(module: nn.Module) -> bool:
     """Whether all parameters of a module are its own stacks of matrices (experts, ., .) and biases
     (experts, .). Not a class of torch: those are layers of one weight."""
     own, parameters = list(module.parameters(recurse=False)), list(module.parameters())
-    if bare_class(module).__module__.startswith("torch.") or any(
-        map(is_lazy, parameters)
-    ):
+    of_torch = bare_class(module).__module__.startswith("torch.")
+    if of_torch or any(map(is_lazy, parameters)):
         return False
     experts = next((p.shape[0] for p in own if p.dim() == 3), 0)
     alike = all(p.dim() in (2, 3) and p.shape[0] == experts for p in parameters)
@@ -133,12 +132,9 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
             return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
     is_layer = isinstance(module, LAYERS) or is_transposed(module)
     if is_layer or holds_experts(module):
-        patched = (
-            "its forward was replaced on the instance: convert the model before that"
-        )
-        if "forward" in vars(module):
-            return patched
-        return None
+        if "forward" not in vars(module):
+            return None
+        return "its forward was replaced on the instance: convert the model before that"
     whys = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
     return next(whys, "its products are its own: run the model under fp8.autocast")
 
@@ -148,16 +144,11 @@ def why_quantized(module: nn.Module) -> str:
     for parameter in module.parameters(recurse=False):
         kind = type(parameter)
         library = kind.__module__.partition(".")[0]
-        if library in (
-            "bitsandbytes",
-            "torchao",
-        ):  # whatever dtype their classes report
+        # Whatever dtype their classes report.
+        if library in ("bitsandbytes", "torchao"):
             return f"quantized: its weight is a {kind.__name__} of {library}"
-        if (
-            not is_lazy(parameter)
-            and parameter.dim() > 1
-            and parameter.element_size() == 1
-        ):
+        is_matrix = not is_lazy(parameter) and parameter.dim() > 1
+        if is_matrix and parameter.element_size() == 1:
             return f"quantized: its weight is {parameter.dtype}"
     return ""
 

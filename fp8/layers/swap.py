@@ -94,8 +94,7 @@ def layers_for(
 
     def replacement(name: str, module: nn.Module) -> nn.Module | str | None:
         if not isinstance(module, kinds):
-            has_matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))
-            if has_matrix:
+            if any(p.dim() > 1 for p in module.parameters(recurse=False)):
                 return other
             return None
         if id(module) in owners:
@@ -104,10 +103,9 @@ def layers_for(
             return "not chosen"
         if isinstance(module, Mixin):
             return "transformed: its casts and functions would be lost"
-        exact = type(module) in kinds
-        why = why_quantized(module) or (
-            "" if exact else "a subclass: its forward may be its own"
-        )
+        why = why_quantized(module)
+        if not why and type(module) not in kinds:
+            why = "a subclass: its forward may be its own"
         return why or make(module)
 
     return replacement

@@ -56,16 +56,12 @@ class LayerState:
         """The next product in names of buffers; "" if it is the only one."""
         if not self._layer.fp8_settings.by_call:
             return ""
-        stacks = {
-            n: p for n, p in self._layer.named_parameters(recurse=False) if p.dim() == 3
-        }
         for operand in operands:
-            for name, stack in stacks.items():
-                if (
-                    operand.dim() == 2
-                    and operand._base is not None
-                    and operand._base is stack
-                ):
+            base = operand._base
+            if base is None or operand.dim() != 2 or base.dim() != 3:
+                continue
+            for name, stack in self._layer.named_parameters(recurse=False):
+                if stack is base:
                     offset = operand.storage_offset() - stack.storage_offset()
                     return f"{name}_{offset // stack.stride(0)}_{product}_"
         self._products += 1
@@ -82,15 +78,11 @@ class LayerState:
         set; none that is not there yet, or one of each group."""
         # A copy, because `name_of` counts products.
         prefix = _SCALE + copy.copy(self).name_of(product, *operands)
-        buffers: dict[str, Tensor] = self._layer._buffers
-        found = {
-            name: scale for name, scale in buffers.items() if name.startswith(prefix)
-        }
-        return {
-            n.removeprefix(prefix): scale
-            for n, scale in found.items()
-            if scale.numel() == 1
-        }
+        scales = {}
+        for name, buffer in self._layer._buffers.items():
+            if name.startswith(prefix) and buffer.numel() == 1:
+                scales[name.removeprefix(prefix)] = buffer
+        return scales
 
     def buffer(
         self, name: str, length: int, device: torch.device, groups: int = 0
@@ -179,11 +171,8 @@ def _is_set(name: str, state: Tensor) -> bool:
 
 def share_scales(model: nn.Module, leaders: Mapping[int, int]) -> None:
     """Lets layers read the equal static scale of another one. leaders: address -> the other's."""
-    scales = {
-        state.data_ptr(): state
-        for state in histories(model).values()
-        if not state.dim()
-    }
+    states = histories(model).values()
+    scales = {state.data_ptr(): state for state in states if not state.dim()}
     for module in model.modules():
         for name, state in histories(module, recurse=False).items():
             leader = scales.get(leaders.get(state.data_ptr(), 0))
@@ -229,10 +218,8 @@ def add_initial_histories(layer: Layer, state: Keywords, prefix: str) -> None:
     if "fp8_measured" in vars(layer) and layer.fp8_settings.by_call:
         for key in state:
             name = key.removeprefix(prefix)
-            if (
-                key.startswith((prefix + _AMAX, prefix + _SCALE))
-                and name not in layer._buffers
-            ):
+            is_state = key.startswith((prefix + _AMAX, prefix + _SCALE))
+            if is_state and name not in layer._buffers:
                 layer.register_buffer(name, torch.zeros_like(state[key]))
     has_parameters = any(prefix + name in state for name, _ in layer.named_parameters())
     if has_parameters and buffers.keys().isdisjoint(state):
@@ -284,19 +271,13 @@ def reduce_amax(
         TypeError: if ``model`` is not a module.
     """
     check_module("reduce_amax", model)
-    distributed = (
-        torch.distributed.is_available() and torch.distributed.is_initialized()
-    )
-    tensors = (
-        [tensor for _, tensor in sorted(histories(model).items())]
-        if distributed
-        else []
-    )
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    tensors = [tensor for _, tensor in sorted(histories(model).items())]
     if not tensors:
         return
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group)
-    for tensor, largest in zip(
-        tensors, flat.split([t.numel() for t in tensors]), strict=True
-    ):
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, largest in zip(tensors, parts, strict=True):
         tensor.copy_(largest.view_as(tensor))

@@ -116,6 +116,13 @@ def largest_magnitude(x: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
+def _largest(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
+    """The largest magnitude over ``dims`` (kept), or of all."""
+    if dims is None:
+        return largest_magnitude(x)
+    return x.abs().amax(dims, keepdim=True)
+
+
 # A graph has one constant 0 for all layers. The partitioner takes what reads it in a late layer for
 # expensive, and moves the magnitudes for the backward pass into the forward pass.
 @compiled_as(lambda mask, x: torch.where(mask, x, mask.to(x.dtype)))
@@ -127,9 +134,7 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none."""
     eager = type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
     if eager and x.device.type == "cpu":
-        amax = (
-            largest_magnitude(x) if dims is None else x.abs().amax(dims, keepdim=True)
-        )
+        amax = _largest(x, dims)
         try:
             if bool(amax.amax() < torch.inf):  # the usual case, without a mask
                 return amax
@@ -164,10 +169,7 @@ def scales_and_unit(
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     x, finite = x.detach(), None
     if rule.form.is_narrow:
-        amax = (
-            largest_magnitude(x) if dims is None else x.abs().amax(dims, keepdim=True)
-        )
-        amax = amax.to(dtype)
+        amax = _largest(x, dims).to(dtype)
         finite = amax < torch.inf
         amax = torch.where(finite, amax, 0.0)
     else:
@@ -199,10 +201,8 @@ def _best(
         scale = rule.scale_of(amax, format, unit, candidate)
         error = _error(x, dims, format, scale, first)
         better = error < least
-        best, least = (
-            torch.where(better, scale, best),
-            torch.where(better, error, least),
-        )
+        best = torch.where(better, scale, best)
+        least = torch.where(better, error, least)
     return best
 
 
@@ -255,9 +255,7 @@ def _as_tiles(x: Tensor, dims: tuple[int, ...] | None, axis: int) -> Tensor:
     if axis == -2:
         x = x.mT
     if dims is None:
-        if x.numel() == 1:
-            return x.squeeze()
-        return x
+        return x.squeeze() if x.numel() == 1 else x
     if dims == (-1,):
         return x.squeeze(-2)
     if dims == (-2,):
@@ -308,19 +306,15 @@ def _delayed_scale(
     have no entries, (1, length). record: that of x, unless zero, becomes the first entry."""
     entries = history.view(-1)
     amax = entries.amax().float()
-    if record or history.dim() > 1:
-        now = (
-            largest_finite(x.detach(), None).float()
-            if x.numel()
-            else amax.new_zeros(())
-        )
+    now = amax.new_zeros(())
+    if x.numel() and (record or history.dim() > 1):
+        now = largest_finite(x.detach(), None).float()
     if history.dim() > 1:
         amax = torch.where((amax > 0) & (amax < torch.inf), amax, now)
     scale = RULES[rule].scale_of(amax, format)
     if record:
-        newest = torch.where(
-            (now > 0) & (now < torch.inf), torch.cat([now[None], entries[:-1]]), entries
-        )
+        newest = torch.cat([now[None], entries[:-1]])
+        newest = torch.where((now > 0) & (now < torch.inf), newest, entries)
         refuse_transformed(newest)
         history.copy_(newest.view_as(history))
     return scale
@@ -336,10 +330,8 @@ def second_moment(x: Tensor) -> Tensor:
 
 def nearest_power(moment: Tensor) -> Tensor:
     """2**round(log2(RMS)) of a mean square, float32, clamped; 0 where it is zero, Inf or NaN."""
-    exponent = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST)
-    return torch.where(
-        (moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0
-    ).float()
+    power = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST).exp2()
+    return torch.where((moment > 0) & (moment < torch.inf), power, 0.0).float()
 
 
 def static_rms(format: Format) -> float:
@@ -470,7 +462,6 @@ def widened(
     """``scale``, of tiles, for each element of ``shape``. broadcast: not repeated for one tile."""
     for dim, by in zip((-2, -1), tile, strict=True):
         if scale.ndim and by != 1 and not (broadcast and scale.shape[dim] == 1):
-            scale = scale.repeat_interleave(by or shape[dim], dim).narrow(
-                dim, 0, shape[dim]
-            )
+            scale = scale.repeat_interleave(by or shape[dim], dim)
+            scale = scale.narrow(dim, 0, shape[dim])
     return scale
