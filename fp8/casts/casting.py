@@ -64,7 +64,10 @@ def cast_forward(
 
 
 def cast_backward(
-    x: Tensor, cast: Cast | None, history: Tensor | None, name: str
+    x: Tensor,
+    cast: Cast | None,
+    history: Tensor | None,
+    name: str,
 ) -> Tensor:
     """``x``, whose gradient is rounded under ``cast`` along axis -1, or measured."""
     if cast is None:
@@ -78,7 +81,10 @@ def cast_backward(
 
 @in_graph
 def _round_gradient(
-    x: Tensor, history: Tensor | None, token: str, label: str
+    x: Tensor,
+    history: Tensor | None,
+    token: str,
+    label: str,
 ) -> Tensor:
     spec = cast_of(token, rotated=False)
     return apply(_RoundGradient, x, history, spec, label, written=history)
@@ -86,7 +92,11 @@ def _round_gradient(
 
 @in_graph
 def _rounded_in_graph(
-    x: Tensor, token: str, axis: int, history: Tensor | None, label: str
+    x: Tensor,
+    token: str,
+    axis: int,
+    history: Tensor | None,
+    label: str,
 ) -> Tensor:
     spec = cast_of(token, rotated=False)
     y, _ = rounded(x, spec, axis, history, label=label)
@@ -94,7 +104,10 @@ def _rounded_in_graph(
 
 
 def rounded(
-    x: Tensor, spec: Cast, *args: Any, **kwargs: Any
+    x: Tensor,
+    spec: Cast,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`cast_values` with a straight-through gradient."""
     x = as_read(x)
@@ -288,7 +301,10 @@ def _scale_of_each(tiles: _Tiles, x: Tensor, spec: Cast, axis: int) -> Tensor:
 
 
 def in_units(
-    x: Tensor, scale: Tensor, rule: str | None, stored: bool = False
+    x: Tensor,
+    scale: Tensor,
+    rule: str | None,
+    stored: bool = False,
 ) -> Tensor:
     """``x / scale``, for a scale by this rule; exact if that is a power of two. stored: whether the
     inverse is, which a graph would compute with each element."""
@@ -311,7 +327,11 @@ def _amax_of(x: Tensor) -> Tensor:
 
 
 def _scales_of_part(
-    tiles: Tensor, dims: tuple[int, ...] | None, spec: Cast, axis: int, of: Tensor
+    tiles: Tensor,
+    dims: tuple[int, ...] | None,
+    spec: Cast,
+    axis: int,
+    of: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """`scales_and_unit` of tiles of the local part of the DTensor ``of``."""
     assert spec.stored_rule is not None
@@ -355,7 +375,11 @@ class _Round(Function):
 
     @staticmethod
     def forward(
-        x: Tensor, scale: Tensor | None, spec: Cast, axis: int, label: Label
+        x: Tensor,
+        scale: Tensor | None,
+        spec: Cast,
+        axis: int,
+        label: Label,
     ) -> Tensor:
         return unaliased(_rounded(x, scale, spec, axis, label))
 

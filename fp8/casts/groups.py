@@ -137,7 +137,16 @@ def cast_groups(
         name = ""
     values = dequantized(x).detach()
     y, scales, after = torch.ops.fp8.cast_groups(
-        values, offs, history, signs, split, axis, record, spec.text, name, looks
+        values,
+        offs,
+        history,
+        signs,
+        split,
+        axis,
+        record,
+        spec.text,
+        name,
+        looks,
     )
     one = spec.tile == (0, 0) and not spec.is_simulated
     if looks and y.shape == x.shape:  # not padded for a rotation

@@ -322,7 +322,9 @@ _RECOMPUTED = (
 
 @cache
 def _byte_dtype(
-    format: str | Format, tile: tuple[int, int], rule: str | None
+    format: str | Format,
+    tile: tuple[int, int],
+    rule: str | None,
 ) -> torch.dtype | None:
     """The FP8 dtype in which an operand is saved; None to save it unchanged."""
     # A rule that reads values may give a tensor several scales.

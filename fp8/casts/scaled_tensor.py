@@ -65,7 +65,10 @@ class Memory:
         old = self.values
         with torch.inference_mode(False):
             new = torch.empty_strided(
-                old.size(), old.stride(), dtype=dtype, device=old.device
+                old.size(),
+                old.stride(),
+                dtype=dtype,
+                device=old.device,
             )
         self.values, self.scale = new, scale
 
@@ -99,7 +102,10 @@ class ScaledTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls: Any, memory: Memory, dtype: torch.dtype, stored: Tensor | None = None
+        cls: Any,
+        memory: Memory,
+        dtype: torch.dtype,
+        stored: Tensor | None = None,
     ) -> ScaledTensor:
         like = memory.values if stored is None else stored
         return Tensor._make_wrapper_subclass(
@@ -112,7 +118,10 @@ class ScaledTensor(Tensor):
         )
 
     def __init__(
-        self, memory: Memory, dtype: torch.dtype, stored: Tensor | None = None
+        self,
+        memory: Memory,
+        dtype: torch.dtype,
+        stored: Tensor | None = None,
     ) -> None:
         self._share(memory, memory.values if stored is None else stored)
 
@@ -250,7 +259,10 @@ class ScaledTensor(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        tensors: dict[str, Tensor], context: Arguments, size: object, stride: object
+        tensors: dict[str, Tensor],
+        context: Arguments,
+        size: object,
+        stride: object,
     ) -> ScaledTensor:
         dtype, format, tile = context
         return ScaledTensor(
@@ -318,7 +330,9 @@ class ScaledTensor(Tensor):
 
 
 def scaled(
-    x: Tensor, format: str | Format, dtype: torch.dtype | None = None
+    x: Tensor,
+    format: str | Format,
+    dtype: torch.dtype | None = None,
 ) -> ScaledTensor:
     """Stores ``x`` as a `ScaledTensor` in ``format``, rounded once, to nearest, ties to even.
 
@@ -411,7 +425,9 @@ class _Rounding:
 
 
 def gradient(
-    grad: Tensor, format: str, dtype: torch.dtype | None = None
+    grad: Tensor,
+    format: str,
+    dtype: torch.dtype | None = None,
 ) -> ScaledTensor:
     """`scaled`, as a gradient."""
     stored = scaled(grad, format, dtype)
@@ -475,7 +491,10 @@ def _to_copy(func: OpOverload, x: ScaledTensor, **kwargs: Any) -> Any:
 
 
 def _copy_(
-    func: OpOverload, x: Tensor, source: Any, non_blocking: bool = False
+    func: OpOverload,
+    x: Tensor,
+    source: Any,
+    non_blocking: bool = False,
 ) -> Tensor:
     # From float32, whatever the dtype.
     if not isinstance(x, ScaledTensor):
@@ -514,7 +533,10 @@ def _exact(x: ScaledTensor, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _new_empty_strided(
-    func: OpOverload, x: ScaledTensor, *args: Any, **kwargs: Any
+    func: OpOverload,
+    x: ScaledTensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Called by autograd to copy a gradient in the layout of its parameter."""
     if kwargs.pop("dtype", None) not in (None, x.dtype) or x.memory.tile:
@@ -548,7 +570,10 @@ def _add_(func: OpOverload, x: Any, y: Any, **kwargs: Any) -> Any:
 
 
 def _unscale(
-    func: OpOverload, tensors: Sequence[Tensor], found_inf: Tensor, inverse: Tensor
+    func: OpOverload,
+    tensors: Sequence[Tensor],
+    found_inf: Tensor,
+    inverse: Tensor,
 ) -> None:
     """GradScaler's check and unscaling, which changes only the scale of a ScaledTensor."""
     others = []

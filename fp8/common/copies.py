@@ -41,7 +41,11 @@ HOOKS = (
 """The attributes of a module that hold hooks."""
 
 
-def deep_copy(module: M, memo: Memo | None = None, parameter_hooks: bool = False) -> M:
+def deep_copy(
+    module: M,
+    memo: Memo | None = None,
+    parameter_hooks: bool = False,
+) -> M:
     """Returns a deep copy of ``module``, whose functions refer to the parts of the copy.
 
     Functions are those of its attributes and of its own hooks: closures, lambdas, partials, bound
@@ -65,7 +69,9 @@ def sharing_copy(module: M) -> M:
 
 
 def training_copy(
-    model: M, optimizer: Optimizer | None, loss: Loss | None
+    model: M,
+    optimizer: Optimizer | None,
+    loss: Loss | None,
 ) -> tuple[M, Optimizer | None, Loss | None]:
     """Copies of what trains together. The optimizer steps the parameters of the copy; the loss, a
     module or a function that refers to the model, reads them."""
@@ -145,7 +151,9 @@ class _Copier:
         """The copy of an optimizer, with the attributes that its class adds (an optimizer that it
         wraps), which torch leaves out of pickles and copies."""
         made = copy.deepcopy(optimizer, self._memo)
-        for name, value in vars(optimizer).items() if optimizer is not None else ():
+        if optimizer is None:
+            return None
+        for name, value in vars(optimizer).items():
             if not hasattr(made, name):
                 setattr(made, name, copy.deepcopy(value, self._memo))
         return made
@@ -343,12 +351,15 @@ def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, object]]
     """(module, dictionary, key, value) of the hooks that belong to the model."""
     parts = {id(part) for part in model.modules()}
     for module in model.modules():
-        hooks = [(n, *item) for n in HOOKS for item in vars(module).get(n, {}).items()]
-        forward = [(key, hook) for name, key, hook in hooks if name in FORWARD_HOOKS]
-        keys = {key for key, hook in forward if _belongs(hook, parts)}
-        for name, key, hook in hooks:
-            if key in keys:
-                yield module, name, key, hook
+        keys = set()
+        for name in FORWARD_HOOKS:
+            for key, hook in vars(module)[name].items():
+                if _belongs(hook, parts):
+                    keys.add(key)
+        for name in HOOKS:
+            for key, hook in vars(module).get(name, {}).items():
+                if key in keys:
+                    yield module, name, key, hook
 
 
 def _hooks_of_parameters(model: nn.Module) -> Iterator[tuple[Tensor, str, object]]:

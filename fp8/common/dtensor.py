@@ -43,9 +43,8 @@ def unreduced(x: Sharded) -> Tensor:
         return x
     from torch.distributed.tensor import Replicate
 
-    return x.redistribute(
-        placements=[Replicate() if p.is_partial() else p for p in x.placements]
-    )
+    whole = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=whole)
 
 
 def is_masked(x: Sharded) -> bool:
@@ -71,7 +70,10 @@ def as_shard(x: Sharded, local: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     divided = {_divides(x, p) for p in x.placements}
-    shape = [size if d in divided else local.shape[d] for d, size in enumerate(x.shape)]
+    shape = list(local.shape)
+    for dim in divided:
+        if dim is not None:
+            shape[dim] = x.shape[dim]
     stride = x.stride()
     if shape != list(x.shape):
         stride = torch.empty(shape, device="meta").stride()
@@ -83,7 +85,12 @@ def as_shard(x: Sharded, local: Tensor) -> Tensor:
     return DTensor.from_local(local, x.device_mesh, x.placements, **options)
 
 
-def reduced(x: Sharded, part: Tensor, dims: Iterable[int], how: str) -> Tensor:
+def reduced(
+    x: Sharded,
+    part: Tensor,
+    dims: Iterable[int],
+    how: str,
+) -> Tensor:
     """``part`` reduced ("sum", "max") over the processes that divide the dimensions ``dims`` of
     ``x``."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -97,7 +104,11 @@ def reduced(x: Sharded, part: Tensor, dims: Iterable[int], how: str) -> Tensor:
     return result.redistribute(placements=[Replicate()] * len(partial)).to_local()
 
 
-def check_whole(x: Sharded, dim: int, by: int) -> None:
+def check_whole(
+    x: Sharded,
+    dim: int,
+    by: int,
+) -> None:
     """Raises ValueError unless each process has whole tiles of ``by`` along ``dim``."""
     part = x.shape[dim]
     for i, placement in enumerate(x.placements):

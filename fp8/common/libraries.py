@@ -109,7 +109,11 @@ def probe(name: str) -> Found:
             return Found("missing", "", "not installed", None, error)
         lines = str(error).strip().splitlines() or [""]
         return Found(
-            "broken", _version(name), f"{type(error).__name__}: {lines[0]}", None, error
+            "broken",
+            _version(name),
+            f"{type(error).__name__}: {lines[0]}",
+            None,
+            error,
         )
     return Found("found", _version(name), "", module, None)
 

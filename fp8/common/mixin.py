@@ -34,7 +34,12 @@ class Mixin:
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Skips that of the module's class, which may need arguments or register subclasses."""
 
-    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> Any:
+    def around(
+        self,
+        forward: Forward,
+        args: Args,
+        kwargs: Keywords,
+    ) -> Any:
         """Computes the module's forward. ``forward`` is the bound inner forward to call."""
         raise NotImplementedError
 
@@ -42,7 +47,9 @@ class Mixin:
         raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "scripted"))
 
     def _slow_forward(
-        self, *args: object, **kwargs: object
+        self,
+        *args: object,
+        **kwargs: object,
     ) -> Any:  # called by torch.jit.trace
         raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "traced"))
 
@@ -70,7 +77,12 @@ _NO_TORCHSCRIPT = (
 )
 
 
-def _restore(make: Any, args: Any, mixins: Any, attributes: Keywords) -> nn.Module:
+def _restore(
+    make: Any,
+    args: Any,
+    mixins: Any,
+    attributes: Keywords,
+) -> nn.Module:
     module = make(*args)
     vars(module).update(attributes)
     _become(module, mixins)
@@ -116,7 +128,11 @@ def _make_subclass(
     base, mixin = _subclass(original, mixins[:-1]), mixins[-1]
 
     @functools.wraps(base.forward)
-    def forward(self: Layer, *args: object, **kwargs: object) -> Any:
+    def forward(
+        self: Layer,
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
         inner = base.forward  # looked up per call: it may have been replaced
         # Removed since; a wrapper still holds this forward.
         if not isinstance(self, mixin):
@@ -192,14 +208,21 @@ def _below(cls: Any, base: type[nn.Module]) -> Any:
     mixins."""
     if not issubclass(cls, Mixin) or "_original" in vars(cls):
         return base
-    bases = tuple(_below(b, base) if issubclass(b, Mixin) else b for b in cls.__bases__)
+    bases = []
+    for each in cls.__bases__:
+        bases.append(_below(each, base) if issubclass(each, Mixin) else each)
     namespace = dict(vars(cls))
     for name in ("__dict__", "__weakref__"):
         namespace.pop(name, None)
-    return type(cls)(cls.__name__, bases, namespace)
+    return type(cls)(cls.__name__, tuple(bases), namespace)
 
 
-def add_mixin(module: nn.Module, mixin: type[Mixin], *, inside: bool = False) -> None:
+def add_mixin(
+    module: nn.Module,
+    mixin: type[Mixin],
+    *,
+    inside: bool = False,
+) -> None:
     """Adds a mixin to ``module`` unless it has it: outside of the others, or ``inside`` if it
     replaces the forward."""
     has = module._mixins if isinstance(module, Mixin) else ()

@@ -47,7 +47,11 @@ CHANGES: list[Change] = []
 class Rows(list[T]):
     """A list of rows, with notes."""
 
-    def __init__(self, rows: Iterable[T], notes: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        rows: Iterable[T],
+        notes: Iterable[str] = (),
+    ) -> None:
         super().__init__(rows)
         self.notes = list(notes)
 
@@ -59,7 +63,11 @@ class Report(Rows[R]):
     """
 
     def __init__(
-        self, rows: Iterable[R], notes: Iterable[str] = (), *, heading: str = "type"
+        self,
+        rows: Iterable[R],
+        notes: Iterable[str] = (),
+        *,
+        heading: str = "type",
     ) -> None:
         super().__init__(rows, notes)
         self.heading = heading
@@ -85,8 +93,13 @@ class Report(Rows[R]):
 
 def as_table(cells: Sequence[Sequence[str]]) -> str:
     """Formats rows of equal length as a table; each column is as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+    columns = zip(*cells, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for line in cells:
+        padded = map(str.ljust, line, widths)
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def note(model: object, line: str) -> None:

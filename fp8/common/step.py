@@ -183,7 +183,9 @@ def loss_value(output: Output, loss: Loss | None) -> Tensor | None:
 
 
 def starts(
-    output: Output, loss: Loss | None = None, seed: int = 0
+    output: Output,
+    loss: Loss | None = None,
+    seed: int = 0,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The tensors that a backward pass starts from, and their gradients: the loss and None, or all
     outputs and standard normal numbers. Raises as `loss_value`."""
@@ -198,7 +200,9 @@ def starts(
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Evaluation mode; restores the mode of each module on exit."""
-    modes = {module: module.training for model in models for module in model.modules()}
+    modes: dict[nn.Module, bool] = {}
+    for model in models:
+        modes.update((module, module.training) for module in model.modules())
     try:
         for model in models:
             model.eval()
@@ -271,12 +275,11 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
     Python on exit. seed: as in `seeded`."""
     tensors = [*model.parameters(), *model.buffers()]
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if not buffer.is_meta
-    ]
+    buffers = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                buffers.append((module, name, buffer, buffer.clone()))
     data = [_Data(module) for module in model.modules()]
     try:
         with seeded(seed, cuda):
@@ -385,7 +388,11 @@ class restored(TorchFunctionMode):
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _renorms(name: str, args: Arguments, kwargs: Keywords) -> bool:
+def _renorms(
+    name: str,
+    args: Arguments,
+    kwargs: Keywords,
+) -> bool:
     """Whether a call looks up rows with a max_norm, and so rescales them in place."""
     max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
     return name in ("embedding", "embedding_bag") and max_norm is not None

@@ -13,7 +13,10 @@ from .compiler import eager_only
 
 
 def check_name(
-    what: str, got: object, allowed: Iterable[object], note: str = ""
+    what: str,
+    got: object,
+    allowed: Iterable[object],
+    note: str = "",
 ) -> None:
     """Raises ValueError, with the `nearest` name and ``note``, unless ``got`` is in ``allowed``.
 
@@ -47,7 +50,11 @@ def check_number(what: str, got: Any) -> None:
         raise TypeError(f"{what} must be a number, got {got!r}")
 
 
-def check_whole(what: str, got: Any, lowest: int = 1) -> None:
+def check_whole(
+    what: str,
+    got: Any,
+    lowest: int = 1,
+) -> None:
     """Raises TypeError unless ``got`` is an int (no bool), ValueError if it is below ``lowest``."""
     if isinstance(got, bool) or not isinstance(got, int):
         raise TypeError(f"{what} must be a whole number from {lowest}, got {got!r}")
@@ -62,7 +69,10 @@ def check_flag(what: str, got: object) -> None:
 
 
 def check_choice(
-    what: str, got: object, allowed: Iterable[str], note: str = ""
+    what: str,
+    got: object,
+    allowed: Iterable[str],
+    note: str = "",
 ) -> None:
     """`check_name`; raises TypeError unless ``got`` is a string."""
     if not isinstance(got, str):
@@ -70,7 +80,12 @@ def check_choice(
     check_name(what, got, allowed, note)
 
 
-def check_between(what: str, got: object, low: int, high: int) -> None:
+def check_between(
+    what: str,
+    got: object,
+    low: int,
+    high: int,
+) -> None:
     """Raises ValueError unless ``got`` is an int (not a bool) from ``low`` to ``high``."""
     if isinstance(got, bool) or not (isinstance(got, int) and low <= got <= high):
         raise ValueError(f"{what} must be {low} to {high}, got {got!r}")

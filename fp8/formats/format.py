@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -165,34 +165,97 @@ _STORED = (*(field.name for field in fields(Format)), "text")
 """The attributes of a format, in the order of its `text`."""
 
 
-def _add(name: str, bits: tuple[int, int], bias: int, max: float, **more: Any) -> None:
-    """Adds a row to `FORMATS`. bits: of the exponent and of the mantissa."""
-    more["exponent_bits"], more["mantissa_bits"] = bits
-    FORMATS[name] = Format(name=name, bias=bias, max=max, **more)
-
-
-# OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 uses all but one code of
-# its top exponent for finite values: no Inf, one NaN.
-_add("e4m3", (4, 3), 7, 448.0, nan=True, dtype=torch.float8_e4m3fn)
-_add("e5m2", (5, 2), 15, 57344.0, infinity=True, nan=True, dtype=torch.float8_e5m2)
-
-# Noune et al., "8-bit numerical formats for deep neural networks", 2022 (arXiv:2206.02915): the
-# code of -0 is the only NaN, and the bias is one larger than in IEEE 754. Used by Graphcore and AMD
-# MI300.
-_FNUZ = {"nan": True, "negative_zero": False}
-_add("e4m3fnuz", (4, 3), 8, 240.0, **_FNUZ, dtype=torch.float8_e4m3fnuz)
-_add("e5m2fnuz", (5, 2), 16, 57344.0, **_FNUZ, dtype=torch.float8_e5m2fnuz)
-
-# OCP Microscaling Formats (MX) specification version 1.0, section 5.3: all codes are finite.
-_add("e3m2", (3, 2), 3, 28.0)
-_add("e2m3", (2, 3), 1, 7.5)
-_add("e2m1", (2, 1), 1, 6.0)
-
-# The upper half of a float32.
-_IEEE = {"infinity": True, "nan": True}
-_add("bf16", (8, 7), 127, (2 - 2.0**-7) * 2.0**127, **_IEEE, dtype=torch.bfloat16)
-# IEEE 754-2019 binary16.
-_add("fp16", (5, 10), 15, 65504.0, **_IEEE, dtype=torch.float16)
+for _row in (
+    # OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 uses all but one
+    # code of its top exponent for finite values: no Inf, one NaN.
+    Format(
+        name="e4m3",
+        exponent_bits=4,
+        mantissa_bits=3,
+        bias=7,
+        max=448.0,
+        nan=True,
+        dtype=torch.float8_e4m3fn,
+    ),
+    Format(
+        name="e5m2",
+        exponent_bits=5,
+        mantissa_bits=2,
+        bias=15,
+        max=57344.0,
+        infinity=True,
+        nan=True,
+        dtype=torch.float8_e5m2,
+    ),
+    # Noune et al., "8-bit numerical formats for deep neural networks", 2022 (arXiv:2206.02915): the
+    # code of -0 is the only NaN, and the bias is one larger than in IEEE 754. Used by Graphcore and
+    # AMD MI300.
+    Format(
+        name="e4m3fnuz",
+        exponent_bits=4,
+        mantissa_bits=3,
+        bias=8,
+        max=240.0,
+        nan=True,
+        negative_zero=False,
+        dtype=torch.float8_e4m3fnuz,
+    ),
+    Format(
+        name="e5m2fnuz",
+        exponent_bits=5,
+        mantissa_bits=2,
+        bias=16,
+        max=57344.0,
+        nan=True,
+        negative_zero=False,
+        dtype=torch.float8_e5m2fnuz,
+    ),
+    # OCP Microscaling Formats (MX) specification version 1.0, section 5.3: all codes are finite.
+    Format(
+        name="e3m2",
+        exponent_bits=3,
+        mantissa_bits=2,
+        bias=3,
+        max=28.0,
+    ),
+    Format(
+        name="e2m3",
+        exponent_bits=2,
+        mantissa_bits=3,
+        bias=1,
+        max=7.5,
+    ),
+    Format(
+        name="e2m1",
+        exponent_bits=2,
+        mantissa_bits=1,
+        bias=1,
+        max=6.0,
+    ),
+    # The upper half of a float32.
+    Format(
+        name="bf16",
+        exponent_bits=8,
+        mantissa_bits=7,
+        bias=127,
+        max=(2 - 2.0**-7) * 2.0**127,
+        infinity=True,
+        nan=True,
+        dtype=torch.bfloat16,
+    ),
+    # IEEE 754-2019 binary16.
+    Format(
+        name="fp16",
+        exponent_bits=5,
+        mantissa_bits=10,
+        bias=15,
+        max=65504.0,
+        infinity=True,
+        nan=True,
+        dtype=torch.float16,
+    ),
+):
+    FORMATS[_row.name] = _row
 
 
 @compiled_as(lambda format: Format.from_text(format.text))

@@ -100,7 +100,11 @@ def quantize_operand(
 
 
 def operand_grid(
-    format: Format, overflow: str, dtype: torch.dtype, scaled: bool, rounding: str
+    format: Format,
+    overflow: str,
+    dtype: torch.dtype,
+    scaled: bool,
+    rounding: str,
 ) -> Grid:
     """The grid of `quantize_operand` for tensors of ``dtype``, with or without a scale."""
     infinity = (format.nonfinite or math.nan) if overflow == "saturate" else None
@@ -125,7 +129,10 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, grid: Arguments, scale: Tensor | None, key: Key | None
+        x: Tensor,
+        grid: Arguments,
+        scale: Tensor | None,
+        key: Key | None,
     ) -> Tensor:
         return unaliased(_quantize(x, grid, scale, key))
 
@@ -141,7 +148,10 @@ class _Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(
-        x: Tensor, grid: Arguments, scale: Tensor | None, key: Key | None
+        x: Tensor,
+        grid: Arguments,
+        scale: Tensor | None,
+        key: Key | None,
     ) -> Tensor:
         return same(x)
 
@@ -352,7 +362,11 @@ def _fits_chunks(x: Tensor, scale: Tensor | None) -> bool:
 
 
 def _in_chunks(
-    x: Tensor, grid: Grid, scale: Tensor | None, inverse: Tensor | None, key: Key | None
+    x: Tensor,
+    grid: Grid,
+    scale: Tensor | None,
+    inverse: Tensor | None,
+    key: Key | None,
 ) -> Tensor:
     """`round_values` on chunks that stay in cache: at most a third of the time."""
     out = torch.empty_like(x)

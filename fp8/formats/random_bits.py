@@ -94,7 +94,11 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 
 
 def bits_from_key(
-    shape: Sequence[int], key: Key, *, device: torch.device, start: int = 0
+    shape: Sequence[int],
+    key: Key,
+    *,
+    device: torch.device,
+    start: int = 0,
 ) -> Tensor:
     """int32 random bits: a hash of `key` and the row-major index, from `start`."""
     count = math.prod(shape)

@@ -154,7 +154,10 @@ def saturated(x: Tensor, unscaled: Tensor, grid: Grid) -> Tensor:
 
 
 def _round_by_bits(
-    x: Tensor, grid: Grid, layout: Layout, bits: Tensor | None
+    x: Tensor,
+    grid: Grid,
+    layout: Layout,
+    bits: Tensor | None,
 ) -> Tensor:
     """All roundings, on the bits of x, in integers alone. x is significand * 2**e; the low `drop`
     bits of the significand are below the spacing of the grid and decide about an increment."""
@@ -194,7 +197,11 @@ def _round_up(significand: Tensor, drop: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def _finish_bits(
-    raw: Tensor, magnitude: Tensor, rounded: Tensor, grid: Grid, layout: Layout
+    raw: Tensor,
+    magnitude: Tensor,
+    rounded: Tensor,
+    grid: Grid,
+    layout: Layout,
 ) -> Tensor:
     """The bits of the result: applies overflow, NaN and sign to the rounded magnitude."""
     largest, beyond = layout.encode(grid.largest), layout.encode(grid.beyond)

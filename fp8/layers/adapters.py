@@ -53,7 +53,10 @@ def check_base(backend: str, policy: Policy) -> None:
 
 
 def decided(
-    backend: str, policy: Policy, model: nn.Module, where: Where | None
+    backend: str,
+    policy: Policy,
+    model: nn.Module,
+    where: Where | None,
 ) -> tuple[Recipe, Where]:
     """The recipe that a policy gives the layers of a model, and which layers those are. Raises
     ValueError for several recipes, for a switch, and if the library does not have the recipe."""

@@ -191,7 +191,12 @@ def _compiled(weight: Tensor, casts: str, scale: Tensor | None) -> Layouts:
 
 @cache
 def _kernel(
-    casts: str, size: Any, stride: Any, dtype: Any, device: Any, is_static: bool
+    casts: str,
+    size: Any,
+    stride: Any,
+    dtype: Any,
+    device: Any,
+    is_static: bool,
 ) -> Any:
     from ..torch_internals.inductor import compiled  # imports the compiler
 
@@ -220,7 +225,10 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Layer]]:
 
 
 def _is_cacheable(
-    layer: Layer, weight: Tensor, token: str, scale: Tensor | None
+    layer: Layer,
+    weight: Tensor,
+    token: str,
+    scale: Tensor | None,
 ) -> bool:
     casts = casts_of(token)
     specs = casts.b, casts.b_for_grad_a

@@ -167,7 +167,10 @@ def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None
 
 
 def _measure(
-    model: nn.Module, batch: Batch, loss: Loss | None, measurement: Measurement
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    measurement: Measurement,
 ) -> None:
     """One forward and backward pass of ``model`` without side effects."""
     with (

@@ -272,7 +272,10 @@ def _rows(layers: list[_Layer], names: dict[str, str]) -> Iterator[str]:
         words = [span.ljust(width), names[of_run[0].recipe.text], *_exponents(of_run)]
         line = " ".join(words)
         yield from textwrap.wrap(
-            line, WIDTH, subsequent_indent="    ", break_on_hyphens=False
+            line,
+            WIDTH,
+            subsequent_indent="    ",
+            break_on_hyphens=False,
         )
 
 

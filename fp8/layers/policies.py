@@ -70,7 +70,10 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
 
 
 def _decide(
-    policy: Policy, name: str, layer: nn.Module, rules: dict[str, LayerRule]
+    policy: Policy,
+    name: str,
+    layer: nn.Module,
+    rules: dict[str, LayerRule],
 ) -> Decision:
     """The decision for a layer that is no exception. rules: by what messages call them."""
     sources: list[Source] = [source_of(policy.recipe)] * len(CASTS)

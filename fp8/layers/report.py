@@ -110,7 +110,9 @@ def _runs(layer: Layer) -> str:
 
 
 def warn_nothing(
-    model: nn.Module, rows: Iterable[Row], done: str = "converted"
+    model: nn.Module,
+    rows: Iterable[Row],
+    done: str = "converted",
 ) -> None:
     """Warns that no layer of ``model`` was chosen and converted, at each call: the one before may
     have had another where=. rows: of its report. done: what was asked for."""

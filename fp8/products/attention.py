@@ -108,7 +108,11 @@ def is_fused(
 
 
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     """The operator behind `torch.nn.attention.flex_attention`, with operands cast as in
     `attention`. Returns the output (B, H, L, V) and statistics of its rows."""
@@ -355,7 +359,11 @@ def multi_head_attention_forward(
 
 
 def _with_probabilities(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
 ) -> tuple[Tensor, Tensor]:
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
     if mask is not None:

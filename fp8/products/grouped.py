@@ -129,7 +129,13 @@ class _Grouped(Function):
             signs = rotation_signs(casts.grad_for_a, grad)
             label = how.label("grad", states.table)
             for_a, _ = cast_groups(
-                grad, *groups, -1, casts.grad_for_a, *kept, signs, label
+                grad,
+                *groups,
+                -1,
+                casts.grad_for_a,
+                *kept,
+                signs,
+                label,
             )
             label = how.label(f"{casts.second} again", states.table)
             b, _ = cast_groups(b, *groups, -2, casts.again_b, signs=signs, label=label)
@@ -139,7 +145,13 @@ class _Grouped(Function):
             if for_b is None or not casts.reuses_grad:
                 label = how.label(casts.grad_again, states.table)
                 for_b, _ = cast_groups(
-                    grad, *groups, -2, casts.grad_for_b, *kept, signs, label
+                    grad,
+                    *groups,
+                    -2,
+                    casts.grad_for_b,
+                    *kept,
+                    signs,
+                    label,
                 )
             label = how.label("input again", states.table)
             a, _ = cast_groups(a, *groups, -2, casts.again_a, signs=signs, label=label)
@@ -152,7 +164,11 @@ class _Grouped(Function):
 
 
 def _product(
-    a: Tensor, b: Tensor, offs: Tensor | None, scales: Scales, recipe: Recipe | None
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None,
+    scales: Scales,
+    recipe: Recipe | None,
 ) -> Tensor:
     """``a b^T`` by groups. b is cast as a weight if it is a stack."""
     layer, how = b.ndim == 3, Constants(scales=scales)
@@ -189,11 +205,25 @@ def _simulated(
     signs = rotation_signs(casts.a, a)
     label = how.label("input", states.table)
     x, scale_a = cast_groups(
-        a, offs, split, -1, casts.a, states.a, signs=signs, label=label
+        a,
+        offs,
+        split,
+        -1,
+        casts.a,
+        states.a,
+        signs=signs,
+        label=label,
     )
     label = how.label(casts.second, states.table)
     w, scale_b = cast_groups(
-        b, offs, split, -1, casts.b, states.b, signs=signs, label=label
+        b,
+        offs,
+        split,
+        -1,
+        casts.b,
+        states.b,
+        signs=signs,
+        label=label,
     )
     operands = Operands(x.detach(), w.detach(), scale_a, scale_b, states)
     return apply(_Grouped, a, b, offs, split, operands, how)

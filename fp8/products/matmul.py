@@ -89,7 +89,11 @@ aten = torch.ops.aten
 
 
 def gemm(
-    a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    alpha: float,
+    fuses: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """``alpha * a @ b (+ bias)`` for two matrices or two batches of them. fuses: as `_fuses`."""
     if bias is not None:
@@ -133,7 +137,11 @@ class _Product(Function):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, bias: Tensor | None, operands: Operands, how: Constants
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        operands: Operands,
+        how: Constants,
     ) -> Tensor:
         if bias is not None:
             bias = _scaled_bias(bias, how.bias_scale)
@@ -173,7 +181,10 @@ CastOperand = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def _recast(
-    ctx: Context, grad: Tensor, cast: CastOperand, cast_b: CastOperand
+    ctx: Context,
+    grad: Tensor,
+    cast: CastOperand,
+    cast_b: CastOperand,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradient of the output as it is cast for a and for b, and a and b as they are cast for
     the gradient of the other. cast_b: casts b."""
@@ -198,7 +209,13 @@ def _recast(
         if reports:
             label = how.label("grad", table)
         for_a, _ = cast(
-            grad, casts.grad_for_a, -1, states.grad, True, signs_a, label=label
+            grad,
+            casts.grad_for_a,
+            -1,
+            states.grad,
+            True,
+            signs_a,
+            label=label,
         )
     if needs_b and needs_a and casts.reuses_grad:
         for_b = for_a
@@ -206,7 +223,13 @@ def _recast(
         if reports:
             label = how.label(casts.grad_again, table)
         for_b, _ = cast(
-            grad, casts.grad_for_b, -2, states.grad, True, signs_b, label=label
+            grad,
+            casts.grad_for_b,
+            -2,
+            states.grad,
+            True,
+            signs_b,
+            label=label,
         )
     if needs_b and casts.a_for_grad_b is not None and not casts.reuses_a:
         if reports:
@@ -225,7 +248,11 @@ class _Convolution(_Product):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, bias: Tensor | None, operands: Operands, how: Constants
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        operands: Operands,
+        how: Constants,
     ) -> Tensor:
         if bias is not None:
             bias = _scaled_bias(bias, how.bias_scale)
@@ -427,7 +454,11 @@ def _on_tensor_cores(
 
 @in_graph
 def simulated(
-    a: Tensor, b: Tensor, bias: Tensor | None, how: Constants, states: States
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    how: Constants,
+    states: States,
 ) -> Tensor:
     """Casts the operands and multiplies their values, or convolves them."""
     # Torch-function modes have seen the product as a whole. Classes of tensors see its operations.
@@ -454,13 +485,25 @@ def simulated(
             if reports:
                 label = how.label("input", table)
             x, scale_x = cast_a(
-                a.detach(), casts.a, -1, states.a, None, signs, label=label
+                a.detach(),
+                casts.a,
+                -1,
+                states.a,
+                None,
+                signs,
+                label=label,
             )
         if casts.b is not None:
             if reports:
                 label = how.label(casts.second, table)
             w, scale_w = cast_b(
-                b.detach(), casts.b, -1, states.b, None, signs, label=label
+                b.detach(),
+                casts.b,
+                -1,
+                states.b,
+                None,
+                signs,
+                label=label,
             )
         x, w = to_autocast_dtype(x, w)
         if x.ndim == 3 and _fuses(x):

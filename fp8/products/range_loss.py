@@ -112,7 +112,10 @@ def range_loss(x: Tensor, cast: Cast, state: Tensor | None = None) -> RangeLoss:
         state = state.reshape(()) if state is not None and is_set else unset
     y, scale = cast_values(x, spec, -1, state, False)
     return measured_loss(
-        x, y, 1.0 if scale is None else float(scale), get_format(cast.format)
+        x,
+        y,
+        1.0 if scale is None else float(scale),
+        get_format(cast.format),
     )
 
 
