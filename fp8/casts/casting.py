@@ -39,8 +39,8 @@ from .counts import Label, Observed, Row, observe
 from .rotation import rotated
 from .scaled_tensor import dequantized
 
+#: The classes of tensors without a behaviour of their own.
 PLAIN = (Tensor, Parameter)
-"""The classes of tensors without a behaviour of their own."""
 
 
 def cast_forward(
@@ -111,6 +111,7 @@ def rounded(
 ) -> tuple[Tensor, Tensor | None]:
     """`cast_values` with a straight-through gradient."""
     x = as_read(x)
+    # In the forward mode too, where torch refuses an autograd function without ``jvp`` by name.
     differentiable = torch.is_grad_enabled() or _has_tangent(x)
     return cast_values(x, spec, *args, **kwargs, differentiable=differentiable)
 
@@ -123,6 +124,7 @@ def as_read(x: Tensor) -> Tensor:
     x = dequantized(x)
     check_dtype(x)
     if is_dtensor(x):
+        # A sum of rounded parts is not the rounded sum.
         return unreduced(x)
     return x
 
@@ -286,6 +288,7 @@ def _in_tiles(
     if spec.rounding == "stochastic":
         key = drawn_key(x.device)
     if converts and spec.is_plain:
+        # The conversion instruction of the device rounds, and treats overflow in its own way.
         values = saturated(units, tiles.detach(), grid)
     else:
         values = round_values(units.resolve_neg(), grid, key=key)
@@ -307,12 +310,13 @@ def in_units(
     stored: bool = False,
 ) -> Tensor:
     """``x / scale``, for a scale by this rule; exact if that is a power of two. stored: whether the
-    inverse is, which a graph would compute with each element."""
+    inverse is."""
     form = FORM_OF[rule]
     inverse = form.inverse(scale)
     if inverse is None:
         return divided(x, scale)
     if stored:
+        # A graph would compute it with each element.
         inverse = in_memory(inverse)
     if form.is_narrow:
         return form.times(x, inverse)
@@ -368,8 +372,7 @@ def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
 
 
 class _Round(Function):
-    """Saves an empty tensor: activation checkpointing counts saved tensors, and so detects a
-    segment that is recomputed outside of its block."""
+    """`_rounded` with a straight-through gradient."""
 
     generate_vmap_rule = True
 
@@ -385,6 +388,8 @@ class _Round(Function):
 
     @staticmethod
     def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
+        # Activation checkpointing counts saved tensors: one that is empty lets it detect a segment
+        # that is recomputed outside of its block.
         ctx.save_for_backward(output.new_empty((0,)))
 
     @staticmethod
@@ -428,7 +433,8 @@ def _in_one_tile(x: Tensor, scale: Tensor | None, spec: Cast, converts: bool) ->
     """The numbers of the format in ``x``, of which all have one scale; None: 1."""
     units, key = x, None
     if scale is not None:
-        units = in_units(x, scale, spec.stored_rule, stored=converts)
+        stored = converts and spec.stored_rule is not None
+        units = in_units(x, scale, spec.stored_rule, stored)
     grid = _grid_of(spec.text, units.dtype, False)
     if converts and spec.is_plain:
         return saturated(units.detach(), x.detach(), grid)
@@ -471,6 +477,9 @@ def quantized(
             scale = scale.squeeze(dims or ())
         values = untiled(values, x, spec.tile, axis)
     else:
+        if converts and scale is not None and spec.stored_rule is not None:
+            # Each thread of the kernel would compute, and clamp, it again.
+            scale = in_memory(scale)
         values = _in_one_tile(x, scale, spec, converts)
         if label:
             y = values if scale is None else values * scale

@@ -43,6 +43,7 @@ def aligned(offs: Tensor | None, spec: Cast | None) -> Tensor | None:
     return (-(-sizes // spec.hadamard) * spec.hadamard).cumsum(0, dtype=torch.int32)
 
 
+# The sizes of groups are data: traced, a graph would hold for those of one batch.
 @torch.library.custom_op(
     "fp8::cast_groups",
     mutates_args=(),

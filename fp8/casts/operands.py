@@ -256,8 +256,8 @@ def save_operands(ctx: Context, *operands: SavedOperand) -> None:
 
 
 def _connection(source: Tensor) -> Tensor:
-    """A tensor in the graph of ``source`` without its memory. It is not saved: hooks on saved
-    tensors would store its full size."""
+    """A tensor in the graph of ``source`` without its memory."""
+    # It is not saved: hooks on saved tensors would store its full size.
     with torch.enable_grad():
         zeros: Tensor = apply_eagerly(_Zeros, source)
     return zeros
@@ -334,11 +334,12 @@ def _byte_dtype(
     return get_format(format).dtype
 
 
+# By a copy: the partitioner of graphs counts a conversion twice.
 @compiled_as(
     lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype))
 )
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype``; in a graph by a copy: the partitioner counts a conversion twice."""
+    """``x`` in ``dtype``."""
     return x.to(dtype)
 
 

@@ -17,12 +17,12 @@ aten = torch.ops.aten
 
 
 def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
-    """Sylvester's matrix: (i, j) -> (-1)**popcount(i & j) * sign[j] / sqrt(size). The signs are the
-    first bits of the fraction of pi (arXiv:2509.25149, section 4.2)."""
+    """Sylvester's matrix: (i, j) -> (-1)**popcount(i & j) * sign[j] / sqrt(size)."""
     index = torch.arange(size, device=like.device)
     places = torch.arange(size.bit_length(), device=like.device)
     bits = (index[:, None] >> places & 1).float()
     negative = aten.matmul.default(bits, bits.mT).remainder(2)
+    # One vector of signs for all products, as in arXiv:2509.25149, section 4.2: bits of pi.
     signs = [1.0 - 2.0 * (KEY_START >> (62 - j % 63) & 1) for j in range(size)]
     signed = (1 - 2 * negative) * torch.tensor(signs, device=like.device)
     return signed.to(like.dtype) * (1 / math.sqrt(size))
@@ -40,9 +40,10 @@ def rotation_signs(spec: Cast | None, like: Tensor) -> Tensor | None:
     return _after(1.0 - 2.0 * (bits & 1), like)
 
 
+# Else torch 2.13 may draw other signs in the backward graph.
 @compiled_as(lambda x, like: x + like[:0].sum())
 def _after(x: Tensor, like: Tensor) -> Tensor:
-    """``x``, after ``like`` in a graph: torch 2.13 may draw other signs in the backward graph."""
+    """``x``, computed after ``like`` in a graph."""
     return x
 
 

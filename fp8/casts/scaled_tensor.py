@@ -25,17 +25,17 @@ from ..torch_internals.autograd_functions import apply
 
 aten = torch.ops.aten
 
+#: An operator of ATen, whose class is private.
 OpOverload = Any
-"""An operator of ATen, whose class is private."""
 
+#: The formats of the stored values: those with a NaN and a torch dtype.
 STORED = ("e4m3", "e5m2", "fp16")
-"""The formats of the stored values: those with a NaN and a torch dtype."""
 
+#: The dtypes that a ScaledTensor can have.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that a ScaledTensor can have."""
 
+#: The attributes that hold the values of a ScaledTensor.
 STATE = ("memory", "_stored", "_of")
-"""The attributes that hold the values of a ScaledTensor."""
 
 
 @dataclass(eq=False)
@@ -63,6 +63,7 @@ class Memory:
 
     def become(self, dtype: torch.dtype, scale: Tensor | None) -> None:
         old = self.values
+        # What inference mode makes can be written in inference mode alone.
         with torch.inference_mode(False):
             new = torch.empty_strided(
                 old.size(),
@@ -170,6 +171,7 @@ class ScaledTensor(Tensor):
         if numbers is None:
             numbers = self.dequantize(torch.float32)
         new = numbers.to(torch.float32)
+        # Autograd detects by the version that a saved tensor was written.
         increment_version(self)
         tile = (self.is_whole() and self.memory.tile) or (0, 0)
         return self._take(*in_format(new, FORMATS[self.format], tile))
@@ -239,6 +241,7 @@ class ScaledTensor(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy of the values as an array, which is read-only."""
+        # A write to the copy would be lost.
         array = self.dequantize().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -270,6 +273,7 @@ class ScaledTensor(Tensor):
         )
 
     def _stable_hash_for_caching(self) -> str:
+        # A part of the key of torch.compile's cache of graphs on disk.
         return f"ScaledTensor {self.dtype} {self.format} {self.memory.tile}"
 
     def requires_grad_(self, requires_grad: bool = True) -> ScaledTensor:
@@ -560,11 +564,11 @@ def _times_(func: OpOverload, x: Any, y: Any) -> Any:
 
 
 def _add_(func: OpOverload, x: Any, y: Any, **kwargs: Any) -> Any:
-    """In float32, whatever the dtype, to add up the gradients of micro-batches."""
     if not isinstance(x, ScaledTensor):
         return NotImplemented
     if isinstance(y, ScaledTensor):
         y = y.stored if y.scale is None else y.dequantize(torch.float32)
+    # In float32, whatever the dtype: gradients of micro-batches are added up.
     func(x.written(), y, **kwargs)
     return x
 
@@ -579,6 +583,7 @@ def _unscale(
     others = []
     for x in tensors:
         if isinstance(x, ScaledTensor) and x.scale is not None:
+            # The scale alone changes, so that nothing is rounded again.
             x.mul_(inverse)
             finite = x.dequantize(torch.float32).isfinite().all()
             found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf.dtype)))

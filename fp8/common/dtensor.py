@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..torch_internals import Keywords
 
+#: A DTensor, whose class a torch without distributed processes lacks, or a plain tensor.
 Sharded = Any
-"""A DTensor, whose class a torch without distributed processes lacks, or a plain tensor."""
 
 
 def is_dtensor(x: object) -> bool:

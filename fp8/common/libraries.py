@@ -75,12 +75,12 @@ ARGUMENTS = {
 }
 """An argument of another library's function -> the function of `fp8.adapters` in its place."""
 
+#: The group of entry points of transforms: functions of a model that return one that trains with
+#: the same optimizer. `unit_scaling` registers one. Attributes of the function: ``recipe`` is the
+#: recipe to train it with; ``label``, if there is one, the name that reports show; ``optimizer``,
+#: if there is one, a function (model, optimizer) -> the optimizer that the transformed model needs
+#: in place of that one.
 TRANSFORMS = "fp8.transforms"
-"""The group of entry points of transforms: functions of a model that return one that trains with
-the same optimizer. `unit_scaling` registers one. Attributes of the function: ``recipe`` is the
-recipe to train it with; ``label``, if there is one, the name that reports show; ``optimizer``, if
-there is one, a function (model, optimizer) -> the optimizer that the transformed model needs in
-place of that one."""
 
 
 class Found(NamedTuple):

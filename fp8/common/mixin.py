@@ -186,8 +186,8 @@ def bare_class(module: nn.Module) -> type[nn.Module]:
     return type(module)
 
 
+#: The attributes that every module has: its parameters, buffers, submodules, hooks.
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""The attributes that every module has: its parameters, buffers, submodules, hooks."""
 
 
 def own_attributes(module: nn.Module) -> Keywords:

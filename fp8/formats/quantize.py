@@ -28,11 +28,11 @@ __all__ = ["quantize", "quantize_backward", "quantize_forward"]
 
 OVERFLOWS = ("saturate", "nonfinite")
 
+#: The dtypes that can be quantized; 16-bit dtypes are computed in float32.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""The dtypes that can be quantized; 16-bit dtypes are computed in float32."""
 
+#: Elements per thread and step in eager mode on a CPU: three chunks stay in cache.
 CHUNK = 1 << 17
-"""Elements per thread and step in eager mode on a CPU: three chunks stay in cache."""
 
 
 def quantize(

@@ -29,18 +29,18 @@ Seed = int | Tensor | Sequence[int | Tensor]
 Key = int | Tensor
 """64 random bits as a signed integer: see `random_key`."""
 
+#: Multipliers of `triple32` as int32, with shifts 17, 11, 15, 14: the 32-bit mixer with the
+#: smallest avalanche bias of Wellons' search (https://github.com/skeeto/hash-prospector).
 FIRST, SECOND, THIRD = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
-"""Multipliers of `triple32` as int32, with shifts 17, 11, 15, 14: the 32-bit mixer with the
-smallest avalanche bias of Wellons' search (https://github.com/skeeto/hash-prospector)."""
 
+#: The multiplier that combines the parts of a seed: that of Knuth's MMIX generator.
 KEY_STEP = 0x5851F42D4C957F2D
-"""The multiplier that combines the parts of a seed: that of Knuth's MMIX generator."""
 
+#: The initial value of a key: the first 64 bits of the fraction of pi.
 KEY_START = 0x243F6A8885A308D3
-"""The initial value of a key: the first 64 bits of the fraction of pi."""
 
+#: Elements are numbered within blocks of 2**31, so that an index is a nonnegative int32.
 INDEX_BITS = 31
-"""Elements are numbered within blocks of 2**31, so that an index is a nonnegative int32."""
 
 
 def _wrap(word: Word) -> Word:
@@ -135,13 +135,13 @@ def fewer_bits(bits: Tensor, count: int) -> Tensor:
 
 # Keys without a seed
 
+#: The bits that count, of the first of the 624 words of a state. The Mersenne Twister (Matsumoto
+#: and Nishimura 1998) has 19937 bits of state: it computes the next 624 words from the highest bit
+#: of the first word and all of the others, and torch does so before it returns the first word.
 _UNREAD = 2**31 - 1
-"""The bits that count, of the first of the 624 words of a state. The Mersenne Twister (Matsumoto
-and Nishimura 1998) has 19937 bits of state: it computes the next 624 words from the highest bit of
-the first word and all of the others, and torch does so before it returns the first word."""
 
+#: In a state of torch's CPU generator, as int64: the position, and the first words.
 _WORDS = slice(2, 6)
-"""In a state of torch's CPU generator, as int64: the position, and the first words."""
 
 _LOCK = threading.Lock()
 _NUMBERS = itertools.count()

@@ -18,15 +18,15 @@ from torch.nn import functional as F
 from ..casts.casting import QuantizedOperand
 from ..recipes.cast import Cast
 
+#: The sizes of a weight must be multiples of this, because CUDA kernels read 16 bytes at a time.
+#: The rule holds on every device, so that what runs natively on one runs natively on all.
 ALIGNMENT = 16
-"""The sizes of a weight must be multiples of this, because CUDA kernels read 16 bytes at a time.
-The rule holds on every device, so that what runs natively on one runs natively on all."""
 
 Capability = tuple[int, int]
 """A CUDA compute capability."""
 
+#: The pairs of formats of kernels without scales of tiles. No device multiplies e5m2 by e5m2.
 EIGHT_BITS = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"))
-"""The pairs of formats of kernels without scales of tiles. No device multiplies e5m2 by e5m2."""
 
 
 class Output(NamedTuple):

@@ -22,8 +22,8 @@ from .kernel import (
 
 ALONG = 16
 
+#: The values in 16 bytes.
 MULTIPLE = 32
-"""The values in 16 bytes."""
 
 
 def accepts(cast: Cast) -> bool:

@@ -46,11 +46,11 @@ _TRUSTED = [False]
 # Sizes that every layout pads, but for the number of outputs, a multiple of all.
 _ROWS, _INNER, _OUTER = 130, 600, 256
 _FACTOR = 0.5
+#: The share of nonzero elements in a sample: sums have so few terms that they are nearly exact.
 _SHARE = 1 / 8
-"""The share of nonzero elements in a sample: sums have so few terms that they are nearly exact."""
+#: The error of a term of a sum relative to the largest term: the FP8 products of Hopper align terms
+#: to the largest and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
 _BITS = 2.0**-13
-"""The error of a term of a sum relative to the largest term: the FP8 products of Hopper align terms
-to the largest and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
 
 @cache
@@ -122,9 +122,9 @@ def _in_new_thread(test: Callable[..., str], *args: Any) -> str:
 _CASTS = [Cast(format=name) for name in ("e4m3", "e5m2")]
 
 
+#: Of samples. Inductor tries 22 configurations for them, 10 different ones (torch 2.14, H100). The
+#: code for a CPU has none: the first size suffices.
 _SIZES = ((256, 1024), (4096, 64), (48, 5472), (1001, 333))
-"""Of samples. Inductor tries 22 configurations for them, 10 different ones (torch 2.14, H100). The
-code for a CPU has none: the first size suffices."""
 
 
 def _casts(x: Tensor) -> list[Tensor]:

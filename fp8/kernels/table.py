@@ -16,9 +16,9 @@ from .nv import NV
 from .row import ROW
 from .tensor import TENSOR
 
+#: Name -> kernel. An operand is stored by the first row that accepts its cast; a later row that
+#: accepts it too reads that layout. `fp8.kernels.selftest` tests the kernels of a device.
 KERNELS: dict[str, Kernel] = {row.name: row for row in (TENSOR, ROW, BLOCK, MX, NV)}
-"""Name -> kernel. An operand is stored by the first row that accepts its cast; a later row that
-accepts it too reads that layout. `fp8.kernels.selftest` tests the kernels of a device."""
 
 HIGH = "high"
 """The kind of a product whose operands both stay in high precision: torch's own."""

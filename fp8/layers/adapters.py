@@ -14,12 +14,11 @@ from ..recipes.recipe import PLAIN, Recipe
 from .policies import resolve
 from .select import Where
 
+#: The attribute of a model whose layers were replaced: an `Adapted`.
 ADAPTED = "fp8_adapted"
-"""The attribute of a model whose layers were replaced: an `Adapted`."""
 
+#: The attribute of a replacement: the names of the attributes that the old layer had and it lacks.
 CARRIED = "fp8_carried"
-"""The attribute of a replacement: the names of the attributes that the old layer had and it
-lacks."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,7 @@ def decided(
             f"the layers of another library take one recipe; the policy gives {got}{switch}. "
             "Convert with a backend of this library, or see fp8.adapters.policies"
         )
+    # The converters of torchao and TransformerEngine take one recipe for all layers.
     recipe: Any = recipes.pop()
     adapter(backend).its_recipe(recipe)
 

@@ -166,6 +166,8 @@ class WeightCast:
 
 def _sums(weight: Tensor) -> Tensor:
     """The sums of the bits of each column and of each row."""
+    # Of bits, so that no change cancels in rounding, and of both axes, so that no swap of two
+    # elements cancels.
     bits = weight.detach().view({2: torch.int16, 4: torch.int32}[weight.itemsize])
     return torch.cat([bits.sum(axis, dtype=torch.int64) for axis in (0, 1)])
 
@@ -249,7 +251,7 @@ def _of(optimizer: Optimizer, weights: Keywords) -> Keywords:
 
 
 def _after_loading(model: nn.Module, keys: object) -> None:
-    """Not a closure, because hooks are pickled with the model."""
+    # Not a closure, because hooks are pickled with the model.
     parameters: Any = model.parameters()
     for weight in parameters:
         cast = getattr(weight, "fp8_cache", None)

@@ -156,6 +156,7 @@ def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None
     ]
     sums = [[float(moment.total), float(moment.elements)] for moment in measured]
     device = states[0].device
+    # Processes add sums of millions of squares. MPS has no float64.
     dtype = torch.float32 if device.type == "mps" else torch.float64
     moments = torch.tensor(sums, dtype=dtype, device=device)
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -44,6 +44,8 @@ from .settings import (
 
 M = TypeVar("M", bound=nn.Module)
 
+#: The attributes that `convert` sets on layers and on the model, besides classes and buffers: of a
+#: layer that stays, why; of the model, its policy, and where the last switch was.
 _SET = (
     "fp8_settings",
     "fp8_watch",
@@ -52,8 +54,6 @@ _SET = (
     "fp8_policy",
     "fp8_switched",
 )
-"""The attributes that `convert` sets on layers and on the model, besides classes and buffers: of a
-layer that stays, why; of the model, its policy, and where the last switch was."""
 
 
 class _Expanded(Mixin):
@@ -248,6 +248,7 @@ def choose_recipes(model: nn.Module) -> None:
         sources = layer.fp8_settings.sources
         if AUTO in sources:
             change_settings(layer, recipe=composed(sources, auto_of(layer)))
+        # Scales of the values that the model had before do not hold.
         history.remove_buffers(layer)
         history.add_buffers(layer)
     watch_layers(model)
@@ -277,6 +278,7 @@ def _warn(model: nn.Module) -> None:
 def expand(model: M) -> M:
     """Makes containers call their layers, if any of those was converted: in evaluation mode they
     run one fused kernel instead, unless under a torch-function mode; a disabled block is one."""
+    # torch.nn's "fast path": it reads the weights of the layers inside, and calls none of them.
     fast = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
     for module in model.modules():
         if isinstance(module, fast):

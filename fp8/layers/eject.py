@@ -32,14 +32,14 @@ from .override import check_not_overridden
 from .select import is_unit_scaled
 from .settings import converted, policy_of
 
+#: The limits of the file that `eject` writes.
 MAX_LINES, WIDTH = 150, 100
-"""The limits of the file that `eject` writes."""
 
 SCALINGS = {"unit": "fixed", "static": "fixed", "tensor": "tensor", "row": "row"}
 """Scaling of a cast -> the word of the file for it."""
 
+#: A part of a dotted name that is a number.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A part of a dotted name that is a number."""
 
 
 class _Layer(NamedTuple):
@@ -168,6 +168,7 @@ def _casts(layer: Layer, kind: type[nn.Linear]) -> bool:
         for p in layer.parameters()
     }
     layer = deep_copy(layer, random)
+    # A subclass with a forward of its own may still be a linear layer: its results decide.
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(2, layer.in_features, generator=generator).to(dtype)
         bias = None if layer.bias is None else layer.bias.to(dtype)

@@ -24,8 +24,8 @@ from .policies import matches
 from .select import auto_of
 from .settings import OVERRIDDEN, Converted, converted, set_recipe, watch_layers
 
+#: The attributes of a layer that a block changes. Layers without state have no fp8_measured.
 _CHANGED = Converted._attributes
-"""The attributes of a layer that a block changes. Layers without state have no fp8_measured."""
 
 _NUMBERS = itertools.count()
 _LOCK = threading.Lock()

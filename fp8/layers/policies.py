@@ -141,13 +141,13 @@ def matches(pattern: str, name: str) -> bool:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Not `fnmatch`, whose brackets are sets of characters: parts of a name may have brackets."""
+    # Not `fnmatch`, whose brackets are sets of characters: parts of a name may have brackets.
     literal = re.escape(pattern)
     return re.compile(literal.replace(r"\*", ".*").replace(r"\?", "."), re.DOTALL)
 
 
+#: The names under which torch.compile, FSDP1 and checkpoint_wrapper hold modules.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""The names under which torch.compile, FSDP1 and checkpoint_wrapper hold modules."""
 
 
 def bare_name(name: str) -> str:

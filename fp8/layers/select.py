@@ -15,15 +15,16 @@ from ..common.mixin import bare_class
 from ..recipes.history import has_scales
 from ..recipes.recipe import PLAIN, STATIC, UNIT, Recipe
 
+#: Backends that are other libraries. Their layers replace those of the model.
 ADAPTERS = ("transformer_engine", "torchao")
-"""Backends that are other libraries. Their layers replace those of the model."""
 
+#: The layers that are converted, including subclasses, beside those that `holds_experts` finds.
 LAYERS: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-"""The layers that are converted, including subclasses, beside those that `holds_experts` finds."""
 
+#: Layers with a weight that are never converted -> the reason.
 EXCEPTIONS: dict[type[nn.Module], str] = {
     nn.Bilinear: "a product of three operands",
     **dict.fromkeys((nn.Embedding, nn.EmbeddingBag), "a lookup, not a product"),
@@ -31,7 +32,6 @@ EXCEPTIONS: dict[type[nn.Module], str] = {
         (nn.RNNBase, nn.RNNCellBase), "one kernel computes all its products"
     ),
 }
-"""Layers with a weight that are never converted -> the reason."""
 
 
 def is_unit_scaled(module: nn.Module) -> bool:
@@ -76,8 +76,9 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     """(name, module, why it stays or None) of modules with a weight, and of converted ones."""
     inside = inside_attention(model)
     for name, module in model.named_modules():
+        # A part of the layer whose weight it computes.
         if isinstance(module, parametrize.ParametrizationList):
-            continue  # part of the layer whose weight it computes
+            continue
         weights = parametrize.is_parametrized(module) or any(
             is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)
         )

@@ -124,7 +124,7 @@ def why_not_fit(module: nn.Module, multiple: int) -> str:
 
 class Padded(Mixin):
     """A linear layer that fills up its input with copies of the last row, to the multiple that its
-    kernels need; they do not change other rows, maxima or gradients."""
+    kernels need."""
 
     fp8_multiple: int
 
@@ -134,6 +134,7 @@ class Padded(Mixin):
         if not short:
             return forward(*args, **kwargs)
         rows = input.reshape(-1, input.shape[-1])
+        # Copies change no largest magnitude, and so no scale; detached ones no gradient.
         rows = torch.cat([rows, rows[-1:].detach().expand(short, -1)])
         output = forward(rows, *others, **kwargs)[:-short]
         return output.reshape(*input.shape[:-1], output.shape[-1])

@@ -205,6 +205,7 @@ class autocast:
         eager = not torch.compiler.is_dynamo_compiling()
         if self.recipe is not None and self.recipe.changes_scales:
             refuse_recomputation(self.recipe)
+        # Else a graph hides some functions from the mode.
         reveal()
         if eager and not self.reenters:
             LATEST.check = None

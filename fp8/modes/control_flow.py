@@ -18,15 +18,17 @@ from torch.utils.checkpoint import checkpoint
 
 from ..torch_internals import Arguments, Keywords, TorchFunction
 
+#: What torch.compile calls a mode with in place of a region; it has no public name.
 REGION = invoke_subgraph_placeholder
-"""What torch.compile calls a mode with in place of a region; it has no public name."""
 
 OPERATORS = torch.ops.higher_order
 Function = TorchFunction
 
+#: Calls that run their first argument. Tracing, torch 2.11 does not find them in a dict.
 CALLERS = (checkpoint, REGION)
-"""Calls that run their first argument. Tracing, torch 2.11 does not find them in a dict."""
 
+#: An operator that runs functions -> their positions among its arguments. Only a graph has a call
+#: of a checkpoint or of ``associative_scan``: eager code runs its function at once.
 RUNS: dict[Function, tuple[int, ...]] = {
     OPERATORS.cond: (1, 2),
     OPERATORS.while_loop: (0, 1),
@@ -34,8 +36,6 @@ RUNS: dict[Function, tuple[int, ...]] = {
     OPERATORS.scan: (0,),
     OPERATORS.associative_scan: (0,),
 }
-"""An operator that runs functions -> their positions among its arguments. Only a graph has a call
-of a checkpoint or of ``associative_scan``: eager code runs its function at once."""
 
 
 def _while_loop(

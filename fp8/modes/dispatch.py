@@ -116,6 +116,7 @@ def _is_product(left: Any, right: Any, ranks: tuple[int, int] | None) -> bool:
         equal_batch = ranks[0] < 3 or left.shape[:1] == right.shape[:1]
         if (left.ndim, right.ndim) != ranks or not equal_batch:
             return False
+    # A cast would round the result of an outer product, and save no work.
     return left.ndim > 0 and left.shape[-1] != 1
 
 
@@ -144,7 +145,7 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
 
 
 def _added(first: str, second: str, rank: int) -> Handler:
-    """Handler of ``beta * input + alpha * first @ second``. input is not read if beta is 0."""
+    """Handler of ``beta * input + alpha * first @ second``."""
 
     def handler(
         recipe: Recipe,
@@ -163,6 +164,7 @@ def _added(first: str, second: str, rank: int) -> Handler:
         if named or not _floating(input) or not _is_product(left, right, (rank, rank)):
             return NotImplemented
         product = matmul.matmul(left, right, scales=(alpha, alpha, alpha))
+        # As in torch, `input` is not read then: it may hold NaN.
         if beta == 0:
             return product
         (input,) = matmul.to_autocast_dtype(input)
@@ -241,8 +243,8 @@ def outside_of_modes(place: int, args: Arguments, kwargs: Keywords) -> object:
         return list(PRODUCTS)[place](*args, **kwargs)
 
 
+#: The types of operators of torch.ops: of one, and of one of its overloads.
 OPERATORS = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
-"""The types of operators of torch.ops: of one, and of one of its overloads."""
 
 
 def _linear_cross_entropy(
@@ -372,8 +374,8 @@ _WHY_LEFT: dict[str, tuple[TorchFunction, ...]] = {
     ),
 }
 
+#: Torch function whose products stay in high precision, with a warning -> why.
 LEFT = {function: why for why, functions in _WHY_LEFT.items() for function in functions}
-"""Torch function whose products stay in high precision, with a warning -> why."""
 
 EXPANDED = dict.fromkeys((torch.einsum, *COMPOSED, *RUNS))
 """Functions whose calls may be composed of others: see `expansion`."""

@@ -19,10 +19,10 @@ from ..torch_internals.pipelining import in_shape_inference
 from ..torch_internals.running_calls import checkpoints, in_reentrant
 from ..warnings import RecipeWarning, warn_once
 
+#: How a product is computed. "simulate": from rounded operands in their dtype. "native": by torch's
+#: FP8 kernels where they support it. "auto": by those on CUDA devices that have them; products on
+#: CPUs are simulated unless "native" requests kernels.
 BACKENDS = ("simulate", "native", "auto")
-"""How a product is computed. "simulate": from rounded operands in their dtype. "native": by torch's
-FP8 kernels where they support it. "auto": by those on CUDA devices that have them; products on CPUs
-are simulated unless "native" requests kernels."""
 
 
 def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) -> str:

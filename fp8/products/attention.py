@@ -84,15 +84,16 @@ def is_fused(
     """Whether torch computes attention without separate products, as far as that depends on shapes.
 
     Its CPU kernel takes operands of four dimensions and one width that do not broadcast, no
-    dropout, and masks of two or four dimensions without a gradient (`use_flash_attention_cpp` in
-    torch's sdp_utils_cpp.cpp). From torch 2.14 on, three dimensions are one batch, and one head of
-    keys and values serves all of the query. Other devices have a kernel for all of these.
+    dropout, and masks of two or four dimensions without a gradient. Other devices have a kernel for
+    all of these.
     """
+    # `use_flash_attention_cpp` in torch's sdp_utils_cpp.cpp.
     if query.device.type != "cpu":
         return True
     if dropout_p or query.shape[-1] != value.shape[-1]:
         return False
     masks = [2, 4]
+    # From torch 2.14 on, three dimensions are one batch.
     if _FUSES_MORE and query.ndim == key.ndim == value.ndim == 3:
         query, key, value = query[None], key[None], value[None]
         masks = [2, 3, 4]
@@ -103,6 +104,7 @@ def is_fused(
         broadcasts = attn_mask.ndim < 4 or attn_mask.shape[0] in (1, q[0])
         if attn_mask.ndim not in masks or attn_mask.requires_grad or not broadcasts:
             return False
+    # From torch 2.14 on, one head of keys and values serves all of the query.
     one_head = _FUSES_MORE and k == v == (q[0], 1)
     return enable_gqa or q == k == v or one_head
 
@@ -178,6 +180,7 @@ def by_products(
         key, value = _repeated(query, key, "key"), _repeated(query, value, "value")
     multiply = functools.partial(matmul, unit=unit, cast=cast)
     (like,) = to_autocast_dtype(query[:0])
+    # In at least float32 between the products, as in a fused kernel.
     wide = torch.promote_types(query.dtype, torch.float32)
     with without_autocast(query):
         query, key, value = query.to(wide), key.to(wide), value.to(wide)

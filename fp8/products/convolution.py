@@ -4,8 +4,7 @@ For casts by rows or blocks an operand is viewed as a matrix in channels-last la
 (positions, channels), a weight (outputs, kernel positions * inputs), and the weight of a transposed
 convolution (inputs, kernel positions * outputs). The forward pass and the input gradient sum over
 channels, the weight gradient over positions; one-sided padding from padding="same" counts as
-positions. A recipe's rotation is not applied, because the three products do not sum over the same
-positions.
+positions. A recipe's rotation is not applied.
 """
 
 from __future__ import annotations
@@ -55,6 +54,7 @@ def _convolve(
     if frame.recording or frame.block.state is None:
         name = product_name("conv", weight, recipe)
     warn_unsummed(recipe, "a convolution")
+    # A rotation would not cancel: the three products do not sum over the same positions.
     how = how._replace(casts=token_of(recipe.text, rotated=False), name=name)
     return simulated(x, weight, bias, how, states)
 

@@ -48,9 +48,10 @@ from .matmul import Operands, gemm, measured
 )
 def _multiply_groups(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) -> Tensor:
     """``alpha * a @ b`` by groups, in the shapes of `torch.nn.functional.grouped_mm`; zero outside
-    of all groups. `torch.autocast` does not reach inside, in eager mode as in a graph."""
+    of all groups."""
     y, columns = a.new_zeros(product_shape(a, b, offs)), -1 if a.ndim == 3 else -2
     left, right = pieces(a, offs, -2 if b.ndim == 3 else -1), pieces(b, offs, columns)
+    # A graph calls the operator outside of `torch.autocast`, and so does eager code.
     with without_autocast(a):
         for x, w, into in zip(left, right, pieces(y, offs, columns), strict=True):
             if into.numel() and x.numel():
@@ -77,8 +78,8 @@ def _differentiate(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _multiply_groups.register_autograd(_differentiate, setup_context=_save)
 
+#: The operator of all grouped products, as modes below autograd see it.
 MULTIPLY_GROUPS = torch.ops.fp8.multiply_groups
-"""The operator of all grouped products, as modes below autograd see it."""
 
 
 class _Grouped(Function):

@@ -330,6 +330,7 @@ class _Plain(Function):
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
+        # torch's gradient of a function of complex numbers is the conjugate one.
         if grad.dtype.is_complex:
             a, b = a.conj(), b.conj()
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
@@ -399,6 +400,7 @@ def multiply(
     """Casts the operands to the recipe's formats, then to the dtype of torch.autocast, which has
     every value of an 8-bit format (with a scale factor: within its exponent range), and multiplies
     them. how: scales and bias_scale."""
+    # No format has complex numbers.
     if a.dtype.is_complex and b.dtype.is_complex:
         recipe = None
     elif not a.dtype.is_floating_point:

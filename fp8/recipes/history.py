@@ -276,6 +276,7 @@ def reduce_amax(
     tensors = [tensor for _, tensor in sorted(histories(model).items())]
     if not tensors:
         return
+    # One all-reduce for all states, as each has the latency of the network.
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group)
     parts = flat.split([tensor.numel() for tensor in tensors])

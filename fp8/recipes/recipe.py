@@ -328,9 +328,9 @@ RECIPES: dict[str, Recipe] = {
 }
 """Name -> recipe."""
 
+#: The recipes that "auto" selects: for plain models, for modules and functions of `unit_scaling`,
+#: and for layers that are calibrated or in a model of ``unit_scale``.
 PLAIN, UNIT, STATIC = RECIPES["tensor"], RECIPES["unit"], RECIPES["static"]
-"""The recipes that "auto" selects: for plain models, for modules and functions of `unit_scaling`,
-and for layers that are calibrated or in a model of ``unit_scale``."""
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:

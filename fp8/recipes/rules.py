@@ -21,9 +21,9 @@ from ..formats.format import Format, get_format
 from ..formats.quantize import quantize, quantize_operand
 from ..formats.rounding import LAYOUTS, divided
 
+#: The exponents of scale factors: normal numbers of float32, as their inverses are. Those of E8M0
+#: are from -127 to 127.
 SMALLEST, LARGEST = -126, 126
-"""The exponents of scale factors: normal numbers of float32, as their inverses are. Those of E8M0
-are from -127 to 127."""
 
 
 # Stored forms
@@ -165,12 +165,12 @@ def _e4m3_up(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     return ((steps / spacing).ceil() * spacing).clamp(_LEAST, 448.0) * unit
 
 
+#: The largest relative error of a number that is rounded down to an e4m3 value, as a factor.
 GUARD = 17 / 16
-"""The largest relative error of a number that is rounded down to an e4m3 value, as a factor."""
 
+#: The factor of the largest magnitude under rule "e4m3_eden": the largest value of e2m1 stands for
+#: 6.07 sixths of it, which lowers the error of normal data (the published code of Quartet II).
 EDEN = GUARD * 0.93
-"""The factor of the largest magnitude under rule "e4m3_eden": the largest value of e2m1 stands for
-6.07 sixths of it, which lowers the error of normal data (the published code of Quartet II)."""
 
 
 def eden(

@@ -23,9 +23,9 @@ class Instruction(NamedTuple):
     of_zero: int
 
 
+#: Accelerator -> its instruction for FP8: mma of Ada, wgmma of Hopper. Blackwell keeps 25 bits, and
+#: CDNA3 (MI300) 24: their errors are those of float32.
 TENSOR_CORES: dict[str, Instruction] = {
     "ada": Instruction(step=16, of_zero=-132),
     "hopper": Instruction(step=32, of_zero=-133),
 }
-"""Accelerator -> its instruction for FP8: mma of Ada, wgmma of Hopper. Blackwell keeps 25 bits, and
-CDNA3 (MI300) 24: their errors are those of float32."""

@@ -20,14 +20,14 @@ from torch.autograd import Function
 from . import Arguments, Keywords
 from .pipelining import refuse_split_graphs
 
+#: Whether `torch.compiler.is_compiling` is false while the compiler calls `call_by_name`, or the
+#: backward of an autograd function.
 _UNMARKED = torch.__version__ < "2.13"
-"""Whether `torch.compiler.is_compiling` is false while the compiler calls `call_by_name`, or the
-backward of an autograd function."""
 
 
 _LOCK = threading.Lock()
+#: The flag at each open `marked_as_compiling`, of all threads: the last restores the first.
 _BEFORE: list[bool] = []
-"""The flag at each open `marked_as_compiling`, of all threads: the last restores the first."""
 
 
 @contextmanager
