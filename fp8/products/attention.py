@@ -237,7 +237,9 @@ def projections(
     linear: Callable[..., Tensor] = F.linear,
 ) -> tuple[Tensor, ...]:
     """The projected query, key and value. weights: one for all, or one for each."""
-    biases: tuple[Tensor | None, ...] = (None,) * 3 if bias is None else bias.chunk(3)
+    biases: tuple[Tensor | None, ...] = (None,) * 3
+    if bias is not None:
+        biases = bias.chunk(3)
     if len(weights) == 1 and query is key and key is value:
         return linear(query, weights[0], bias).chunk(3, dim=-1)
     of_query, of_key, of_value = weights[0].chunk(3) if len(weights) == 1 else weights

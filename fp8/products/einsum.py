@@ -59,13 +59,16 @@ def as_matmul(
         return None
     left = a.permute([first.index(c) for c in (*batch, *rows, *inner)])
     right = b.permute([second.index(c) for c in (*batch, *inner, *columns)])
-    m, k, n = [math.prod([size[c] for c in group]) for group in (rows, inner, columns)]
+    m = math.prod(size[c] for c in rows)
+    k = math.prod(size[c] for c in inner)
+    n = math.prod(size[c] for c in columns)
     head = len(batch)
     left = left.reshape(*left.shape[:head], m, k)
     right = right.reshape(*right.shape[:head], k, n)
     y = matmul(left, right, scales=scales, unit=unit)
-    y = y.reshape((*y.shape[:head], *[size[c] for c in (*rows, *columns)]))
-    order = [*batch, *rows, *columns]
+    free = [*rows, *columns]
+    y = y.reshape([*y.shape[:head], *[size[c] for c in free]])
+    order = [*batch, *free]
     # What one operand alone has, and the result has not, is summed after the product.
     over = [i for i, c in enumerate(order) if c not in output]
     if over:

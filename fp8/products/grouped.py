@@ -49,8 +49,10 @@ from .matmul import Operands, gemm, measured
 def _multiply_groups(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) -> Tensor:
     """``alpha * a @ b`` by groups, in the shapes of `torch.nn.functional.grouped_mm`; zero outside
     of all groups."""
-    y, columns = a.new_zeros(product_shape(a, b, offs)), -1 if a.ndim == 3 else -2
-    left, right = pieces(a, offs, -2 if b.ndim == 3 else -1), pieces(b, offs, columns)
+    y = a.new_zeros(product_shape(a, b, offs))
+    rows = -2 if b.ndim == 3 else -1
+    columns = -1 if a.ndim == 3 else -2
+    left, right = pieces(a, offs, rows), pieces(b, offs, columns)
     # A graph calls the operator outside of `torch.autocast`, and so does eager code.
     with without_autocast(a):
         for x, w, into in zip(left, right, pieces(y, offs, columns), strict=True):

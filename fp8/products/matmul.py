@@ -209,13 +209,7 @@ def _recast(
         if reports:
             label = how.label("grad", table)
         for_a, _ = cast(
-            grad,
-            casts.grad_for_a,
-            -1,
-            states.grad,
-            True,
-            signs_a,
-            label=label,
+            grad, casts.grad_for_a, -1, states.grad, True, signs_a, label=label
         )
     if needs_b and needs_a and casts.reuses_grad:
         for_b = for_a
@@ -223,13 +217,7 @@ def _recast(
         if reports:
             label = how.label(casts.grad_again, table)
         for_b, _ = cast(
-            grad,
-            casts.grad_for_b,
-            -2,
-            states.grad,
-            True,
-            signs_b,
-            label=label,
+            grad, casts.grad_for_b, -2, states.grad, True, signs_b, label=label
         )
     if needs_b and casts.a_for_grad_b is not None and not casts.reuses_a:
         if reports:
@@ -487,25 +475,13 @@ def simulated(
             if reports:
                 label = how.label("input", table)
             x, scale_x = cast_a(
-                a.detach(),
-                casts.a,
-                -1,
-                states.a,
-                None,
-                signs,
-                label=label,
+                a.detach(), casts.a, -1, states.a, None, signs, label=label
             )
         if casts.b is not None:
             if reports:
                 label = how.label(casts.second, table)
             w, scale_w = cast_b(
-                b.detach(),
-                casts.b,
-                -1,
-                states.b,
-                None,
-                signs,
-                label=label,
+                b.detach(), casts.b, -1, states.b, None, signs, label=label
             )
         x, w = to_autocast_dtype(x, w)
         if x.ndim == 3 and _fuses(x):
@@ -627,8 +603,11 @@ def matmul(
     else:
         if b.shape[:-2] != batch:
             batch = torch.broadcast_shapes(batch, b.shape[:-2])
-            a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
-        rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
+            a = a.expand(*batch, *a.shape[-2:])
+            b = b.expand(*batch, *b.shape[-2:])
+        rows = a
+        if len(batch) > 1:
+            rows, b = a.flatten(0, -3), b.flatten(0, -3)
     # Not the attribute mT, which torch.compile makes an alias outside of control flow.
     how, right_rows = Constants(scales=scales), b.transpose(-2, -1)
     y = multiply(rows, right_rows, None, how, recipe, backend, "matmul")

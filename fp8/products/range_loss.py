@@ -88,7 +88,8 @@ class ProductCasts:
 
     def _loss(self, x: Tensor, cast: Cast | None, role: str) -> RangeLoss:
         if cast is None:  # it stays as it is
-            return RangeLoss(1.0, 0.0 if bool(x.isfinite().all()) else math.inf, 0.0)
+            finite = bool(x.isfinite().all())
+            return RangeLoss(1.0, 0.0 if finite else math.inf, 0.0)
         return range_loss(x, cast, self._scales.get(role))
 
 
@@ -145,4 +146,5 @@ def without_limits(x: Tensor, format: Format) -> Tensor:
 
 def sqnr(x: Tensor, y: Tensor) -> float:
     """The SQNR of ``y``, ``x`` rounded, in dB; Inf if they are equal."""
-    return decibels(float(x.square().sum()), float((x - y).square().sum()))
+    noise = (x - y).square().sum()
+    return decibels(float(x.square().sum()), float(noise))

@@ -134,7 +134,11 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none."""
     eager = type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
     if eager and x.device.type == "cpu":
-        amax = _largest(x, dims)
+        # Without a call of `_largest`: casts of small products wait for Python.
+        if dims is None:
+            amax = largest_magnitude(x)
+        else:
+            amax = x.abs().amax(dims, keepdim=True)
         try:
             if bool(amax.amax() < torch.inf):  # the usual case, without a mask
                 return amax

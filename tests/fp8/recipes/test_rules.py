@@ -337,7 +337,7 @@ def test_what_has_no_values_of_a_tile_refuses_such_a_rule(recwarn):
     with refuses("scaling 'delayed' has no rule 'mine'"):
         Cast(format="e4m3", scaling="delayed", rule="mine")
     recipe = recipe_of(Cast(format="e4m3", scaling="tensor", rule="mine"))
-    with refuses("takes rules of the largest magnitude, not mine by mine"):
+    with refuses("takes rules of the largest magnitude, not mine"):
         dataclasses.replace(recipe, accumulate="hopper")
     model = nn.Linear(32, 16)
     with refuses("rule 'mine' reads values"):
