@@ -59,9 +59,9 @@ def as_matmul(
         return None
     left = a.permute([first.index(c) for c in (*batch, *rows, *inner)])
     right = b.permute([second.index(c) for c in (*batch, *inner, *columns)])
-    m = math.prod(size[c] for c in rows)
-    k = math.prod(size[c] for c in inner)
-    n = math.prod(size[c] for c in columns)
+    m = math.prod([size[c] for c in rows])
+    k = math.prod([size[c] for c in inner])
+    n = math.prod([size[c] for c in columns])
     head = len(batch)
     left = left.reshape(*left.shape[:head], m, k)
     right = right.reshape(*right.shape[:head], k, n)

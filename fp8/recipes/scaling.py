@@ -135,10 +135,7 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     eager = type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
     if eager and x.device.type == "cpu":
         # Without a call of `_largest`: casts of small products wait for Python.
-        if dims is None:
-            amax = largest_magnitude(x)
-        else:
-            amax = x.abs().amax(dims, keepdim=True)
+        amax = x.abs().amax(dims, keepdim=True) if dims else largest_magnitude(x)
         try:
             if bool(amax.amax() < torch.inf):  # the usual case, without a mask
                 return amax
