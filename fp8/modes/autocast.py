@@ -49,6 +49,7 @@ from .dispatch import (
     SPECIAL,
     SPELLINGS,
     expansion,
+    handler_of,
     outside_of_modes,
 )
 
@@ -98,7 +99,7 @@ class _Mode(TorchFunctionMode):
             and (expanded := expansion(function, args, kwargs)) is not None
         ):
             return within((self, *FRAMES.items[-1].early_modes), expanded)()
-        handler = PRODUCTS.get(function)
+        handler = handler_of(function)
         if handler is not None:
             if kwargs.get("out") is not None:
                 if is_from_graph():

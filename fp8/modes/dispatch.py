@@ -247,6 +247,20 @@ def outside_of_modes(place: int, args: Arguments, kwargs: Keywords) -> object:
 OPERATORS = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
 
 
+_OPERATORS: dict[str, Handler] = {
+    # transformers' grouped_mm where torch has none: compiled, in other dtypes than bfloat16.
+    "transformers.grouped_mm_fallback": _grouped,
+}
+"""Operator that another library registers -> its handler."""
+
+
+def handler_of(function: TorchFunction) -> Handler | None:
+    """The handler of a torch function, or of an operator of another library; None for others."""
+    if isinstance(function, OPERATORS):
+        return _OPERATORS.get(str(function))
+    return PRODUCTS.get(function)
+
+
 def _linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
