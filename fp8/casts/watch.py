@@ -11,7 +11,9 @@ compiled, and by eager passes without one.
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ from .counts import LEAST, LOST, OPERANDS, STATISTICS, decibels
 LONGEST = 128
 """The passes from one look to the next after this one. A look adds 0.4 to 1.6 of a step (blocks of
 width 128 on a CPU), all together 0.3 to 1.3 %; a wrong scale lasts no longer than this."""
+
+
+LAST = sys.maxsize
+"""The place of layers that have not run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,7 @@ class Watch:
 
     Attributes:
         step: the number of the pass, from 1.
+        layers: layer -> its place in the order of execution, once it has run.
         looks: whether this pass is looked at.
         every: besides, each ``every``-th pass is; 0: none.
         frozen: whether static scales that are set stay as they are.
@@ -82,10 +89,10 @@ class Watch:
     def __init__(self) -> None:
         self.step, self.looks, self.every, self.frozen = 1, True, 0, False
         self.listeners: list[Listener] = []
-        # In the order of the layers.
-        self.layers: weakref.WeakKeyDictionary[LayerWatch, None] = (
+        self.layers: weakref.WeakKeyDictionary[LayerWatch, int] = (
             weakref.WeakKeyDictionary()
         )
+        self._places = itertools.count()
         self._leader: Callable[[], object | None] | None = None
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         _WATCHES.add(self)
@@ -94,9 +101,15 @@ class Watch:
     def __reduce__(self) -> Any:
         return _watch, (self.frozen,)
 
-    def restart(self) -> None:
-        """Looks at the next passes as at the first ones, as after a change of recipes."""
-        self.step, self.looks, self._leader = 1, True, None
+    def restart(self, step: int = 1) -> None:
+        """Looks at the next pass, of this number. From 1 on, as after a change of recipes, it looks
+        at the first ones."""
+        self.step, self.looks, self._leader = step, True, None
+
+    def runs(self, layer: LayerWatch) -> None:
+        """A layer runs in a pass that is looked at."""
+        if self.layers[layer] == LAST:
+            self.layers[layer] = next(self._places)
 
     def enters(self, layer: LayerWatch) -> None:
         """An eager training pass enters a layer. If no optimizer steps, a pass begins when the
@@ -107,30 +120,29 @@ class Watch:
         if recomputes():
             return
         if self._leader is not None:
-            self._next()
+            self.next()
         self._leader = weakref.ref(layer)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has made a step. Of several ones, a pass is a step of each."""
         if not self._stepped or optimizer in self._stepped:
             self._stepped.clear()
-            self._next()
+            self.next()
         self._stepped.add(optimizer)
 
-    def _next(self) -> None:
+    def next(self) -> None:
+        """A pass has ended."""
         if self.looks:
             self.read()
         self._leader = None
         self.step += 1
-        step, every = self.step, self.every
-        on_schedule = step & (step - 1) == 0 if step < LONGEST else step % LONGEST == 0
-        self.looks = on_schedule or (every > 0 and step % every == 0)
+        self.looks = is_look(self.step, self.every)
 
     def read(self) -> None:
         """Reads what the last look has written: warns, and calls the listeners."""
         written = [
             (layer, product, table)
-            for layer in list(self.layers)
+            for layer in sorted(self.layers, key=self.layers.__getitem__)
             for product, table in layer.tables()
             if not table.is_meta
         ]
@@ -152,6 +164,13 @@ class Watch:
         if rows:
             for listener in list(self.listeners):
                 listener(rows)
+
+
+def is_look(step: int, every: int = 0) -> bool:
+    """Whether a pass is looked at. every: as of a `Watch`."""
+    if step % LONGEST == 0 or (every > 0 and step % every == 0):
+        return True
+    return step < LONGEST and step & (step - 1) == 0
 
 
 def _watch(frozen: bool) -> Watch:
@@ -204,7 +223,7 @@ class LayerWatch:
     def join(self, watch: Watch) -> None:
         """Looks when ``watch`` does, which reads the statistics from now on."""
         self.watch = watch
-        watch.layers[self] = None
+        watch.layers[self] = LAST
 
     def under(self, recipe: Recipe) -> None:
         """Takes the formats of a recipe, which the layer runs under from now on."""

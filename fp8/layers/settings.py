@@ -111,6 +111,12 @@ class Converted(Mixin):
         super().register_buffer(name, tensor, persistent and saved)  # type: ignore[misc]
 
     @taken_as_constant
+    def fp8_runs(self) -> bool:
+        """Notes the place of the layer, in eager mode and while a graph that looks is traced."""
+        self.fp8_watch.watch.runs(self.fp8_watch)
+        return True
+
+    @taken_as_constant
     def fp8_note(self: Any, buffer: str) -> bool:
         """`note_scale` for a buffer, in eager mode and while a graph that reads it is traced."""
         history.note_scale(self, buffer)

@@ -51,6 +51,8 @@ class LayerState:
         if not self._traced:
             watched.watch.enters(watched)
         self.looks = watched.watch.looks
+        if self.looks:
+            layer.fp8_runs()
 
     def name_of(self, product: str, *operands: Tensor) -> str:
         """The next product in names of buffers; "" if it is the only one."""
