@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..casts.measuring import Measurement, Moment
 from ..casts.watch import watches_of
+from ..common.ranks import Group, is_started
 from ..common.step import Batch, Loss, call, restored, starts, untouched, unwrapped
 from ..common.validation import check_flag, check_module
 from ..frame import framed
@@ -18,8 +19,6 @@ from ..recipes.rules import LARGEST, SMALLEST
 from ..recipes.scaling import nearest_power
 from ..torch_internals.stance import outside_compiler
 from .settings import choose_static, converted
-
-Group = torch.distributed.ProcessGroup | None
 
 
 def calibrate(
@@ -159,7 +158,7 @@ def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None
     # Processes add sums of millions of squares. MPS has no float64.
     dtype = torch.float32 if device.type == "mps" else torch.float64
     moments = torch.tensor(sums, dtype=dtype, device=device)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_started():
         torch.distributed.all_reduce(moments, torch.distributed.ReduceOp.SUM, group)
     powers = nearest_power(moments[:, 0] / moments[:, 1])
     for state, power in zip(states, powers.tolist(), strict=True):

@@ -272,11 +272,11 @@ def reduce_amax(
     Raises:
         TypeError: if ``model`` is not a module.
     """
+    from ..common.ranks import is_started  # not loaded with the core
+
     check_module("reduce_amax", model)
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
     tensors = [tensor for _, tensor in sorted(histories(model).items())]
-    if not tensors:
+    if not (tensors and is_started()):
         return
     # One all-reduce for all states, as each has the latency of the network.
     flat = torch.cat([tensor.flatten() for tensor in tensors])

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from ..casts.scaled_tensor import ScaledTensor
 from ..common.dtensor import is_dtensor
 from ..common.libraries import explains_arguments
+from ..common.ranks import is_started
 from ..common.report import CHANGES, LEFT_ALONE, Change, Row, note
 from ..common.validation import check_module, check_name
 from ..formats.format import dtype_name
@@ -226,7 +226,7 @@ def _check_model(model: nn.Module) -> None:
                 f"{name} is on the meta device: give the model memory and weights, and then a "
                 "level and an optimizer, which would go on to hold what is there now"
             )
-    if dist.is_available() and dist.is_initialized():
+    if is_started():
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if any(map(_in_use, trained.values())):
             gc.collect()  # a discarded wrapper may not be collected yet

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import distributed
 from torch.distributed import distributed_c10d
+
+from fp8.common.ranks import ranks
 
 from ...common.calls import T
 
@@ -35,8 +36,7 @@ def model_name(parameters: Iterable[str]) -> str:
 def agreed(name: str, values: Mapping[str, T]) -> dict[str, T]:
     """``values``, or for each of them that of the first process to name it. They never change.
     values: numbers, text and lists of these; others at other times, as with unused experts."""
-    started = distributed.is_available() and distributed.is_initialized()
-    if not started or distributed.get_world_size() == 1:
+    if ranks() == 1:
         return dict(values)
     # No collective: with pipeline stages, not every process runs this part of the model.
     store = distributed_c10d._get_default_store()  # public stores must be created anew
