@@ -12,7 +12,7 @@ LAYERS = {
         lab __main__
     """,
     "fp8.lab": """
-        sums hardware stats record doctor setups trace parity forecast preflight blame
+        sums hardware stats page doctor setups trace record parity forecast preflight blame
     """,
     "unit_scaling": """
         version common constraints scale rules core ops functional checks parameter layers modules

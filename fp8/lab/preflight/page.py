@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from importlib import resources
 
-from ...common.libraries import need
+from ..page import Filters, rendered
 from .findings import Findings
 from .verdict import bytes_in_words, recipe_in_words
 
@@ -14,26 +13,20 @@ def page(findings: Findings) -> str:
     """What decides of the findings of a preflight, complete or not, as one HTML document without
     references to other files. Equal findings give the same text. Raises ImportError without the
     extra ``preflight`` (jinja2)."""
-    jinja2 = need("jinja2")
-    environment = jinja2.Environment(
-        autoescape=True,  # names of layers are the user's
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {
+    filters: Filters = {
         "bytes": bytes_in_words,
         "number": lambda value: f"{value:.3g}",
         "percent": lambda share: f"{share:.0%}",
         "recipe": lambda name: recipe_in_words(name).capitalize(),
         "signed": lambda value: f"{value:+.4f}",
     }
-    file = resources.files(__package__).joinpath("page.html")
     trained_first = sorted(
         findings.candidates, key=lambda row: row.outcome == "not trained"
     )
     verdict = findings.verdict
-    return environment.from_string(file.read_text(encoding="utf-8")).render(
+    return rendered(
+        "preflight/page.html",
+        filters,
         findings=findings,
         verdict=verdict,
         candidates=trained_first,

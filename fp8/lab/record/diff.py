@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...casts.counts import OPERANDS
 from ...casts.watch import Seen
 from .runs import Run, lost
 
@@ -15,6 +16,9 @@ DECIBELS = 1.0
 OF_RMS = 0.1
 """How far the scale, the SQNR and the RMS of a cast may differ: what one step of a scale, or the
 noise of another order of sums, makes of them. The RMS is relative."""
+
+SHOWN = 12
+"""The places that are listed."""
 
 
 class Place(NamedTuple):
@@ -31,7 +35,9 @@ class Difference:
 
     Attributes:
         step: the first step at which anything parts; None if nothing does.
-        lines: what parts there, in the order of the first record, and by how much.
+        lines: what parts there, in the order of execution, and by how much: the casts of the
+            forward pass, the loss, and those of the backward pass, which begins with the last
+            layer.
         only: what only one of them has.
         same_casts: whether both have the same layers and operands.
     """
@@ -50,7 +56,10 @@ class Difference:
         head = "The records agree at every step that both have."
         if self.step is not None:
             head = f"The records part at step {self.step}:"
-        return "\n".join([head, *(f"  {line}" for line in self.lines), *self.only])
+        shown = [f"  {line}" for line in self.lines[:SHOWN]]
+        if len(self.lines) > SHOWN:
+            shown.append(f"  and {len(self.lines) - SHOWN} more")
+        return "\n".join([head, *shown, *self.only])
 
 
 def diff(a: Run, b: Run, tolerance: float = 0.01) -> Difference:
@@ -69,25 +78,49 @@ def diff(a: Run, b: Run, tolerance: float = 0.01) -> Difference:
     both = [place for place in left if place in right]
     if not both:
         raise ValueError("no step, layer and operand is in both records")
-    found: dict[int, list[str]] = {}
+    found: dict[int, list[tuple[Order, str]]] = {}
+    places = {layer: i for i, layer in enumerate(dict.fromkeys(p.layer for p in left))}
     for place in both:
         if by := _row_difference(left[place], right[place], tolerance):
             line = f"{place.layer} {place.operand}: {', '.join(by)}"
-            found.setdefault(place.step, []).append(line)
+            order = _order(places[place.layer], place.operand)
+            found.setdefault(place.step, []).append((order, line))
     losses = {row.step: row.loss for row in b.losses}
     for row in a.losses:
         other = losses.get(row.step, row.loss)
         if _apart(row.loss, other, _relative) > tolerance:
             line = f"loss {row.loss:.6g} and {other:.6g}"
-            found.setdefault(row.step, []).append(line)
+            found.setdefault(row.step, []).append((BETWEEN, line))
     step = min(found, default=None)
+    lines: list[str] = []
+    if step is not None:
+        lines = [line for _, line in sorted(found[step])]
     casts = [{(p.layer, p.operand) for p in places} for places in (left, right)]
     return Difference(
         step=step,
-        lines=[] if step is None else found[step],
+        lines=lines,
         only=[*_only("first", left, right), *_only("second", right, left)],
         same_casts=casts[0] == casts[1],
     )
+
+
+class Order(NamedTuple):
+    """When a cast runs in a step. layer: its place, from the end in the backward pass."""
+
+    backward: float
+    layer: int = 0
+    operand: int = 0
+
+
+BETWEEN = Order(0.5)
+"""The loss."""
+
+
+def _order(layer: int, operand: str) -> Order:
+    number = OPERANDS.index(operand)
+    if operand in ("input", "weight"):
+        return Order(0, layer, number)
+    return Order(1, -layer, number)
 
 
 def _by_place(run: Run) -> dict[Place, Seen]:
@@ -130,12 +163,16 @@ def _only(name: str, these: dict[Place, Seen], those: dict[Place, Seen]) -> list
     """What only these have: casts, and steps."""
     there = {(place.layer, place.operand) for place in those}
     casts = dict.fromkeys((place.layer, place.operand) for place in these)
-    missing = [f"{layer} {operand}" for layer, operand in casts.keys() - there]
+    missing = [
+        f"{layer} {operand}"
+        for layer, operand in casts
+        if (layer, operand) not in there
+    ]
     seen = {place.step for place in those}
     steps = sorted({place.step for place in these} - seen)
     lines = []
     if missing:
-        lines.append(f"Only in the {name}: {', '.join(sorted(missing))}")
+        lines.append(f"Only in the {name}: {', '.join(missing)}")
     if steps:
         span = f"{len(steps)} looks, at steps {steps[0]} to {steps[-1]}"
         lines.append(f"Only in the {name}: {span}")

@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import resources
+from itertools import groupby
 
 from ...casts.watch import Seen
-from ...common.libraries import need
+from ..page import rendered
 from .runs import Loss, Run, lost
 
-COLUMNS = 120
-"""Columns of the map. Of more looks, neighbours share one, which shows the worst."""
+COLUMNS = 60
+"""Columns of the map, at most, each of as many steps. One of several looks shows the worst."""
 POINTS = 1000
 """Points of the curve. Of more losses, neighbours share one, which shows the largest."""
 BOUNDS = (0.0, 0.001, 0.01, 0.1, 1.0)
 """The largest lost share of each colour."""
 WIDTH, HEIGHT = 1000, 160
 """The curve, in units of its drawing."""
+TICKS = 5
+"""Labels of steps along the map, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cast in the map. level: index of its colour. title: its numbers, in words."""
+    """Neighbouring columns of one colour. level: index of it, -1 without a look. width: in columns.
+    title: the numbers of the worst look, in words."""
 
     level: int
+    width: int
     title: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A cast, and its cells in all columns; None where it was not seen."""
+    """A cast, and its cells."""
 
-    layer: str
     operand: str
-    cells: list[Cell | None]
+    cells: list[Cell]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Map:
+    """Casts by columns. heads: text -> columns that it spans. layers: layer -> its casts, in the
+    order of execution."""
+
+    columns: int
+    heads: list[tuple[str, int]]
+    layers: dict[str, list[Line]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,101 +60,139 @@ class Curve:
     faults: list[float]
     low: float
     high: float
-    first: int
-    last: int
 
 
 def page(run: Run, name: str) -> str:
     """The record as one HTML document without references to other files. Equal records give the
     same text. Raises ImportError without jinja2, and ValueError if the record has no look."""
-    jinja2 = need("jinja2")
     if not run.rows:
         raise ValueError(f"{name} has no look: the training ended in its first pass")
-    environment = jinja2.Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    text = (
-        resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    )
     steps = sorted({row.step for row in run.rows})
-    share = math.ceil(len(steps) / COLUMNS)
-    columns = [steps[i : i + share] for i in range(0, len(steps), share)]
-    return environment.from_string(text).render(
+    first, last = steps[0], max([steps[-1], *(row.step for row in run.losses)])
+    return rendered(
+        "record/page.html",
+        {},
         name=name,
         header=run.header,
-        columns=columns,
-        lines=_lines(run.rows, columns),
-        curve=_curve(run.losses),
+        first=first,
+        last=last,
+        map=_over_time(run, first, last),
+        what_ifs=_what_ifs(run),
+        curve=_curve(run.losses, first, last),
         looks=len(steps),
-        worst=sorted(run.rows, key=lost, reverse=True)[0],
+        worst=max(run.rows, key=lost),
         lost=lost,
-        bounds=BOUNDS,
         width=WIDTH,
         height=HEIGHT,
     )
 
 
-def _lines(rows: list[Seen], columns: list[list[int]]) -> list[Line]:
-    column_of = {step: i for i, column in enumerate(columns) for step in column}
-    worst: dict[tuple[str, str], dict[int, Seen]] = {}
-    for row in rows:
-        cells = worst.setdefault((row.layer, row.operand), {})
-        column = column_of[row.step]
+def _over_time(run: Run, first: int, last: int) -> Map:
+    span = last - first + 1
+    columns = min(COLUMNS, span)
+    placed = [((row.step - first) * columns // span, row) for row in run.rows]
+    # A look stands until the next one.
+    looked = sorted({column for column, _ in placed})
+    shown = [looked[bisect_right(looked, column) - 1] for column in range(columns)]
+    ticks = math.ceil(columns / TICKS)
+    heads = []
+    for column in range(0, columns, ticks):
+        step = first + math.ceil(column * span / columns)
+        heads.append((str(step), min(ticks, columns - column)))
+    return Map(columns=columns, heads=heads, layers=_layers(placed, shown))
+
+
+def _what_ifs(run: Run) -> dict[int, Map]:
+    """Step -> the recipes that were asked for there, beside the one in force."""
+    maps = {}
+    for step in dict.fromkeys(asked.step for asked in run.what_ifs):
+        looks = [row.step for row in run.rows if row.step <= step]
+        latest = max(looks, default=run.rows[0].step)
+        placed = [(0, row) for row in run.rows if row.step == latest]
+        heads = [(f"in force (step {latest})", 1)]
+        for asked in run.what_ifs:
+            if asked.step == step:
+                placed += [(len(heads), row) for row in asked.rows]
+                heads.append((asked.recipe, 1))
+        shown = list(range(len(heads)))
+        layers = _layers(placed, shown)
+        maps[step] = Map(columns=len(heads), heads=heads, layers=layers)
+    return maps
+
+
+def _layers(
+    placed: Iterable[tuple[int, Seen]], shown: list[int]
+) -> dict[str, list[Line]]:
+    """Layer -> its casts. placed: the column of each row. shown: that of which each column shows
+    the rows."""
+    worst: dict[str, dict[str, dict[int, Seen]]] = {}
+    for column, row in placed:
+        cells = worst.setdefault(row.layer, {}).setdefault(row.operand, {})
         if column not in cells or lost(row) > lost(cells[column]):
             cells[column] = row
-    lines = []
-    for (layer, operand), cells in worst.items():
-        found = [cells.get(column) for column in range(len(columns))]
-        lines.append(Line(layer=layer, operand=operand, cells=[*map(_cell, found)]))
-    return lines
+    return {
+        layer: [
+            Line(operand=operand, cells=_cells(cells, shown))
+            for operand, cells in operands.items()
+        ]
+        for layer, operands in worst.items()
+    }
 
 
-def _cell(row: Seen | None) -> Cell | None:
+def _cells(rows: dict[int, Seen], shown: list[int]) -> list[Cell]:
+    """One cell for neighbours of one colour: a page of all columns of a large model has 20 MB."""
+    cells = []
+    found = [rows.get(column) for column in shown]
+    for level, same in groupby(found, key=_level):
+        group = list(same)
+        seen = [row for row in group if row is not None]
+        title = ""
+        if seen:
+            title = _title(max(seen, key=lost))
+        cells.append(Cell(level=level, width=len(group), title=title))
+    return cells
+
+
+def _level(row: Seen | None) -> int:
     if row is None:
-        return None
-    title = (
+        return -1
+    return bisect_left(BOUNDS, lost(row))
+
+
+def _title(row: Seen) -> str:
+    return (
         f"{row.layer} {row.operand} ({row.format}), step {row.step}: "
         f"{row.zero:.3%} become zero, {row.saturated:.3%} saturate, "
         f"{row.nonfinite:.3%} Inf or NaN; scale {row.scale:.3g}, RMS {row.rms:.3g}, "
         f"largest {row.largest:.3g}, SQNR {row.sqnr:.1f} dB"
     )
-    return Cell(level=bisect_left(BOUNDS, lost(row)), title=title)
 
 
-def _curve(losses: list[Loss]) -> Curve | None:
-    """None without a finite loss."""
+def _curve(losses: list[Loss], first: int, last: int) -> Curve | None:
+    """The curve from one step to another; None without a finite loss."""
     finite = [row.loss for row in losses if math.isfinite(row.loss)]
     if not finite:
         return None
     size = math.ceil(len(losses) / POINTS)
     groups = [losses[i : i + size] for i in range(0, len(losses), size)]
-    shown = [max(group, key=_height) for group in groups]
     low, high = min(finite), max(finite)
-    first, last = losses[0].step, losses[-1].step
-    across = WIDTH / max(1, last - first)
+    across = WIDTH / (last - first + 1)
     up = (HEIGHT - 8) / ((high - low) or 1.0)
     pieces: list[list[str]] = [[]]
     faults = []
-    for row in shown:
-        x = (row.step - first) * across
+    for row in (max(group, key=_height) for group in groups):
+        x = (row.step - first + 0.5) * across
         if math.isfinite(row.loss):
             y = HEIGHT - 4 - (row.loss - low) * up
             pieces[-1].append(f"{x:.1f},{y:.1f}")
         else:
             faults.append(round(x, 1))
             pieces.append([])
-    return Curve(
-        pieces=[" ".join(piece) for piece in pieces if piece],
-        faults=faults,
-        low=low,
-        high=high,
-        first=first,
-        last=last,
-    )
+    lines = [" ".join(piece) for piece in pieces if piece]
+    return Curve(pieces=lines, faults=faults, low=low, high=high)
 
 
 def _height(row: Loss) -> float:
-    return row.loss if math.isfinite(row.loss) else math.inf
+    if math.isfinite(row.loss):
+        return row.loss
+    return math.inf

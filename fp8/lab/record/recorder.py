@@ -3,48 +3,48 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import IO, Any, Protocol
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...casts.watch import Seen, watches_of
+from ...casts.watch import Seen, is_look, watches_of
+from ...common.ranks import Group, rank, ranks
+from ...common.step import Batch, Loss
 from ...common.validation import check_module, check_whole
+from ...recipes.policy import Policy
+from ...recipes.recipe import Recipe
 from ...version import __version__
-from .runs import NUMBERS, SHARES, Record, as_line, rows_record
+from .runs import SHARES, Record, WhatIf, rows_record
+from .runs import Loss as LossRow
+from .what_if import rows_under
+from .writers import NOWHERE, Sink, Writer, opened
 
 __all__ = ["Recorder", "record"]
 
 
-class ScalarWriter(Protocol):
-    """As TensorBoard's SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Adds a value."""
-
-
-class Logger(Protocol):
-    """As a run of wandb, and its module."""
-
-    def log(self, data: dict[str, Any]) -> object:
-        """Logs values by name."""
-
-
-Writer = str | os.PathLike[str] | ScalarWriter | Logger | Callable[[Record], object]
-
-
 class Recorder:
-    """Returned by `record`: a context manager, which `close` ends."""
+    """Returned by `record`: a context manager, which `close` ends.
 
-    def __init__(self, model: nn.Module, write: Callable[[Record], object]) -> None:
+    Attributes:
+        steps: the number of steps that are done.
+    """
+
+    def __init__(self, model: nn.Module, sink: Sink, group: Group, start: int) -> None:
+        self.steps = start
+        self._model, self._sink, self._group = model, sink, group
         self._watches = watches_of(model)
-        self._write = write
-        self._file: IO[str] | None = None
         self._rows: list[Seen] = []
-        self._late: bool | None = None
+        self._losses: list[tuple[int, Tensor | float]] = []
+        # The last pass that was looked at, and the step that it belongs to.
+        self._pass, self._step_of_pass = 0, 0
+        self._called: list[int] = []
+        # A pass may end in another thread than the one that calls `step`.
+        self._lock = threading.RLock()
         for watch in self._watches:
             watch.listeners.append(self._listen)
 
@@ -52,182 +52,234 @@ class Recorder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        # After an error the other processes may not arrive.
+        self._end(alone=any(error))
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Notes a step of the training; call it once a step, before or after the optimizer.
 
-        With torch.distributed initialized, all ranks call it, and rank 0 gathers what they have
-        seen. Of each cast it writes the largest shares and magnitude, the root mean square of the
-        RMS, and the smallest SQNR, so that the fault of one rank stays visible; and the mean loss.
+        It writes at steps with a look, what has come since the last one. With torch.distributed
+        initialized, all processes of the group call it, and its first one gathers what they have
+        seen then. Of each cast it writes the largest shares and magnitude, the root mean square of
+        the RMS, and the smallest SQNR, so that the fault of one process stays visible; and the mean
+        loss.
 
         Args:
             loss: of one element, in any unit; None writes no loss. Inf and NaN are written.
+
+        Raises:
+            ValueError: for a loss of several elements.
         """
-        now = self._watches[0].step
-        if self._late is None:
-            # The pass ends with the step of an optimizer: after it, the loss is of the pass before.
-            self._late = now > 1
-        value = loss.item() if isinstance(loss, Tensor) else loss
-        losses = [] if value is None else [value]
-        if _ranks() > 1:
-            gathered = _gather((self._rows, losses))
-            self._rows = merged([row for rows, _ in gathered for row in rows])
-            losses = [loss for _, values in gathered for loss in values]
-        self._flush()
-        if losses and _rank() == 0:
-            mean = sum(losses) / len(losses)
-            self._write({"kind": "loss", "step": now - self._late, "loss": mean})
+        if isinstance(loss, Tensor):
+            if loss.numel() != 1:
+                shape = tuple(loss.shape)
+                raise ValueError(f"loss must have one element, got the shape {shape}")
+            # Read with the next look, because reading synchronizes. A copy: a graph of CUDA may
+            # write the next loss to the same memory.
+            loss = loss.detach().clone()
+        with self._lock:
+            self._end_pass()
+            self.steps += 1
+            if loss is not None:
+                self._losses.append((self.steps, loss))
+            if is_look(self.steps, self._watches[0].every):
+                self._write()
+
+    def what_if(
+        self,
+        recipe: Policy | Recipe | str,
+        batch: Batch,
+        loss: Loss | None = None,
+    ) -> WhatIf:
+        """What the casts of another recipe would lose with the present weights, on a batch.
+
+        It runs one pass of a copy of the model, in eager mode, and writes the rows. The model, its
+        gradients and scales, random numbers and the looks of the run stay as they are. A recipe is
+        tried on the layers that are converted, a policy on those that it chooses; static scales
+        are those that the batch sets. In a distributed training each process asks for itself.
+
+        Args:
+            recipe: a name in `fp8.RECIPES`, a `Recipe` or a `Policy`.
+            batch: a tensor, a tuple or list of positional arguments, or a mapping of keywords.
+            loss: a function of the output that returns a scalar. None: the output's ``loss``.
+
+        Returns:
+            The rows, which print as a table.
+
+        Raises:
+            ValueError: for an unknown recipe, and if the loss is no scalar.
+        """
+        rows = rows_under(self._model, recipe, batch, loss)
+        step = self.steps + 1
+        rows = [replace(row, step=step) for row in rows]
+        name = recipe if isinstance(recipe, str) else _name_of(recipe)
+        if rows:
+            with self._lock:
+                record = rows_record(step, rows, kind="what if")
+                self._sink.write(record | {"recipe": name})
+        return WhatIf(recipe=name, step=step, rows=rows)
 
     def close(self) -> None:
-        """Ends the record: reads the last look, and looks no more than without a recorder. Of a
-        look after the last `step`, rank 0 writes its own part. A second call does nothing."""
-        for watch in self._watches:
-            if self._listen in watch.listeners:
+        """Ends the record: writes what has come since the last look, and looks no more than without
+        a recorder. All processes call it, and leave the ``with`` block, which calls it. After an
+        error in the block the first process writes what it has seen itself. A second call does
+        nothing."""
+        self._end(alone=False)
+
+    def _end(self, alone: bool) -> None:
+        with self._lock:
+            watching = [w for w in self._watches if self._listen in w.listeners]
+            for watch in watching:
                 watch.read()
                 watch.listeners.remove(self._listen)
                 watch.every = 0
-        self._flush()
-        if self._file is not None:
-            self._file.close()
+            if watching:
+                self._write(alone)
+                self._sink.close()
+                self._sink = NOWHERE
+
+    def _end_pass(self) -> None:
+        """Reads what the casts of the step have written, if its pass goes on. A pass of compiled
+        code does, unless an optimizer of torch ends it: then the next call of `step` does."""
+        stays = [watch.step for watch in self._watches]
+        for watch in self._watches:
+            if watch.looks:
+                watch.read()
+            if stays == self._called:
+                watch.next()
+        self._called = stays
 
     def _listen(self, rows: list[Seen]) -> None:
-        self._rows += rows
-        if _ranks() == 1:
-            self._flush()
+        with self._lock:
+            if rows[0].step != self._pass:
+                self._pass = rows[0].step
+                self._step_of_pass = self.steps + 1 if self._called else self._pass
+            self._rows += [replace(row, step=self._step_of_pass) for row in rows]
+            if not self._called and ranks(self._group) == 1:
+                self._write()  # `step` may never be called
 
-    def _flush(self) -> None:
-        rows, self._rows = self._rows, []
-        looks: dict[int, list[Seen]] = {}
-        for row in rows:
-            looks.setdefault(row.step, []).append(row)
-        if _rank() == 0:
-            for look in looks.values():
-                self._write(rows_record(look))
+    def _write(self, alone: bool = False) -> None:
+        """Writes the rows and losses that wait. alone: those of this process."""
+        losses = [LossRow(step=step, loss=float(loss)) for step, loss in self._losses]
+        parts = [(self._rows, losses)]
+        self._rows, self._losses = [], []
+        if ranks(self._group) > 1 and not alone:
+            parts = _gathered(parts[0], self._group)
+        rows = merged([row for rows, _ in parts for row in rows])
+        means = _means([loss for _, losses in parts for loss in losses])
+        lines: list[Record] = []
+        for step, look in groupby(rows, key=lambda row: row.step):
+            lines.append(rows_record(step, list(look)))
+        for step, loss in means.items():
+            lines.append({"kind": "loss", "step": step, "loss": loss})
+        for line in sorted(lines, key=lambda line: line["step"]):
+            self._sink.write(line)
 
 
-def record(model: nn.Module, *, writer: Writer, every: int = 10) -> Recorder:
+def record(
+    model: nn.Module,
+    *,
+    writer: Writer | Sequence[Writer],
+    every: int = 10,
+    start: int = 0,
+    group: Group = None,
+) -> Recorder:
     """Records what the casts of a converted model do to their operands while it trains.
 
-    Passes count from 1, anew. A look is written for each ``every``-th pass, besides those at which
-    converted layers look anyway: passes 1, 2, 4, ..., 64, and each 128th. The numbers of a row are
-    those of `fp8.casts.watch.Seen`. A look costs some tenths of a step.
+    A look is written for each ``every``-th pass, besides those at which converted layers look
+    anyway: passes 1, 2, 4, ..., 64, and each 128th. The numbers of a row are those of
+    `fp8.casts.watch.Seen`. A model has one recorder: another one closes it.
 
     Args:
         model: after `fp8.convert`, compiled or not.
         writer: the path of a new file in JSON Lines, for ``fp8 record page`` and ``fp8 record
             diff``; or what has ``add_scalar``, as TensorBoard's SummaryWriter; or what has
-            ``log``, as wandb or a run of it; or a function of each record, a dict.
+            ``log``, as wandb or a run of it; or a function of each record, a dict; or several.
         every: in passes, from 1.
+        start: the steps that were done before, of a run that goes on from a checkpoint. Steps count
+            from it; a file is continued, and later steps in it give way to those that come.
+        group: the processes whose looks are one record, and the first of which writes it; None:
+            all.
 
     Returns:
         A recorder. Call its ``step(loss)`` once a step. Inf and NaN are written as they are, into a
         file as the strings "inf" and "nan".
 
     Raises:
-        FileExistsError: if the file exists.
+        FileExistsError: if the file exists, and ``start`` is 0.
+        OSError: if it cannot be written.
         TypeError: for another writer.
-        ValueError: if nothing in the model is converted, or for another ``every``.
+        ValueError: if nothing in the model is converted, for another ``every`` or ``start``, and
+            in a process outside of the group.
     """
     check_module("model", model)
     check_whole("every", every)
+    check_whole("start", start, lowest=0)
     watches = watches_of(model)
-    file, write = _opened(writer)
+    this = rank(group)
+    if this < 0:
+        raise ValueError("this process is not in the group: only its processes record")
+    sink = NOWHERE
+    if this == 0:
+        sink = _all_opened(writer, start)
     for watch in watches:
+        for listener in list(watch.listeners):
+            other = getattr(listener, "__self__", None)
+            if isinstance(other, Recorder):
+                other._end(alone=True)
         # Passes before, as those of a calibration, do not count: steps of two runs are the same.
-        watch.restart()
+        watch.restart(start + 1)
         watch.every = every
-    recorder = Recorder(model, write)
-    recorder._file = file
     layers = {layer.name: layer.recipe for w in watches for layer in w.layers}
-    versions = {"fp8": __version__, "torch": str(torch.__version__)}
-    if _rank() == 0:
-        write(
-            {"kind": "header", "versions": versions, "every": every, "layers": layers}
-        )
-    return recorder
+    header: Record = {"kind": "header", "versions": _versions(), "every": every}
+    sink.write(header | {"start": start, "step": start, "layers": layers})
+    return Recorder(model, sink, group, start)
 
 
-def _opened(writer: Writer) -> tuple[IO[str] | None, Callable[[Record], object]]:
-    """The file of a writer, and the function that writes a record."""
-    if isinstance(writer, str | os.PathLike):
-        if _rank() > 0:
-            return None, _nothing
-        file = open(writer, "x", encoding="utf-8")  # noqa: SIM115, closed by close()
+def _all_opened(writer: Writer | Sequence[Writer], start: int) -> Sink:
+    if isinstance(writer, str) or not isinstance(writer, Sequence):
+        return opened(writer, start)
+    sinks = [opened(each, start) for each in writer]
 
-        def write(record: Record) -> None:
-            file.write(as_line(record))
-            file.flush()
-
-        return file, write
-    if callable(add_scalar := getattr(writer, "add_scalar", None)):
-        return None, _scalars(add_scalar)
-    if callable(log := getattr(writer, "log", None)):
-        return None, _logs(log)
-    if callable(writer):
-        return None, writer
-    raise TypeError(
-        f"writer is of type {type(writer).__name__}: expected a path, an object with add_scalar "
-        "(TensorBoard) or log (wandb), or a function of a dict"
-    )
-
-
-def _nothing(record: Record) -> None:
-    pass
-
-
-def _named(record: Record) -> dict[str, float]:
-    """The numbers of a record by name."""
-    if record["kind"] == "loss":
-        return {"fp8/loss": record["loss"]}
-    named = {}
-    for row in record.get("rows", []):
-        for number in NUMBERS:
-            named[f"fp8/{row['layer']}/{row['operand']}/{number}"] = row[number]
-    return named
-
-
-def _scalars(add_scalar: Callable[[str, float, int], object]) -> Any:
     def write(record: Record) -> None:
-        for name, value in _named(record).items():
-            add_scalar(name, value, record["step"])
+        for sink in sinks:
+            sink.write(record)
 
-    return write
+    def close() -> None:
+        for sink in sinks:
+            sink.close()
 
-
-def _logs(log: Callable[[dict[str, Any]], object]) -> Any:
-    def write(record: Record) -> None:
-        # wandb drops what is logged under a step that is past: the step is a value of its own.
-        if named := _named(record):
-            log({**named, "fp8/step": record["step"]})
-
-    return write
+    return Sink(write, close)
 
 
-# Ranks
+def _versions() -> dict[str, str]:
+    return {"fp8": __version__, "torch": str(torch.__version__)}
 
 
-def _ranks() -> int:
-    started = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if started else 1
+def _name_of(recipe: Policy | Recipe) -> str:
+    if isinstance(recipe, Recipe):
+        return recipe.name
+    return f"policy {recipe.recipe}"
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if _ranks() > 1 else 0
+# Processes
 
 
-Part = tuple[list[Seen], list[float]]
+Part = tuple[list[Seen], list[LossRow]]
 
 
-def _gather(part: Part) -> list[Part]:
-    """The parts of all ranks on rank 0, none on others."""
-    parts: list[Any] | None = [None] * _ranks() if _rank() == 0 else None
-    torch.distributed.gather_object(part, parts)
+def _gathered(part: Part, group: Group) -> list[Part]:
+    """The parts of all processes on the first one, none on others."""
+    parts: list[Any] | None = None
+    if rank(group) == 0:
+        parts = [None] * ranks(group)
+    torch.distributed.gather_object(part, parts, group=group, group_dst=0)
     return parts or []
 
 
 def merged(rows: list[Seen]) -> list[Seen]:
-    """One row for the rows of one cast on several ranks, with the worst of their numbers."""
+    """One row for the rows of one cast in one step, of several processes or passes, with the worst
+    of their numbers."""
     casts: dict[tuple[int, str, str], list[Seen]] = {}
     for row in rows:
         casts.setdefault((row.step, row.layer, row.operand), []).append(row)
@@ -235,17 +287,25 @@ def merged(rows: list[Seen]) -> list[Seen]:
 
 
 def _worst(rows: list[Seen]) -> Seen:
-    values = {n: [asdict(row)[n] for row in rows] for n in ("rms", "sqnr", "largest")}
-    worst = {n: max(asdict(row)[n] for row in rows) for n in SHARES}
+    if len(rows) == 1:
+        return rows[0]
+    shares = {name: max(getattr(row, name) for row in rows) for name in SHARES}
     # NaN of the SQNR is that of an operand of zeros.
-    sqnr = [value for value in values["sqnr"] if not math.isnan(value)]
-    square = sum(value**2 for value in values["rms"]) / len(rows)
-    largest = values["largest"]
+    sqnr = [row.sqnr for row in rows if not math.isnan(row.sqnr)]
+    largest = [row.largest for row in rows]
     has_nan = any(map(math.isnan, largest))
     return replace(
         rows[0],
-        **worst,
-        rms=math.sqrt(square),
+        **shares,
+        rms=math.sqrt(sum(row.rms**2 for row in rows) / len(rows)),
         sqnr=min(sqnr, default=math.nan),
         largest=math.nan if has_nan else max(largest),
     )
+
+
+def _means(losses: list[LossRow]) -> dict[int, float]:
+    """Step -> the mean loss."""
+    of_step: dict[int, list[float]] = {}
+    for row in losses:
+        of_step.setdefault(row.step, []).append(row.loss)
+    return {step: sum(values) / len(values) for step, values in of_step.items()}

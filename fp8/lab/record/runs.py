@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...casts.watch import Seen
+from ...common.report import as_table
 
 Record = dict[str, Any]
-"""A line. "kind" is "header" (versions, every, layers: layer -> recipe), "rows" (step, rows: the
-fields of each `Seen`) or "loss" (step, loss)."""
+"""A line. "kind" is "header" (versions, every, start, layers: layer -> recipe), "rows" (step, rows:
+the fields of each `Seen`), "loss" (step, loss) or "what if" (step, recipe, rows)."""
 
 SHARES = ("zero", "saturated", "nonfinite")
 NUMBERS = ("scale", "rms", "largest", *SHARES, "sqnr")
@@ -28,12 +29,39 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """What the casts of a recipe that was not in force would have lost in a step. Prints as a
+    table.
+
+    Attributes:
+        recipe: its name.
+        step: the step that the weights were those of.
+        rows: what each cast would have done, in the order of execution.
+    """
+
+    recipe: str
+    step: int
+    rows: list[Seen]
+
+    def __str__(self) -> str:
+        heads = ["layer", "operand", "format", *(f"{n}" for n in SHARES), "SQNR"]
+        return as_table([heads, *map(_cells, self.rows)])
+
+
+def _cells(row: Seen) -> list[str]:
+    shares = [f"{getattr(row, name):.3%}" for name in SHARES]
+    return [row.layer, row.operand, row.format, *shares, f"{row.sqnr:.1f} dB"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a file has recorded, in its order."""
+    """What a file has recorded, by steps. Where a run went on after an earlier step, the steps that
+    it has made again are as the last time."""
 
     header: Record
     rows: list[Seen]
     losses: list[Loss]
+    what_ifs: list[WhatIf] = field(default_factory=list)
 
 
 def lost(row: Seen) -> float:
@@ -41,13 +69,9 @@ def lost(row: Seen) -> float:
     return max(row.zero, row.saturated, row.nonfinite)
 
 
-def rows_record(rows: list[Seen]) -> Record:
+def rows_record(step: int, rows: list[Seen], kind: str = "rows") -> Record:
     """The line of a look."""
-    return {
-        "kind": "rows",
-        "step": rows[0].step,
-        "rows": [asdict(row) for row in rows],
-    }
+    return {"kind": kind, "step": step, "rows": [dict(vars(row)) for row in rows]}
 
 
 def as_line(record: Record) -> str:
@@ -72,31 +96,54 @@ def read(path: str | Path) -> Run:
         OSError: if there is no such file.
         ValueError: if it is not one of `fp8.record`, naming the line.
     """
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    rows: list[Seen] = []
-    losses: list[Loss] = []
-    header: Record = {}
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    lines = text.splitlines()
+    run: Run | None = None
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             kind = record["kind"]
             if kind == "header":
-                header = record
-            elif kind == "loss":
-                losses.append(Loss(step=record["step"], loss=float(record["loss"])))
-            else:
-                rows += [_row(fields) for fields in record["rows"]]
+                run = _begun(record, run)
+            elif run is not None:
+                _add(run, record)
         except (ValueError, KeyError, TypeError) as error:
-            if header and number == len(lines):
+            if run is not None and number == len(lines):
                 break
             raise ValueError(
                 f"{path}, line {number}: not a line of fp8.record ({error})"
             ) from error
-        if not header:
+        if run is None:
             raise ValueError(f"{path}, line 1: expected a header, got kind {kind!r}")
-    if not header:
+    if run is None:
         raise ValueError(f"{path} is empty: expected a header of fp8.record")
-    return Run(header=header, rows=rows, losses=losses)
+    return run
+
+
+def _begun(header: Record, before: Run | None) -> Run:
+    """The run that begins, or goes on, with a header."""
+    if before is None:
+        return Run(header=header, rows=[], losses=[])
+    start = header.get("start", 0)
+    return Run(
+        header=header,
+        rows=[row for row in before.rows if row.step <= start],
+        losses=[row for row in before.losses if row.step <= start],
+        what_ifs=[asked for asked in before.what_ifs if asked.step <= start],
+    )
+
+
+def _add(run: Run, record: Record) -> None:
+    """Adds a line."""
+    step = record["step"]
+    if record["kind"] == "loss":
+        run.losses.append(Loss(step=step, loss=float(record["loss"])))
+        return
+    rows = [_row(fields) for fields in record["rows"]]
+    if record["kind"] == "rows":
+        run.rows.extend(rows)
+    else:
+        run.what_ifs.append(WhatIf(recipe=record["recipe"], step=step, rows=rows))
 
 
 def _row(fields: Record) -> Seen:

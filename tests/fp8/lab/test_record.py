@@ -2,40 +2,64 @@
 
 import json
 import math
+import sys
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 import fp8
 from fp8.__main__ import main
 from fp8.casts.watch import Seen, watch_of
 from fp8.lab.record.diff import diff
+from fp8.lab.record.page import page
 from fp8.lab.record.recorder import merged
 from fp8.lab.record.runs import Loss, Run, as_line, read
+from tests.launch import needs_gloo, run_ranks
 from tests.shared import linears
 
 LOOKS = [1, 2, 3, 4, 6, 8, 9, 12]
 pytestmark = pytest.mark.filterwarnings("ignore::fp8.PitfallWarning")
 
 
-def train(writer, wrong=False, compiled=False, early=False, steps=12):
-    """Trains with a record of each third pass; returns what closes it, and the losses."""
+class Backwards(nn.Module):
+    """Its layers are registered from the last to the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first = nn.Linear(64, 32), nn.Linear(32, 64)
+
+    def forward(self, x):
+        return self.last(F.gelu(self.first(x)))
+
+
+def made():
+    """A model, and a batch."""
     torch.manual_seed(0)
-    model = linears(32, 64, nn.GELU, 32)
+    return Backwards(), torch.randn(64, 32)
+
+
+def train(
+    writer, wrong=False, compiled=False, early=False, steps=12, start=0, ask=None
+):
+    """Trains with a record of each third pass; returns the losses. ask: after each step, of the
+    recorder, the model and the batch."""
+    model, x = made()
     fp8.convert(model, "static", backend="simulate")
-    x = torch.randn(64, 32)
     if wrong:
         fp8.calibrate(model, 2**12 * x)
         fp8.calibrate(model, scales=fp8.calibration(model), freeze=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = torch.compile(model, backend="aot_eager") if compiled else model
     losses = []
-    with fp8.record(run, writer=writer, every=3) as recorder:
+    with fp8.record(run, writer=writer, every=3, start=start) as recorder:
         assert watch_of(model).every == 3
-        for _ in range(steps):
+        for _ in range(start, steps):
             loss = run(x).square().mean()
             loss.backward()
             if early:
@@ -43,8 +67,10 @@ def train(writer, wrong=False, compiled=False, early=False, steps=12):
             optimizer.step()
             if not early:
                 recorder.step(loss)
-            optimizer.zero_grad()
             losses.append(loss.item())
+            if ask is not None:
+                ask(recorder, run, x)
+            optimizer.zero_grad()
     recorder.close()
     assert not watch_of(model).listeners
     assert not watch_of(model).every
@@ -56,26 +82,98 @@ def test_a_file_has_the_looks_and_the_losses(tmp_path, case):
     path = tmp_path / "run.jsonl"
     losses = train(path, early=case == "early", compiled=case == "compiled")
     run = read(path)
-    assert run.header["layers"] == {"0": "static", "2": "static"}
+    assert run.header["layers"] == {"last": "static", "first": "static"}
     assert run.header["every"] == 3
     assert run.losses == [Loss(step=i, loss=loss) for i, loss in enumerate(losses, 1)]
     assert list(dict.fromkeys(row.step for row in run.rows)) == LOOKS
     first = [row for row in run.rows if row.step == 1]
-    named = {(row.layer, row.operand): row for row in first}
     operands = ("input", "weight", "grad")
-    assert named.keys() == {(n, o) for n in "02" for o in operands}
-    torch.manual_seed(0)
-    linears(32, 64, nn.GELU, 32)
-    x = torch.randn(64, 32)
-    assert named["0", "input"].rms == pytest.approx(x.square().mean().sqrt().item())
-    assert named["0", "input"].largest == pytest.approx(x.abs().max().item())
-    with pytest.raises(FileExistsError):
+    assert [(row.layer, row.operand) for row in first] == [
+        (layer, operand) for layer in ("first", "last") for operand in operands
+    ]
+    _, x = made()
+    assert first[0].rms == pytest.approx(x.square().mean().sqrt().item())
+    assert first[0].largest == pytest.approx(x.abs().max().item())
+    with pytest.raises(FileExistsError, match="start=N"):
         train(path)
+
+
+def test_a_killed_run_goes_on(tmp_path):
+    path = tmp_path / "run.jsonl"
+    train(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    losses = train(path, start=7, steps=9)
+    run = read(path)
+    assert [row.step for row in run.losses] == list(range(1, 10))
+    assert [row.loss for row in run.losses[7:]] == losses
+    assert list(dict.fromkeys(row.step for row in run.rows)) == LOOKS[:-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is of Linux")
+def test_a_full_disk_does_not_end_a_training():
+    with pytest.warns(fp8.PitfallWarning, match="full ends at step 1: .*No space"):
+        assert len(train("/dev/full", start=1)) == 11
+
+
+def test_what_another_recipe_would_lose(tmp_path):
+    def state(run):
+        watch = watch_of(run)
+        tensors = [*run.state_dict().values(), *(p.grad for p in run.parameters())]
+        return [*tensors, torch.get_rng_state(), watch.step, watch.looks]
+
+    def ask(recorder, run, x):
+        before = deepcopy(state(run))
+        asked.append(recorder.what_if("row", x, lambda y: y.square().mean()))
+        torch.testing.assert_close(state(run), before, rtol=0, atol=0)
+
+    asked, records = [], []
+    path = tmp_path / "run.jsonl"
+    assert train(path, ask=ask) == train([].append)
+    assert str(read(path).what_ifs) == str(asked)
+    assert "What other recipes would lose in step 13" in page(read(path), "run")
+    model, x = made()
+    fp8.convert(model, "static", backend="simulate")
+    with fp8.record(model, writer=records.append) as recorder:
+        rows = recorder.what_if("row", x).rows
+    fp8.convert(model, "row", backend="simulate")
+    with fp8.record(model, writer=records.append):
+        y = model(x)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(0)))
+    assert str([vars(row) for row in rows]) == str(records[-1]["rows"])
+
+
+def rank_trains(rank, store):
+    """Each process has its own input; the second one has a record of its own, too."""
+    groups = [dist.new_group([number]) for number in range(2)]
+    model, x = made()
+    fp8.convert(model, "static", backend="simulate")
+    both, own = [], []
+    for group, records in ((None, both), (groups[rank], own)):
+        with fp8.record(model, writer=records.append, group=group) as recorder:
+            for step in range(5):
+                model(x * (1 + rank)).sum().backward()
+                recorder.step(step + rank)
+    with pytest.raises(ValueError, match="not in the group"):
+        fp8.record(model, writer=print, group=groups[1 - rank])
+    losses = [[r["loss"] for r in each if r["kind"] == "loss"] for each in (both, own)]
+    largest = [[r["rows"][0]["largest"] for r in each[1:2]] for each in (both, own)]
+    if rank == 0:
+        assert losses == [[0.5, 1.5, 2.5, 3.5, 4.5], [0, 1, 2, 3, 4]]
+        assert largest[0] == [2 * largest[1][0]]
+    else:
+        assert both == []
+        assert losses[1] == [1, 2, 3, 4, 5]
+    print(f"rank {rank} done")
+
+
+@needs_gloo
+def test_the_looks_of_all_processes_are_one_record(tmp_path):
+    run_ranks(rank_trains, 2, tmp_path / "store", warnings="default")
 
 
 def test_trackers_and_functions_get_the_same_rows():
     records, values, logged = [], {}, []
-    train(records.append)
+    train((records.append, [].append))
     board = SimpleNamespace(
         add_scalar=lambda *value: values.update({value[::2]: value[1]})
     )
@@ -84,8 +182,8 @@ def test_trackers_and_functions_get_the_same_rows():
     assert [r["kind"] for r in records[:3]] == ["header", "rows", "loss"]
     looks = [r for r in records if r["kind"] == "rows"]
     grad = next(row for row in looks[3]["rows"] if row["operand"] == "grad")
-    assert values["fp8/0/grad/sqnr", 4] == grad["sqnr"]
-    steps = [one["fp8/step"] for one in logged if "fp8/0/grad/sqnr" in one]
+    assert values["fp8/first/grad/sqnr", 4] == grad["sqnr"]
+    steps = [one["fp8/step"] for one in logged if "fp8/first/grad/sqnr" in one]
     assert steps == LOOKS
     assert logged[-1]["fp8/loss"] == values["fp8/loss", 12] == records[-1]["loss"]
 
@@ -183,15 +281,17 @@ def test_commands(tmp_path, capsys):
     assert main(["record", "diff", str(good), str(bad)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "The records part at step 1:"
-    assert lines[1].startswith("  0 input: scale 1 and 4.1e+03")
+    assert lines[1].startswith("  first input: scale 1 and 4.1e+03")
+    places = [line.split()[0] for line in lines[1:-1]]
+    assert places == ["first", "last", "loss", "last", "first"]
     assert lines[-1] == "Only in the first: 5 looks, at steps 4 to 12"
     assert main(["record", "page", str(bad), "-o", str(page)]) == 0
     text = page.read_text()
     row = read(bad).rows[0]
-    assert f"0 input (e4m3), step 1: {row.zero:.3%} become zero" in text
-    assert text.count("<td class=") == 3 * 6
-    much = sum(max(r.zero, r.saturated, r.nonfinite) > 0.1 for r in read(bad).rows)
-    assert text.count('<td class="c4"') == much > 0
+    assert f"first input (e4m3), step 1: {row.zero:.3%} become zero" in text
+    assert text.count('<td colspan="3" class=') == 6
+    assert text.count('class="c4" title="first input') == 1
+    assert text.index("first</th>") < text.index("last</th>")
     assert "src=" not in text
     assert "http" not in text
     assert "<polyline" in text
