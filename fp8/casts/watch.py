@@ -79,6 +79,7 @@ class Watch:
 
     Attributes:
         step: the number of the pass, from 1.
+        model: refers to the model, once it has been converted as a whole.
         layers: layer -> its place in the order of execution, once it has run.
         looks: whether this pass is looked at.
         every: besides, each ``every``-th pass is; 0: none.
@@ -93,6 +94,7 @@ class Watch:
             weakref.WeakKeyDictionary()
         )
         self._places = itertools.count()
+        self.model: Callable[[], nn.Module | None] = lambda: None
         self._leader: Callable[[], object | None] | None = None
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         _WATCHES.add(self)
@@ -110,6 +112,19 @@ class Watch:
         """A layer runs in a pass that is looked at."""
         if self.layers[layer] == LAST:
             self.layers[layer] = next(self._places)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether casts have written since the last reading. Does not synchronize."""
+        tables = (table for layer in list(self.layers) for _, table in layer.tables())
+        return any(vars(table)["fp8_read_at"] != table._version for table in tables)
+
+    def holds(self, parameters: set[int]) -> bool:
+        """Whether one of the parameters, by their ids, is of the model."""
+        model = self.model()
+        return model is not None and any(
+            id(p) in parameters for p in model.parameters()
+        )
 
     def enters(self, layer: LayerWatch) -> None:
         """An eager training pass enters a layer. If no optimizer steps, a pass begins when the
@@ -161,6 +176,7 @@ class Watch:
             numbers = next(values[table.device])
             rows += layer.rows(product, numbers)
             table.fill_(torch.nan)
+            table.fp8_read_at = table._version  # type: ignore[attr-defined]
         if rows:
             for listener in list(self.listeners):
                 listener(rows)
@@ -183,7 +199,15 @@ _WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    for watch in list(_WATCHES):
+    # Other models may train in this process, in other threads: their steps are not those of this
+    # one. An optimizer of parameters that no model has (of adapters) steps all.
+    watches = list(_WATCHES)
+    if len(watches) > 1:
+        groups = optimizer.param_groups
+        parameters = {id(p) for group in groups for p in group["params"]}
+        own = [watch for watch in watches if watch.holds(parameters)]
+        watches = own or watches
+    for watch in watches:
         watch.stepped(optimizer)
 
 
@@ -241,6 +265,7 @@ class LayerWatch:
             table = torch.full(
                 (len(OPERANDS), len(STATISTICS)), torch.nan, device=device
             )
+        table.fp8_read_at = table._version  # type: ignore[attr-defined]
         table.fp8_seen_by = weakref.WeakMethod(self.saw), product  # type: ignore[attr-defined]
         setattr(self, _TABLE + product, table)
         return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,6 +232,7 @@ def watch_layers(model: nn.Module) -> None:
     found = [vars(layer).get("fp8_watch") for layer in layers.values()]
     watch = next((layer.watch for layer in found if layer is not None), None) or Watch()
     watch.restart()
+    watch.model = weakref.ref(model)
     for name, layer in layers.items():
         if "fp8_watch" not in vars(layer):
             vars(layer)["fp8_watch"] = LayerWatch(name, watch)

@@ -26,6 +26,9 @@ from .writers import NOWHERE, Sink, Writer, opened
 
 __all__ = ["Recorder", "record"]
 
+WAITING = 1 << 14
+"""The rows that wait for the first call of `Recorder.step`; then steps are passes."""
+
 
 class Recorder:
     """Returned by `record`: a context manager, which `close` ends.
@@ -42,6 +45,7 @@ class Recorder:
         self._losses: list[tuple[int, Tensor | float]] = []
         # The last pass that was looked at, and the step that it belongs to.
         self._pass, self._step_of_pass = 0, 0
+        # The passes at the last call of `step`.
         self._called: list[int] = []
         # A pass may end in another thread than the one that calls `step`.
         self._lock = threading.RLock()
@@ -56,7 +60,8 @@ class Recorder:
         self._end(alone=any(error))
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """Notes a step of the training; call it once a step, before or after the optimizer.
+        """Notes a step of the training; call it once a step, after the backward pass, before or
+        after the optimizer.
 
         It writes at steps with a look, what has come since the last one. With torch.distributed
         initialized, all processes of the group call it, and its first one gathers what they have
@@ -78,8 +83,8 @@ class Recorder:
             # write the next loss to the same memory.
             loss = loss.detach().clone()
         with self._lock:
-            self._end_pass()
             self.steps += 1
+            self._note_passes()
             if loss is not None:
                 self._losses.append((self.steps, loss))
             if is_look(self.steps, self._watches[0].every):
@@ -138,25 +143,31 @@ class Recorder:
                 self._sink.close()
                 self._sink = NOWHERE
 
-    def _end_pass(self) -> None:
-        """Reads what the casts of the step have written, if its pass goes on. A pass of compiled
-        code does, unless an optimizer of torch ends it: then the next call of `step` does."""
-        stays = [watch.step for watch in self._watches]
+    def _note_passes(self) -> None:
+        """Notes which pass belongs to this step."""
+        now = [watch.step for watch in self._watches]
+        if not self._called:
+            self._rows = [replace(row, step=self.steps) for row in self._rows]
         for watch in self._watches:
-            if watch.looks:
-                watch.read()
-            if stays == self._called:
+            # Otherwise an optimizer has ended the pass of this step, and its look has been read.
+            if watch.looks and watch.is_open:
+                self._pass, self._step_of_pass = watch.step, self.steps
+            # Neither eager code nor an optimizer of torch has ended a pass since the last step.
+            if now == self._called:
                 watch.next()
-        self._called = stays
+        self._called = [watch.step for watch in self._watches]
 
     def _listen(self, rows: list[Seen]) -> None:
         with self._lock:
             if rows[0].step != self._pass:
-                self._pass = rows[0].step
-                self._step_of_pass = self.steps + 1 if self._called else self._pass
-            self._rows += [replace(row, step=self._step_of_pass) for row in rows]
-            if not self._called and ranks(self._group) == 1:
-                self._write()  # `step` may never be called
+                self._pass, self._step_of_pass = rows[0].step, self.steps + 1
+            step = self._step_of_pass
+            if not self._called:  # the first step may have several passes
+                step = self._pass
+            self._rows += [replace(row, step=step) for row in rows]
+            never_called = not self._called and len(self._rows) > WAITING
+            if never_called and ranks(self._group) == 1:
+                self._write()
 
     def _write(self, alone: bool = False) -> None:
         """Writes the rows and losses that wait. alone: those of this process."""
