@@ -121,7 +121,7 @@ def analyse_module(
     for path, part in () if recurse_modules else tracked.named_modules():
         if path:
             part.forward = partial(tap.call_part, path, part.forward)
-    output = outside_compiler(
+    output: Any = outside_compiler(
         lambda: tap.run(tracked, lambda given: tracked(*given[0]))
     )
     output.backward(backward)

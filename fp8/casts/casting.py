@@ -157,8 +157,13 @@ def cast_values(
 
 
 def _with_before(label: Label, spec: Cast, history: Tensor | None) -> Label:
-    """``label`` with the static scale before the pass, which may set it anew."""
-    if not isinstance(label, Row) or history is None or spec.stored_rule is not None:
+    """``label`` with the static scale before the pass, which may set it anew. Scales of this pass
+    are in range, without a check."""
+    if not isinstance(label, Row):
+        return label
+    if label.look.is_spot:
+        return "" if history is None else label
+    if history is None or spec.stored_rule is not None:
         return label
     return label._replace(before=history.detach().float().sum())  # of one element
 

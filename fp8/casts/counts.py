@@ -31,6 +31,8 @@ from ..warnings import RecipeWarning, warn_once
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
 
+aten = torch.ops.aten
+
 COUNTS = (
     "elements",
     "sampled",
@@ -81,7 +83,8 @@ STATISTICS = (
     "nonfinite",
     "noise",
 )
-"""The entries of `statistics`. elements: the number of nonzero ones in the sample. scale: in force
+"""The entries of `statistics`. elements: the number of nonzero ones in the sample, Inf and NaN
+included. scale: in force
 before the pass; NaN if tiles have their own. square: the mean square. largest: the largest
 magnitude, Inf or NaN if the operand has one. zero: the share of the nonzero elements that become
 zero. saturated, nonfinite: shares of all. noise: the mean square of the errors."""
@@ -162,7 +165,7 @@ def statistics(cast: Observed) -> Tensor:
     lost = (ys == 0) & nonzero
     if cast.before is not None:  # what passes since the last look have lost
         lost = (magnitude <= unit * smallest) & nonzero
-    used = wide(nonzero).sum()
+    used = wide(nonzero | ~finite).sum()
     parts = (
         used,
         shown,
@@ -176,25 +179,96 @@ def statistics(cast: Observed) -> Tensor:
     return torch.stack(parts).float()
 
 
+class Look(NamedTuple):
+    """Where the casts of a product write their statistics. is_spot: whether they do so only if a
+    few elements are out of the range of the format."""
+
+    table: Tensor
+    is_spot: bool
+
+
 class Row(NamedTuple):
     """A row of the statistics of a product. before: the static scale before the pass, 0 if it was
     not set."""
 
-    table: Tensor
+    look: Look
     operand: str
     before: Tensor | None = None
 
 
+def _operand(row: Row) -> str:
+    """The operand in `OPERANDS`."""
+    return row.operand.replace("other", "weight")
+
+
 def note(row: Row, cast: Observed) -> None:
     """Writes the statistics of a cast."""
-    operand = row.operand.replace("other", "weight")
+    if row.look.is_spot and _passes(row, cast):
+        return
+    operand = _operand(row)
     before = row.before
     if before is not None and cast.scale is not None:
         before = torch.where(before > 0, before, cast.scale)
     values = statistics(cast._replace(before=before))
     if not _is_transformed(values):
-        _tell(row.table, operand, values)
-        row.table[OPERANDS.index(operand)].copy_(values)
+        _tell(row.look.table, operand, values)
+        row.look.table[OPERANDS.index(operand)][: len(STATISTICS)].copy_(values)
+
+
+SPOTS = 1 << 10
+"""About the number of elements that are checked in each pass."""
+MARGIN = 2.0
+"""The largest element of a healthy pass may exceed the range of a scale that was measured in an
+earlier one, as under recipe "delayed"."""
+
+
+def _steps(x: Tensor) -> list[int]:
+    """The steps of the grid of `spots`, also for sizes that a graph does not know. They are odd, to
+    reach the columns of all heads and groups, whose sizes are powers of two."""
+    count = 2 * math.ceil(SPOTS ** (1 / max(x.ndim, 1)))
+    return [2 * (size // count) + 1 for size in x.shape]
+
+
+# A graph would store all of ``x`` for as_strided, the fastest view in eager code.
+@compiled_as(lambda x: x[tuple(slice(None, None, step) for step in _steps(x))])
+def spots(x: Tensor) -> Tensor:
+    """Some elements of ``x``, on a grid; a view."""
+    steps = _steps(x)
+    sizes = [-(-size // step) for size, step in zip(x.shape, steps, strict=True)]
+    strides = [stride * step for stride, step in zip(x.stride(), steps, strict=True)]
+    return x.as_strided(sizes, strides, x.storage_offset())
+
+
+def _write_spot(row: Row, cast: Observed) -> bool:
+    """Writes the largest of the spots in units of the scale, which the host compares."""
+    largest = spots(cast.x.detach()).abs().amax().float()
+    if cast.scale is not None:
+        largest = largest / cast.scale
+    spot = row.look.table[OPERANDS.index(_operand(row))][len(STATISTICS)]
+    # NaN stands for what is not written.
+    spot.copy_(torch.fmax(spot, largest.nan_to_num(nan=math.inf, posinf=math.inf)))
+    return True
+
+
+@compiled_as(_write_spot)
+def _passes(row: Row, cast: Observed) -> bool:
+    """Whether the spots of a cast with one scale are in its range."""
+    x, scale = cast.x.detach(), cast.scale
+    # On another device a comparison would wait for it.
+    if x.device.type != "cpu" or _is_transformed(x):
+        return True
+    largest = float(spots(x).abs().amax())
+    if scale is not None:
+        largest /= float(scale)
+    return is_in_range(largest, cast.format)
+
+
+def is_in_range(largest: float, format: Format) -> bool:
+    """Whether the largest of the spots, in units of the scale, is neither saturated, nor zero
+    after the cast with all others, nor NaN."""
+    if largest == 0:
+        return True
+    return format.min_normal <= largest <= MARGIN * format.max
 
 
 @eager_only(False)
@@ -437,14 +511,14 @@ Label = str | Row
 """Where a cast is reported: "" for nowhere, the name of a recorder and an operand, or a row."""
 
 
-def place(name: str, table: Tensor | None, operand: str) -> Label:
-    """Where the cast of an operand is reported. name: of its product, for a recorder. table: its
+def place(name: str, look: Look | None, operand: str) -> Label:
+    """Where the cast of an operand is reported. name: of its product, for a recorder. look: its
     statistics, if it is looked at."""
     if name:
         return f"{name}|{operand}"
-    if table is None:
+    if look is None:
         return ""
-    return Row(table, operand)
+    return Row(look, operand)
 
 
 def observe(label: Label, cast: Observed) -> None:

@@ -133,7 +133,8 @@ def cast_groups(
         return x, None
     if record is None:
         record = updates_states()
-    looks, name = isinstance(label, Row), label
+    # Groups are measured again in a look alone, and have no spots.
+    looks, name = isinstance(label, Row) and not label.look.is_spot, label
     if isinstance(label, Row):
         name = ""
     values = dequantized(x).detach()

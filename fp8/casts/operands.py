@@ -21,7 +21,7 @@ from ..recipes.rules import LOWERED
 from ..torch_internals import Arguments, Context
 from ..torch_internals.autograd_functions import apply_eagerly, is_recorded
 from .casting import PLAIN, in_units
-from .counts import Label, place
+from .counts import Label, Look, place
 
 Scales = tuple[float, float, float]
 """Factors of a product's output and of the gradients of its first and second operand."""
@@ -119,9 +119,9 @@ class Constants(NamedTuple):
     sums: str = ""
     name: str = ""
 
-    def label(self, operand: str, table: Tensor | None = None) -> Label:
+    def label(self, operand: str, look: Look | None = None) -> Label:
         """Where the cast of an operand is reported, as `place`."""
-        return place(self.name, table, operand)
+        return place(self.name, look, operand)
 
 
 class States(NamedTuple):
@@ -129,14 +129,14 @@ class States(NamedTuple):
     values, has none.
 
     a, b, value: the states of its operands; value: of attention's third one. grad: that of the
-    gradient of its output. table: its statistics, if it is looked at.
+    gradient of its output. look: where its casts write statistics, in training.
     """
 
     a: Tensor | None = None
     b: Tensor | None = None
     value: Tensor | None = None
     grad: Tensor | None = None
-    table: Tensor | None = None
+    look: Look | None = None
 
 
 NO_STATES = States()

@@ -24,11 +24,23 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..common.compiler import eager_only
+from ..common.dtensor import largest_over, mesh_of
 from ..formats.format import Format, get_format
+from ..recipes.history import histories
 from ..recipes.recipe import Recipe
+from ..recipes.scaling import MOVED, static_rms
+from ..torch_internals.decorators import taken_as_constant
 from ..torch_internals.running_calls import recomputes
 from ..warnings import PitfallWarning, RecipeWarning, ScaleWarning, warn_once
-from .counts import LEAST, LOST, OPERANDS, STATISTICS, decibels
+from .counts import (
+    LEAST,
+    LOST,
+    OPERANDS,
+    STATISTICS,
+    Look,
+    decibels,
+    is_in_range,
+)
 
 LONGEST = 128
 """The passes from one look to the next after this one. A look adds 0.4 to 1.6 of a step (blocks of
@@ -37,6 +49,9 @@ width 128 on a CPU), all together 0.3 to 1.3 %; a wrong scale lasts no longer th
 
 LAST = sys.maxsize
 """The place of layers that have not run."""
+
+POLL = 8
+"""The passes from one reading of spots that are not on a CPU to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +100,13 @@ class Watch:
         every: besides, each ``every``-th pass is; 0: none.
         frozen: whether static scales that are set stay as they are.
         listeners: functions that get the rows of each look.
+        in_graphs: whether a graph writes the spots of its passes.
     """
 
     def __init__(self) -> None:
         self.step, self.looks, self.every, self.frozen = 1, True, 0, False
+        self.in_graphs = False
+        self._asked, self._wait, self._asks_from = False, 1, 0
         self.listeners: list[Listener] = []
         self.layers: weakref.WeakKeyDictionary[LayerWatch, int] = (
             weakref.WeakKeyDictionary()
@@ -126,6 +144,14 @@ class Watch:
             id(p) in parameters for p in model.parameters()
         )
 
+    def ask(self) -> None:
+        """An operand is out of the range of its scale: the next pass is a look. Each time the
+        pause before the next one doubles, up to `LONGEST`: the scale may not be to blame."""
+        if self.step >= self._asks_from and not self.frozen:
+            self._asked = True
+            self._asks_from = self.step + self._wait
+            self._wait = min(2 * self._wait, LONGEST)
+
     def enters(self, layer: LayerWatch) -> None:
         """An eager training pass enters a layer. If no optimizer steps, a pass begins when the
         first layer of the last one runs again."""
@@ -147,19 +173,42 @@ class Watch:
 
     def next(self) -> None:
         """A pass has ended."""
-        if self.looks:
+        if self.looks or self._asked or self.in_graphs:
             self.read()
+        if is_look(self.step) and not self.frozen:
+            self.agree()
         self._leader = None
         self.step += 1
-        self.looks = is_look(self.step, self.every)
+        self.looks = is_look(self.step, self.every) or self._asked
+        self._asked = False
+
+    def agree(self) -> None:
+        """Sets the static scales of layers whose parameters are DTensors to the largest ones of the
+        processes of their mesh. (DistributedDataParallel broadcasts those of the first process.)"""
+        scales: dict[Any, list[Tensor]] = {}
+        for watched in list(self.layers):
+            layer = watched.layer()
+            if layer is not None and (mesh := mesh_of(layer)) is not None:
+                states = histories(layer, recurse=False).values()
+                found = scales.setdefault(mesh, [])
+                found += [state for state in states if not state.dim()]
+        for mesh, found in scales.items():
+            if found:
+                largest_over(mesh, found)
+
+    def _reads(self, table: Tensor) -> bool:
+        """Whether the values of a table are read after this pass. Reading waits for the device."""
+        if table.is_meta:
+            return False
+        return self.looks or table.device.type == "cpu" or self.step % POLL == 0
 
     def read(self) -> None:
-        """Reads what the last look has written: warns, and calls the listeners."""
+        """Reads what the last pass has written: warns, and calls the listeners of a look."""
         written = [
             (layer, product, table)
             for layer in sorted(self.layers, key=self.layers.__getitem__)
             for product, table in layer.tables()
-            if not table.is_meta
+            if self._reads(table)
         ]
         if not written:
             return
@@ -177,7 +226,7 @@ class Watch:
             rows += layer.rows(product, numbers)
             table.fill_(torch.nan)
             table.fp8_read_at = table._version  # type: ignore[attr-defined]
-        if rows:
+        if rows and self.looks:
             for listener in list(self.listeners):
                 listener(rows)
 
@@ -228,6 +277,7 @@ class LayerWatch:
 
     Attributes:
         name: the path of the layer.
+        layer: returns the layer while it lives.
         watch: that of its model.
         recipe: the name of its recipe.
         formats: operand -> format, of its recipe.
@@ -238,11 +288,22 @@ class LayerWatch:
         self.name = name
         self.formats: dict[str, Format] = {}
         self.has_scales, self.is_static, self.recipe = True, False, ""
+        self.layer: Callable[[], nn.Module | None] = lambda: None
         self.join(watch)
 
     def __reduce__(self) -> Any:
         settings = (self.formats, self.has_scales, self.is_static, self.recipe)
-        return _layer_watch, (self.name, self.watch, settings)
+        return _layer_watch, (self.name, self.watch, settings), self.layer()
+
+    def __setstate__(self, layer: nn.Module | None) -> None:
+        if layer is not None:
+            self.layer = weakref.ref(layer)
+
+    @taken_as_constant
+    def notes_graph(self) -> bool:
+        """Lets the host read spots from now on; at once, when a graph is traced."""
+        self.watch.in_graphs = True
+        return True
 
     def join(self, watch: Watch) -> None:
         """Looks when ``watch`` does, which reads the statistics from now on."""
@@ -263,7 +324,7 @@ class LayerWatch:
         """Adds, or replaces, the statistics of a product."""
         with torch.inference_mode(False):
             table = torch.full(
-                (len(OPERANDS), len(STATISTICS)), torch.nan, device=device
+                (len(OPERANDS), len(STATISTICS) + 1), torch.nan, device=device
             )
         table.fp8_read_at = table._version  # type: ignore[attr-defined]
         table.fp8_seen_by = weakref.WeakMethod(self.saw), product  # type: ignore[attr-defined]
@@ -275,12 +336,15 @@ class LayerWatch:
         for product, _ in self.tables():
             delattr(self, _TABLE + product)
 
-    def table(self, product: str, x: Tensor) -> Tensor | None:
-        """The statistics of a product of ``x``; None in a graph that would have to add them."""
+    def look(self, product: str, x: Tensor, is_spot: bool) -> Look | None:
+        """Where a product of ``x`` writes its statistics; None in a graph that would have to add
+        them."""
         table: Tensor | None = getattr(self, _TABLE + product, None)
-        if table is not None and table.device == x.device:
-            return table
-        return self._added(product, x)
+        if table is None or table.device != x.device:
+            table = self._added(product, x)
+        if table is None:
+            return None
+        return Look(table, is_spot)
 
     @eager_only()
     def _added(self, product: str, x: Tensor) -> Tensor | None:
@@ -300,13 +364,20 @@ class LayerWatch:
     def rows(self, product: str, numbers: list[list[float]]) -> list[Seen]:
         """The rows of what was written into a table, of which ``numbers`` are the values."""
         rows = []
-        for operand, values in zip(OPERANDS, numbers, strict=True):
+        for operand, (*values, spot) in zip(OPERANDS, numbers, strict=True):
             if not all(map(math.isnan, values)):
                 rows.append(self.saw(product, operand, values))
+                continue
+            format = self.formats.get(operand)
+            # NaN: nothing was written.
+            if format is not None and spot >= 0 and not is_in_range(spot, format):
+                self.watch.ask()
         return rows
 
     def saw(self, product: str, operand: str, values: list[float]) -> Seen:
         """The row of what a cast has written. Warns of what is lost."""
+        if not self.watch.looks:  # its spots were out of range
+            self.watch.ask()
         named = dict(zip(STATISTICS, values, strict=True))
         elements = named.pop("elements")
         square, noise = named.pop("square"), named.pop("noise")
@@ -336,7 +407,7 @@ class LayerWatch:
         todo = _SPREAD
         if not self.has_scales:
             todo = _UNSCALED.format(self.recipe)
-        elif self.is_static:
+        elif self.is_static and is_stale(row, format):
             kind = ScaleWarning
             todo = _FROZEN if self.watch.frozen else _STALE
         where = f"recipe {self.recipe!r}, pass {row.step}"
@@ -379,6 +450,13 @@ def loss(row: Seen, format: Format, is_static: bool) -> str:
     if 0 < ratio < math.inf and not low <= ratio <= high:
         return f"the RMS {of} is {ratio:.2g} times its static scale"
     return ""
+
+
+def is_stale(row: Seen, format: Format) -> bool:
+    """Whether the scale is not that of the operand now: zeros at the scale of its RMS come of its
+    spread."""
+    ratio = row.rms / (row.scale * static_rms(format))
+    return not 2.0**-MOVED <= ratio <= 2 or row.saturated > row.zero
 
 
 _UNSCALED = (

@@ -188,18 +188,18 @@ class _Native(Function):
         if ctx.reuses_b:
             b = b.mT
         how, casts = ctx.how, casts_of(ctx.how.casts)
-        history, table = ctx.states.grad, ctx.states.table
+        history, look = ctx.states.grad, ctx.states.look
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         da = db = dbias = g = None
         if needs_a:
-            label = how.label("grad", table)
+            label = how.label("grad", look)
             g = store(grad, casts.grad_for_a, -1, history, True, label)
             da = _multiply(how, _GRAD_A, g, b, grad.dtype)
             da = da[: grad.shape[0]]  # without padding rows
         if needs_b:
             # Where it has one scale, one cast of the gradient serves both products.
             if g is None:
-                label = how.label(casts.grad_again, table)
+                label = how.label(casts.grad_again, look)
                 g = store(grad, casts.grad_for_b, -2, history, True, label)
             else:
                 g = _second(grad, g, casts.reuses_grad, casts.grad_for_b) or g.mT
@@ -291,17 +291,17 @@ def _computed(
 ) -> Tensor:
     """`product`. cached: b for the output, and for the gradient of a. record: whether gradients are
     computed."""
-    casts, table = casts_of(how.casts), states.table
+    casts, look = casts_of(how.casts), states.look
     again_a = again_b = None
     with torch.no_grad():
-        left = store(a, casts.a, -1, states.a, record, how.label("input", table))
+        left = store(a, casts.a, -1, states.a, record, how.label("input", look))
         if record:
             again_a = _second(a, left, casts.reuses_a, casts.a_for_grad_b)
         if cached is not None:
             right, again = cached
             again_b = again if record else None
         else:
-            label = how.label(casts.second, table)
+            label = how.label(casts.second, look)
             right = store(b, casts.b, -1, states.b, record, label)
             if record:
                 again_b = _second(b, right, casts.reuses_b, casts.b_for_grad_a)

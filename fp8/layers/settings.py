@@ -237,6 +237,7 @@ def watch_layers(model: nn.Module) -> None:
         if "fp8_watch" not in vars(layer):
             vars(layer)["fp8_watch"] = LayerWatch(name, watch)
         watched = layer.fp8_watch
+        watched.layer = weakref.ref(layer)
         watched.join(watch)  # of a part that was converted on its own
         watched.under(layer.fp8_recipe)
         if not layer.fp8_settings.by_call and not watched.tables():

@@ -144,7 +144,7 @@ def histories(
     if state is None or not (recipe.keeps_history or state.looks):
         return NO_STATES
     name = state.name_of(product, *operands)
-    table = None if measurement else state.table(name, operands[0])
+    look = None if measurement else state.look(name, operands[0])
     second = recipe.weight if layer else recipe.input
     third = recipe.input if len(operands) > 2 else None
     casts = (recipe.input, second, third, recipe.grad)
@@ -156,8 +156,8 @@ def histories(
             length, device = cast.history or 0, operands[0].device
             buffer = state.buffer(name + role, length, device, groups)
         found.append(buffer)
-    found.append(table)
-    return States(*found)
+    a, b, value, grad = found
+    return States(a, b, value, grad, look)
 
 
 NO_STATE = (

@@ -130,7 +130,7 @@ class _Grouped(Function):
         da = db = for_a = None
         if needs_a:
             signs = rotation_signs(casts.grad_for_a, grad)
-            label = how.label("grad", states.table)
+            label = how.label("grad", states.look)
             for_a, _ = cast_groups(
                 grad,
                 *groups,
@@ -140,13 +140,13 @@ class _Grouped(Function):
                 signs,
                 label,
             )
-            label = how.label(f"{casts.second} again", states.table)
+            label = how.label(f"{casts.second} again", states.look)
             b, _ = cast_groups(b, *groups, -2, casts.again_b, signs=signs, label=label)
             da = MULTIPLY_GROUPS(for_a, b, offs, s_a)
         if needs_b:
             for_b, signs = for_a, rotation_signs(casts.grad_for_b, grad)
             if for_b is None or not casts.reuses_grad:
-                label = how.label(casts.grad_again, states.table)
+                label = how.label(casts.grad_again, states.look)
                 for_b, _ = cast_groups(
                     grad,
                     *groups,
@@ -156,7 +156,7 @@ class _Grouped(Function):
                     signs,
                     label,
                 )
-            label = how.label("input again", states.table)
+            label = how.label("input again", states.look)
             a, _ = cast_groups(a, *groups, -2, casts.again_a, signs=signs, label=label)
             ends = aligned(offs, casts.grad_for_b) if split == -2 else offs
             if ctx.turned:
@@ -206,7 +206,7 @@ def _simulated(
     count_flops(GROUPED)
     casts = casts_of(how.casts)
     signs = rotation_signs(casts.a, a)
-    label = how.label("input", states.table)
+    label = how.label("input", states.look)
     x, scale_a = cast_groups(
         a,
         offs,
@@ -217,7 +217,7 @@ def _simulated(
         signs=signs,
         label=label,
     )
-    label = how.label(casts.second, states.table)
+    label = how.label(casts.second, states.look)
     w, scale_b = cast_groups(
         b,
         offs,

@@ -191,8 +191,8 @@ def _recast(
     a, b = saved_operands(ctx, grad.dtype)
     needs_a, needs_b, *_ = ctx.needs_input_grad
     how, states = ctx.how, ctx.states
-    casts, table = casts_of(how.casts), states.table
-    reports = bool(how.name) or table is not None
+    casts, look = casts_of(how.casts), states.look
+    reports = bool(how.name) or look is not None
     signs_a = signs_b = None
     if casts.grad_for_a is not None or casts.grad_for_b is not None:
         grad = as_read(grad)
@@ -207,7 +207,7 @@ def _recast(
     # Stochastic casts draw their bits in this order.
     if needs_a and casts.grad_for_a is not None:
         if reports:
-            label = how.label("grad", table)
+            label = how.label("grad", look)
         for_a, _ = cast(
             grad, casts.grad_for_a, -1, states.grad, True, signs_a, label=label
         )
@@ -215,17 +215,17 @@ def _recast(
         for_b = for_a
     elif needs_b and casts.grad_for_b is not None:
         if reports:
-            label = how.label(casts.grad_again, table)
+            label = how.label(casts.grad_again, look)
         for_b, _ = cast(
             grad, casts.grad_for_b, -2, states.grad, True, signs_b, label=label
         )
     if needs_b and casts.a_for_grad_b is not None and not casts.reuses_a:
         if reports:
-            label = how.label("input again", table)
+            label = how.label("input again", look)
         a, _ = cast(a, casts.a_for_grad_b, -2, signs=signs_b, label=label)
     if needs_a and casts.b_for_grad_a is not None and not casts.reuses_b:
         if reports:
-            label = how.label(f"{casts.second} again", table)
+            label = how.label(f"{casts.second} again", look)
         b, _ = cast_b(b, casts.b_for_grad_a, -2, signs=signs_a, label=label)
     return for_a, for_b, a, b
 
@@ -454,7 +454,7 @@ def simulated(
     # Torch-function modes have seen the product as a whole. Classes of tensors see its operations.
     classes = type(a) not in PLAIN or type(b) not in PLAIN
     with nullcontext() if classes else torch.DisableTorchFunction():
-        casts, table = casts_of(how.casts), states.table
+        casts, look = casts_of(how.casts), states.look
         signs = scale_x = scale_w = None
         if casts.random_signs:
             signs = rotation_signs(casts.a, a)
@@ -469,17 +469,17 @@ def simulated(
         if casts.b is not None or casts.b_for_grad_a is not None:
             b = as_read(b)
         x, w = a, b
-        reports = bool(how.name) or table is not None
+        reports = bool(how.name) or look is not None
         label: Label = ""
         if casts.a is not None:
             if reports:
-                label = how.label("input", table)
+                label = how.label("input", look)
             x, scale_x = cast_a(
                 a.detach(), casts.a, -1, states.a, None, signs, label=label
             )
         if casts.b is not None:
             if reports:
-                label = how.label(casts.second, table)
+                label = how.label(casts.second, look)
             w, scale_w = cast_b(
                 b.detach(), casts.b, -1, states.b, None, signs, label=label
             )

@@ -46,11 +46,13 @@ class LayerState:
         watched = layer.fp8_watch
         # Scales and statistics are those of training.
         if not updates_states() or torch.compiler.is_exporting():
-            self.looks = False
+            self.looks = self.checks = False
             return
-        if not self._traced:
+        if self._traced:
+            watched.notes_graph()
+        else:
             watched.watch.enters(watched)
-        self.looks = watched.watch.looks
+        self.looks, self.checks = watched.watch.looks, True
         if self.looks:
             layer.fp8_runs()
 
@@ -69,11 +71,12 @@ class LayerState:
         self._products += 1
         return f"{str(self._products).zfill(3)}_{product}_"
 
-    def table(self, name: str, x: Tensor) -> Tensor | None:
-        """The statistics of the product of this name and its operand ``x``, if it is looked at."""
-        if self.looks:
-            return self._layer.fp8_watch.table(name, x)
-        return None
+    def look(self, name: str, x: Tensor) -> Any:
+        """Where the product of this name and its operand ``x`` writes its statistics: the
+        `fp8.casts.counts.Look`; None outside of training."""
+        if not self.checks:
+            return None
+        return self._layer.fp8_watch.look(name, x, not self.looks)
 
     def scales(self, product: str, *operands: Tensor) -> dict[str, Tensor]:
         """Role -> the static scale that the next product of these operands reads, 0 until it is

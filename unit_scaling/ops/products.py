@@ -397,7 +397,10 @@ def _factors(
 
 def _torch_einsum(*args: Any) -> Kwargs:
     equation, (left, *others) = as_equation(args)
-    right, *more = others or [None]
+    right: Tensor | None = None
+    more: list[Tensor] = []
+    if others:
+        right, *more = others
     return {"equation": equation, "left": left, "right": right, "more": tuple(more)}
 
 
