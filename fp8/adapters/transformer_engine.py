@@ -129,17 +129,18 @@ def _scale_of_one(
 
 def _delayed(cast: Cast, format: str) -> TERecipe:
     """A recipe with scales of earlier passes, or of 1 under "unit"."""
-    history = cast.history or 1
-    recipe = delayed_scaling(
+    history, of_one = cast.history or 1, None
+    if cast.rule is None:
+        of_one = _scale_of_one
+    return _make(
+        "DelayedScaling",
         margin=cast.margin,
-        fp8_format=format,
+        fp8_format=format_of(format),
         amax_history_len=history,
         amax_compute_algo="max" if history > 1 else "most_recent",
+        scaling_factor_compute_algo=of_one,
+        reduce_amax=of_one is None,
     )
-    if cast.rule is None:
-        recipe.scaling_factor_compute_algo = _scale_of_one
-        recipe.reduce_amax = False
-    return recipe
 
 
 def _dynamic(cast: Cast, format: str) -> TERecipe:
