@@ -60,13 +60,7 @@ def server():
     return context
 
 
-def run_ranks(
-    worker,
-    world,
-    store,
-    timeout=200,
-    warnings="error",
-):
+def run_ranks(worker, world, store, timeout=200, warnings="error"):
     """``worker(rank, store)``, a function of a module, in a process group for each rank; or
     ``python worker RANK STORE`` for a file. What each printed. All of them must succeed.
 

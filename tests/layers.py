@@ -27,7 +27,5 @@ LAYERS = {
 CORE = "layers"
 """The last name of the core of `fp8`, which `import fp8` loads; what follows is loaded late."""
 
-HOOKS = {
-    "fp8.products.matmul": "fp8.lab.sums.product",
-}
+HOOKS = {"fp8.products.matmul": "fp8.lab.sums.product"}
 """A module of the core -> what it imports of another tier, inside of a function."""

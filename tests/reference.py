@@ -38,14 +38,7 @@ def rounded_number(x, format):
     return min(round(x / step) * step, format.max)  # rounds half to even
 
 
-def scale_of(
-    amax,
-    format,
-    rule,
-    whole=0.0,
-    real=np.float32,
-    least=-126,
-):
+def scale_of(amax, format, rule, whole=0.0, real=np.float32, least=-126):
     """The scale of a tile by its definition. whole: the largest magnitude of the tensor; real: the
     type that is calculated in; least: the exponent of the smallest power of two; that of the
     largest is -least."""
@@ -211,14 +204,7 @@ def nearest(recipe):
     return _changed(dataclasses.replace(recipe, accumulate=None, promote=0), fixed)
 
 
-def product(
-    function,
-    operands,
-    grad,
-    scales=(1.0, 1.0, 1.0),
-    recipe=NONE,
-    layer=True,
-):
+def product(function, operands, grad, scales=(1.0, 1.0, 1.0), recipe=NONE, layer=True):
     """[y, da, db] of ``y = s * function(a, b)`` and the same sums of magnitudes, in float64.
 
     The second list bounds the rounding errors of any order of summation. layer: whether function is

@@ -34,7 +34,7 @@ from fp8.lab.hardware import BF16
 from fp8.lab.preflight.training import loss_of
 from notebooks.nanogpt.data import load_corpus
 from notebooks.transfer import COMPLETE, ENDS, PARAMETRISATIONS, Experiment, train
-from tests.shared import linears, pairs, parametrize
+from tests.shared import assert_same, linears, pairs, parametrize
 
 ROOT = Path(__file__).parents[1]
 
@@ -168,7 +168,7 @@ def test_each_problem_makes_a_step(name):
     setups = [problems.PROBLEMS[name](seed) for seed in (1, 1, 2)]
     batches = [next(iter(setup.batches)) for setup in setups]
     first, same, other = (list(tensors(batch)) for batch in batches)
-    assert all(map(torch.equal, first, same))
+    assert_same(first, same)
     assert not torch.equal(first[0], other[0])
     setup = setups[0]
     loss_of(setup.model, batches[0], setup.loss).backward()

@@ -1,14 +1,12 @@
 """`make check`: the tests that it chooses for the files that changed."""
 
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.changed import NAMED, changed, mirrors_of
+from tests.launch import ROOT, python
 
-ROOT = Path(__file__).parents[1]
 PAGE = "tests/test_readme.py::test_python_blocks_run"
 
 CHOSEN = {
@@ -34,18 +32,8 @@ def test_a_file_chooses_its_tests(path):
 
 def test_what_is_chosen_can_be_run():
     pages = mirrors_of("README.md") + mirrors_of("docs/adapters.md")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        *NAMED.values(),
-        *pages,
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert set(pages) <= set(done.stdout.splitlines())
+    command = "-m", "pytest", "--collect-only", "-q", *NAMED.values(), *pages
+    assert set(pages) <= set(python(*command, warnings="default").splitlines())
 
 
 def test_most_sources_have_tests():

@@ -4,8 +4,6 @@ dependencies alone."""
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from importlib import metadata
@@ -14,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import launch
+from tests.launch import ROOT
 from tests.shared import proves
 
-ROOT = Path(__file__).parent.parent
 PACKAGES = {"fp8", "unit_scaling"}
 CORE = ("torch", "numpy", "einops")
 EXTRAS = set(
@@ -33,21 +32,15 @@ def wheel(tmp_path_factory):
         ".*", "build", "dist", "out", "__pycache__", "*.egg-info"
     )
     shutil.copytree(ROOT, folder / "source", ignore=skip)
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
-    done = subprocess.run(
-        [*build, str(folder / "source")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    build = "-m", "build", "--no-isolation", "--outdir", folder, folder / "source"
+    launch.python(*build, warnings="default")
     (built,) = folder.glob("*.whl")
     return built
 
 
 def python(code, *args, flags=()):
     """What the code prints, as JSON, run in a new interpreter."""
-    command = [sys.executable, "-W", "error", *flags, "-c", code, *args]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(launch.python(*flags, "-c", code, *args))
 
 
 def test_wheel_holds_the_packages_and_nothing_else(wheel):

@@ -12,18 +12,16 @@ import functools
 import io
 import re
 import shutil
-import subprocess
 import sys
 import types
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
 from docs import words
+from tests.launch import ROOT, python, ran
 
-ROOT = Path(__file__).parent.parent
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 DOCUMENTS = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -134,11 +132,7 @@ def test_the_diffs_of_contributing_add_what_they_say(tmp_path):
     for diff in diffs:
         apply(diff, tmp_path)
     code = "".join(block.text for block in found if block.language == "python")
-    command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", code, cwd=tmp_path, timeout=250)
 
 
 @each_document
@@ -166,10 +160,7 @@ def test_make_targets_exist_and_install_what_they_need(tmp_path):
         <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     )
     for target, extras in (("demo", ["demo"]), ("test", ["demo", "dev"])):
-        command = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}"]
-        said = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
+        said = ran("make", "--dry-run", target, f"VENV={tmp_path / 'venv'}")
         assert re.findall(r"\.\[(\w+)\]", said) == extras
 
 
@@ -181,10 +172,7 @@ def test_checks_run():
     assert "entry: make check\n" in (ROOT / ".pre-commit-config.yaml").read_text(
         encoding="utf-8"
     )
-    command = ["make", "--dry-run", "check"]
-    said = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    said = ran("make", "--dry-run", "check")
     assert all(
         part in said for part in ("bin/ruff check", "bin/mypy\n", "tests.changed")
     )

@@ -3,15 +3,12 @@
 import importlib
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.launch import ROOT, ran
 from tests.layers import LAYERS
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -20,21 +17,9 @@ def site(tmp_path_factory):
     for name in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(name, reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "-d",
-        str(folder),
-    ]
+    command = "-m mkdocs build --strict --quiet -d".split()
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
+    ran(sys.executable, *command, folder, env=env, timeout=250)
     return folder
 
 

@@ -1,20 +1,15 @@
 """The structure of the code: layers, sizes, exports, and what no module may do."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import fp8
+from tests.launch import ROOT, python
 from tests.layers import CORE, HOOKS, LAYERS
 
-ROOT = Path(__file__).parent.parent
 PACKAGES = ("fp8", "unit_scaling")
 NEEDED = ("torch", "numpy", "einops")
 
@@ -26,20 +21,20 @@ MAX_FILE = 650
 
 #: Functions longer than that -> why.
 LONG = {
-    "fp8/products/attention.py:multi_head_attention_forward": "torch's signature is 27 lines",
+    "fp8/products/attention.py:multi_head_attention_forward": "torch's signature is 27 lines"
 }
 
 #: Private names of torch: file -> name -> why it is needed.
 PRIVATE = {
     "fp8/modes/control_flow.py": {
-        "torch._higher_order_ops": "what a mode sees of torch.compiler.nested_compile_region",
+        "torch._higher_order_ops": "what a mode sees of torch.compiler.nested_compile_region"
     },
     "fp8/training/fsdp.py": {
         "torch.Tensor._make_wrapper_subclass": "FSDP2's extension asks for a tensor subclass",
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
     "fp8/modes/dispatch.py": {
-        "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
+        "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm"
     },
     "fp8/lab/forecast/card.py": {
         "torch._C": "functions that start CUDA",
@@ -53,13 +48,11 @@ PRIVATE = {
         "torch.utils._python_dispatch": "TorchDispatchMode: constants on the CPU",
     },
     "fp8/lab/forecast/compiled.py": {
-        "torch._inductor": "the kernels that it generates, and their arguments",
+        "torch._inductor": "the kernels that it generates, and their arguments"
     },
-    "fp8/lab/forecast/forecast.py": {
-        "torch.utils._pytree": "the tensors of a batch",
-    },
+    "fp8/lab/forecast/forecast.py": {"torch.utils._pytree": "the tensors of a batch"},
     "fp8/lab/trace.py": {
-        "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen",
+        "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen"
     },
     "fp8/casts/scaled_tensor.py": {
         "torch.Tensor._make_wrapper_subclass": "how a tensor of other tensors is made",
@@ -68,19 +61,19 @@ PRIVATE = {
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
     "fp8/torch_internals/inductor.py": {
-        "torch._inductor": "compile(): a thread uses it while dynamo, which has a lock, compiles",
+        "torch._inductor": "compile(): a thread uses it while dynamo, which has a lock, compiles"
     },
     "fp8/torch_internals/compiling_flag.py": {
-        "torch.compiler._is_compiling_flag": "what is_compiling() reads; set by torch 2.13 alone",
+        "torch.compiler._is_compiling_flag": "what is_compiling() reads; set by torch 2.13 alone"
     },
     "fp8/torch_internals/flop_counter.py": {
-        "torch.utils._python_dispatch": "the FLOP counters that are open",
+        "torch.utils._python_dispatch": "the FLOP counters that are open"
     },
     "fp8/torch_internals/hidden_functions.py": {
-        "torch._dynamo": "has read torch's list of overridable functions, and keeps it",
+        "torch._dynamo": "has read torch's list of overridable functions, and keeps it"
     },
     "unit_scaling/transforms/values/ranks.py": {
-        "torch.distributed.distributed_c10d._get_default_store": "the store of the job",
+        "torch.distributed.distributed_c10d._get_default_store": "the store of the job"
     },
 }
 
@@ -98,7 +91,7 @@ COMPILING = {
 }
 
 
-def python_files(*folders: str) -> list[Path]:
+def python_files(*folders):
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -107,25 +100,23 @@ SOURCES = [*FILES, *python_files("benchmarks", "docs", "notebooks")]
 TESTS = python_files("tests")
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     """The file relative to the repository, for messages and test ids."""
     return path.relative_to(ROOT).as_posix()
 
 
-def module_of(path: Path) -> str:
+def module_of(path):
     return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 MODULES = {module_of(path): path for path in FILES}
 
 
-def of_each(
-    paths: Sequence[Path],
-) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+def of_each(paths):
     """Decorator: one test that checks all files and names those that fail."""
 
-    def decorate(check: Callable[[Path], None]) -> Callable[[], None]:
-        def test() -> None:
+    def decorate(check):
+        def test():
             problems = []
             for path in paths:
                 try:
@@ -146,14 +137,14 @@ each_source = of_each(SOURCES)
 
 
 @functools.cache
-def parse(path: Path) -> ast.Module:
+def parse(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 # Layers
 
 
-def imported(path: Path) -> set[str]:
+def imported(path):
     """The modules of this project that a file imports, wherever in the file."""
     found = set()
     for node in ast.walk(parse(path)):
@@ -166,7 +157,7 @@ def imported(path: Path) -> set[str]:
     return {name for name in found if name.partition(".")[0] in PACKAGES}
 
 
-def _absolute(path: Path, node: ast.ImportFrom) -> str:
+def _absolute(path, node):
     if not node.level:
         return node.module or ""
     package = module_of(path).split(".")
@@ -176,7 +167,7 @@ def _absolute(path: Path, node: ast.ImportFrom) -> str:
     return ".".join([*package, *filter(None, [node.module])])
 
 
-def height(package: str, module: str) -> int:
+def height(package, module):
     """How many layers of a package or folder a module of it may import."""
     name = module.removeprefix(f"{package}.").split(".")[0]
     names = LAYERS[package].split()
@@ -185,7 +176,7 @@ def height(package: str, module: str) -> int:
 
 
 @each_file
-def test_imports_point_down(path: Path):
+def test_imports_point_down(path):
     module = module_of(path)
     if module in PACKAGES:  # it may import all of its modules
         assert all(name.startswith(f"{module}.") for name in imported(path))
@@ -216,9 +207,7 @@ print(json.dumps([sorted(core), sorted(set(sys.modules) - before)]))
 def test_the_core_is_loaded_alone():
     """`import fp8` loads no module of the other tiers; neither package loads a library that is
     optional, nor torch's compiler."""
-    command = [sys.executable, "-W", "error", "-c", IMPORTED]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    core, both = json.loads(ran.stdout)
+    core, both = json.loads(python("-c", IMPORTED))
     loaded = {name for name in core if name.partition(".")[0] == "fp8"}
     names = LAYERS["fp8"].split()
     tier = {"fp8", *(f"fp8.{name}" for name in names[: names.index(CORE) + 1])}
@@ -263,7 +252,7 @@ def test_imports_make_no_circle():
 
 
 @functools.cache
-def code_lines(path: Path) -> set[int]:
+def code_lines(path):
     """The numbers of the lines that are neither blank nor only a comment."""
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
     return {
@@ -273,7 +262,7 @@ def code_lines(path: Path) -> set[int]:
     }
 
 
-def functions(path: Path) -> Iterator[tuple[str, int]]:
+def functions(path):
     """Every function and its lines of code, signature included and docstring not."""
     code = code_lines(path)
     for node in ast.walk(parse(path)):
@@ -285,14 +274,14 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
 
 
 @each_source
-def test_functions_are_short(path: Path):
+def test_functions_are_short(path):
     sizes = {f"{name_of(path)}:{name}": size for name, size in functions(path)}
     long = {name: size for name, size in sizes.items() if size > MAX_FUNCTION}
     assert long.keys() == LONG.keys() & sizes, f"more than {MAX_FUNCTION} lines: {long}"
 
 
 @of_each([*SOURCES, *TESTS])
-def test_files_are_short(path: Path):
+def test_files_are_short(path):
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_FILE
 
@@ -300,7 +289,7 @@ def test_files_are_short(path: Path):
 # What no module does
 
 
-def dotted(node: ast.AST) -> str:
+def dotted(node):
     """`a.b.c` of an attribute chain; "" for anything else."""
     if isinstance(node, ast.Name):
         return node.id
@@ -310,7 +299,7 @@ def dotted(node: ast.AST) -> str:
     return ""
 
 
-def torch_names(tree: ast.Module) -> set[str]:
+def torch_names(tree):
     """Everything of torch that a module names: imports, attributes and strings."""
     aliases = {}
     for node in ast.walk(tree):
@@ -332,7 +321,7 @@ def torch_names(tree: ast.Module) -> set[str]:
     return {name for name in names if name.partition(".")[0] == "torch"}
 
 
-def private(name: str) -> str | None:
+def private(name):
     """The name up to its first private part, or None where all of it is public."""
     parts = name.split(".")
     for i, part in enumerate(parts):
@@ -342,19 +331,19 @@ def private(name: str) -> str | None:
 
 
 @each_file
-def test_private_names_of_torch_are_listed(path: Path):
+def test_private_names_of_torch_are_listed(path):
     used = {private(name) for name in torch_names(parse(path))} - {None}
     assert used == PRIVATE.get(name_of(path), {}).keys()
 
 
 @each_file
-def test_what_differs_in_compiled_code_is_decided_in_few_places(path: Path):
+def test_what_differs_in_compiled_code_is_decided_in_few_places(path):
     names = {name.rpartition(".")[2] for name in torch_names(parse(path))}
     assert ("is_compiling" in names) == (name_of(path) in COMPILING)
 
 
 @each_file
-def test_configuration_is_not_read_from_the_environment_or_kept_in_globals(path: Path):
+def test_configuration_is_not_read_from_the_environment_or_kept_in_globals(path):
     for node in ast.walk(parse(path)):
         assert not isinstance(node, ast.Global), (
             f"line {node.lineno}: a global statement"
@@ -364,7 +353,7 @@ def test_configuration_is_not_read_from_the_environment_or_kept_in_globals(path:
 
 
 @each_file
-def test_optional_libraries_are_not_imported(path: Path):
+def test_optional_libraries_are_not_imported(path):
     """Core needs torch, numpy and einops. Whatever else a module needs it imports when it does."""
     for node in parse(path).body:
         found = []

@@ -74,10 +74,7 @@ def plain(tmp_path_factory):
     return losses(tuned(llama(), tmp_path_factory.mktemp("plain")))
 
 
-WAYS = {
-    "fp8": fp8.convert,
-    "stored, fp8": lambda model: fp8.convert(stored(model)),
-}
+WAYS = {"fp8": fp8.convert, "stored, fp8": lambda model: fp8.convert(stored(model))}
 
 
 @proves("the field", "in trl's SFTTrainer, with PEFT", how="library")

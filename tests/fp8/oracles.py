@@ -90,13 +90,7 @@ def within(want, dtype, format, beyond):
     return torch.where(want.abs() > top, torch.copysign(limit, want), want)
 
 
-def with_gfloat(
-    x,
-    format,
-    mode,
-    overflow,
-    bits=None,
-):
+def with_gfloat(x, format, mode, overflow, bits=None):
     """`x` rounded by gfloat in float64. `bits` are 31-bit; gfloat rounds up where bits + fraction
     overflows."""
     stochastic = (
@@ -121,7 +115,7 @@ def mismatches(got, want):
     return (~same).logical_and_(~(got.isnan() & want.isnan()))
 
 
-def assert_same(got, want, x):
+def assert_rounded(got, want, x):
     """Fail with the first few (input, got, want) where the two differ."""
     wrong = mismatches(got, want)
     if wrong.any():

@@ -16,7 +16,15 @@ from fp8.recipes.scaling import scaled_tiles
 from fp8.training.fsdp import gather_in_fp8
 from tests import reference
 from tests.fp8.blocks import block
-from tests.shared import in_one_graph, linears, parametrize, randn, refuses, warns
+from tests.shared import (
+    assert_same,
+    in_one_graph,
+    linears,
+    parametrize,
+    randn,
+    refuses,
+    warns,
+)
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 each_recipe = parametrize(
@@ -58,10 +66,7 @@ def test_nested_tensors_in_products():
         lambda: fp8.convert(nn.Linear(8, 4))(x),
         lambda: F.scaled_dot_product_attention(*[x.unsqueeze(2).mT] * 3),
     ):
-        with (
-            fp8.autocast("unit"),
-            refuses("nested tensor", NotImplementedError),
-        ):
+        with fp8.autocast("unit"), refuses("nested tensor", NotImplementedError):
             product()
 
 
@@ -121,8 +126,8 @@ def test_a_model_of_unit_scale_is_scripted_and_traced_once_its_values_are_set():
         torch.jit.trace(model, x)
     assert model[0].weight.mup_pending
     y = model(x)
-    assert torch.equal(torch.jit.script(model)(x), y)
-    assert torch.equal(torch.jit.trace(model, x)(x), y)
+    assert_same(torch.jit.script(model)(x), y)
+    assert_same(torch.jit.trace(model, x)(x), y)
 
 
 READERS = {
@@ -143,9 +148,7 @@ READERS = {
 def test_what_reads_values_waits_for_the_first_call_of_unit_scale(what):
     pytest.importorskip("safetensors")
     for part in (lambda model: model, nn.Sequential):
-        model = part(
-            fp8.convert(unit_scale(nn.Sequential(nn.Linear(16, 16))), "tensor")
-        )
+        model = part(fp8.convert(unit_scale(linears(16, 16)), "tensor"))
         message = rf"{'export' if what == 'weights' else what}.* reads .*0\.weight, which the first"
         with refuses(message):
             READERS[what](model)
@@ -170,7 +173,7 @@ def test_scale_tensors_that_cannot_be_looked_at_make_nan():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         mapped = torch.func.vmap(cast)(x, scale)
     for y in (compiled(x, scale[:, None]), mapped):
-        assert torch.equal(y.isnan().all(1), torch.tensor([False, True, True]))
+        assert_same(y.isnan().all(1), torch.tensor([False, True, True]))
 
 
 @parametrize("tile", [(1 << 16, 1 << 16), (1, 1 << 16), (1 << 16, 1)])
@@ -181,9 +184,7 @@ def test_a_tile_larger_than_its_operand_takes_no_more_memory(tile, axis):
         x = randn(*shape)
         tiles, _ = scaled_tiles(x, tile, axis)
         assert tiles.numel() <= 2 * x.numel()
-        assert torch.equal(
-            cast_forward(x, cast, axis), reference.cast(x, cast, axis).float()
-        )
+        assert_same(cast_forward(x, cast, axis), reference.cast(x, cast, axis).float())
 
 
 @each_recipe
@@ -195,12 +196,12 @@ def test_views_with_the_negative_bit(recipe):
     torch.manual_seed(0)
     got = cast_forward(x, fp8.RECIPES[recipe].input)
     torch.manual_seed(0)
-    assert torch.equal(got, cast_forward(plain, fp8.RECIPES[recipe].input))
-    assert torch.equal(fp8.quantize(x, "e5m2"), fp8.quantize(plain, "e5m2"))
+    assert_same(got, cast_forward(plain, fp8.RECIPES[recipe].input))
+    assert_same(fp8.quantize(x, "e5m2"), fp8.quantize(plain, "e5m2"))
     with block(recipe):
         y = F.linear(x, randn(16, 32))
     with block(recipe):
-        assert torch.equal(y, F.linear(plain, randn(16, 32)))
+        assert_same(y, F.linear(plain, randn(16, 32)))
 
 
 def test_a_model_without_values_gets_no_level():

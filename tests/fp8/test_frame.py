@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8
-from tests.shared import assert_close, normal, parametrize, refuses
+from tests.shared import assert_close, assert_same, normal, parametrize, refuses
 from tests.threads import Meet, meeting, together
 
 X = normal(16, 32)
@@ -29,10 +29,6 @@ def step(model, x=X):
         y.detach(),
         *torch.autograd.grad(y.square().sum(), [x, *model.parameters()]),
     ]
-
-
-def assert_same(got, expected):
-    assert_close(got, expected, rtol=0, atol=0)
 
 
 def within(block, call, *args):
@@ -78,7 +74,7 @@ def test_generators_close_blocks_innermost_first():
     first, second = held("unit"), held("tensor")
     next(first)
     list(held("tensor"))  # nested
-    assert torch.equal(next(first), expected)
+    assert_same(next(first), expected)
     next(second)
     with refuses("closed innermost first: close those of a generator", RuntimeError):
         first.close()
@@ -129,7 +125,7 @@ def test_a_block_of_another_task_is_refused(enabled):
         await opened.wait()
         with refuses(r"open in holder, another task.*before await", RuntimeError):
             F.linear(X, W)
-        assert torch.equal(within(fp8.autocast("tensor"), F.linear, X, W), expected)
+        assert_same(within(fp8.autocast("tensor"), F.linear, X, W), expected)
         close.set()
         await task
         assert nothing_is_cast()

@@ -16,6 +16,7 @@ from tests import reference
 from tests.fp8.compare import outcome
 from tests.shared import (
     assert_close,
+    assert_same,
     normal,
     pairs,
     parametrize,
@@ -80,7 +81,7 @@ def test_mx_is_torchao_s_at_every_magnitude_and_for_nan(format, rule, dtype):
     used = tiles.abs().amax(-1) != 0
     assert_close(scale[used], stored[used], **EQUAL)
     got = cast_forward(x, Cast(format=format, scaling="mx", rule=rule))
-    assert torch.equal(got.isnan(), values.isnan())
+    assert_same(got.isnan(), values.isnan())
     same = (stored != 2.0**-127).repeat_interleave(32, -1)
     assert_close(got[same], values[same], **EQUAL)
 
@@ -95,7 +96,7 @@ def test_nvfp4_scales_are_torchao_s_and_values_up_to_ties():
     ours = cast_forward(x, Cast(format="e2m1", scaling="nv"))
     tiles, dims = scaled_tiles(x, (1, 16), -1)
     scale = scale_of(tiles, dims, get_format("e2m1"), "e4m3").squeeze(-1)
-    assert torch.equal(scale, theirs.scale.float() * unit)
+    assert_same(scale, theirs.scale.float() * unit)
     values = theirs.dequantize(torch.float32)
     differ = (ours - values).abs() > 2.0**-22 * values.abs()
     quotient = (tiles / scale[..., None]).flatten(-2)[differ].abs().double()

@@ -26,7 +26,7 @@ def test_a_function_of_a_copy_runs_the_parts_of_the_copy():
     ours = unit_scale(model)
     ours(x).square().mean().backward()
     assert all(p.grad is not None for p in ours.parameters())
-    assert torch.equal(model(x), before)
+    assert_same(model(x), before)
     scaled = {row.path for row in uu.report(ours) if row.done == "scaled"}
     assert scaled == {"mlp.up", "mlp.down", "head"}
     assert not torch.equal(simulate_fp8(ours)(x), ours(x))
@@ -50,7 +50,7 @@ def test_a_model_that_keeps_tensors_of_its_last_call():
     with pytest.raises(RuntimeError, match="graph leaves"):
         deepcopy(plain)
     other = deep_copy(plain)
-    assert torch.equal(other.maps[0], plain.maps[0])
+    assert_same(other.maps[0], plain.maps[0])
     assert other.last_loss.grad_fn is None
     ours = unit_scale(plain)
     ours(x).backward()
@@ -156,7 +156,7 @@ def test_hooks_of_parameters_are_copied(transform):
     ours = transform(model)
     for _ in range(2):
         ours(torch.randn(16, 8)).square().mean().backward()
-    assert torch.equal(ours[0].weight.grad.any(0), mask.bool())
+    assert_same(ours[0].weight.grad.any(0), mask.bool())
     assert {id(part) for part in seen} == {id(ours[1])}
     assert {id(part) for part in done} == {id(ours[1].weight)}
     assert not ours[0].bias.requires_grad

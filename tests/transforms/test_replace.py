@@ -15,6 +15,7 @@ import unit_scaling.functional as U
 from tests.shared import (
     Net,
     assert_close,
+    assert_same,
     in_one_graph,
     linears,
     parametrize,
@@ -71,7 +72,7 @@ def test_spellings(name, way):
     net = Net(lambda m, x: m.call(x))
     net.call = call
     model = unit_scale(net, {function: constant}, batch=X)
-    assert torch.equal(WAYS[way](model, X), constant())
+    assert_same(WAYS[way](model, X), constant())
     assert not torch.equal(net(X), constant())  # the model itself is as it was
 
 
@@ -103,7 +104,7 @@ def test_in_place(name, way):
     net = Net(written)
     net.write = call
     model = unit_scale(net, {function: negated}, batch=X)
-    assert torch.equal(WAYS[way](model, X), -X)
+    assert_same(WAYS[way](model, X), -X)
 
 
 @parametrize(
@@ -118,7 +119,7 @@ def test_what_takes_no_argument_inplace_gets_none(other, inplace):
     model(X)
     expected = other(model[0](X))
     for run in (model, deepcopy(model)):
-        assert torch.equal(run(X), expected)
+        assert_same(run(X), expected)
     assert_close(fullgraph(model, X), expected)
 
 
@@ -208,9 +209,9 @@ def test_copies_and_pickles():
     expected = model(X)
     written = by_hand()
     written.load_state_dict(model.state_dict(), strict=True)
-    assert torch.equal(written(X), expected)
+    assert_same(written(X), expected)
     for other in (*others, deepcopy(model), pickled(model)):
-        assert torch.equal(other(X), expected)
+        assert_same(other(X), expected)
     assert repr(model).splitlines()[1].strip() == "replace"
     assert isinstance(model, nn.Sequential)
 

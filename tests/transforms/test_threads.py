@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.shared import Net, assert_close, parametrize, seeded
+from tests.shared import Net, assert_close, assert_same, parametrize, seeded
 from tests.threads import Meet, switching, together
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
@@ -35,10 +35,6 @@ def step(model, x):
     return [y.detach(), *grads]
 
 
-def assert_same(got, expected):
-    assert_close(got, expected, rtol=0, atol=0)
-
-
 @each_transform
 def test_first_calls_at_once(transform):
     """Of one model, and of copies of it."""
@@ -62,7 +58,7 @@ def test_parts_in_threads_of_the_forward_pass():
     """No part of it waits for the first call that waits for it. What runs there is not seen, and
     keeps its values; set by itself, each part is."""
     model = unit_scale(threads())
-    assert torch.equal(model(batch()), model(batch()))
+    assert_same(model(batch()), model(batch()))
     parts = threads()
     parts.layers = nn.ModuleList(map(unit_scale, parts.layers))
     expected = sum(layer(batch()) for layer in parts.layers)
@@ -94,6 +90,4 @@ def test_errors_leave_nothing(transform, first, monkeypatch):
     monkeypatch.undo()
     assert_close(model(batch()), expected)
     assert_close(together(lambda: model(batch())), [expected])
-    assert torch.equal(
-        torch.ones(2, 2) @ torch.full((2, 2), 1.06), torch.full((2, 2), 2.12)
-    )
+    assert_same(torch.ones(2, 2) @ torch.full((2, 2), 1.06), torch.full((2, 2), 2.12))

@@ -257,11 +257,7 @@ def test_copies_measure_by_themselves():
     model = track_scales(tiny())
     model(*batch())
     graph = model.scales_graph()
-    for copied in (
-        copy.deepcopy(model),
-        pickled(model),
-        unit_scale(model),
-    ):
+    for copied in (copy.deepcopy(model), pickled(model), unit_scale(model)):
         assert not list(copied.scales_graph().nodes)
         copied(*batch())
         assert list(copied.scales_graph().nodes)

@@ -12,6 +12,7 @@ import unit_scaling as uu
 from tests.shared import (
     Net,
     assert_close,
+    assert_same,
     both,
     linears,
     pairs,
@@ -325,7 +326,7 @@ def test_what_an_autograd_function_computes_keeps_its_values():
     forward = lambda m, x: product(torch.relu(m.first(x)), m.last.weight)  # noqa: E731
     net = Net(forward, first=nn.Linear(8, 16), last=nn.Linear(16, 4))
     model = unit_scale(net, batch=batch_of(4, 8))
-    assert torch.equal(model.last.weight, net.last.weight)
+    assert_same(model.last.weight, net.last.weight)
     kept = {
         (row.path, row.what)
         for row in uu.report(model)
@@ -339,7 +340,7 @@ def test_odd_parameters_are_left_with_a_row():
     model = linears(8, 8, 1, 1)
     nn.init.ones_(model[0].weight)
     model = unit_scale(model, batch=batch_of(4, 8))
-    assert torch.equal(model[0].weight, torch.ones(8, 8))
+    assert_same(model[0].weight, torch.ones(8, 8))
     assert {(r.path, r.why) for r in uu.report(model).left_alone} == {
         ("0", "is 1 everywhere")
     }
@@ -358,7 +359,7 @@ def test_layers_of_uu_are_left_as_they_are():
     assert {row.path for row in uu.report(model)} <= {"", "0"}
     assert not uu.report(model).left_alone
     for before, after in both(plain[1:], model[1:]):
-        assert torch.equal(before, after)
+        assert_same(before, after)
         assert before.mup_type == after.mup_type
         assert before.mup_scaling_depth == after.mup_scaling_depth
 
@@ -374,7 +375,7 @@ def test_report_counts_every_weight():
     assert "blocks.1.down" in str(report)
     # Makes functions look at frames.
     importlib.import_module("torch.distributed.pipelining.stage")
-    assert torch.equal(model(*batch())[0], model(*batch())[0])
+    assert_same(model(*batch())[0], model(*batch())[0])
 
 
 @parametrize(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.shared import pairs, parametrize
+from tests.shared import linears, pairs, parametrize
 from tests.transforms.models import (
     ROWS,
     Net,
@@ -323,11 +323,7 @@ def through_time(m, x):
     loss.backward()
 
 
-@use(
-    lambda: nn.Sequential(
-        *(nn.Sequential(nn.Linear(IN, IN), nn.Tanh()) for _ in range(3))
-    )
-)
+@use(lambda: nn.Sequential(*(linears(IN, IN, nn.Tanh) for _ in range(3))))
 def checkpoints_around(m, x):
     for reentrant in (False, True):
         mse(checkpoint(m, x, use_reentrant=reentrant)).backward()

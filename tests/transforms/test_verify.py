@@ -14,14 +14,19 @@ import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from benchmarks.strangers.casts import Casts
-from tests.shared import Net, linears, pairs, parametrize, refuses, rms, seeded, warns
-from tests.transforms.models import KINDS, batch, checkpointed, gpt, loss_of
-from unit_scaling.transforms import (
-    compile,
-    simulate_fp8,
-    track_scales,
-    unit_scale,
+from tests.shared import (
+    Net,
+    assert_same,
+    linears,
+    pairs,
+    parametrize,
+    refuses,
+    rms,
+    seeded,
+    warns,
 )
+from tests.transforms.models import KINDS, batch, checkpointed, gpt, loss_of
+from unit_scaling.transforms import compile, simulate_fp8, track_scales, unit_scale
 
 attention = F.scaled_dot_product_attention
 
@@ -198,13 +203,13 @@ def test_nothing_of_the_model_changes():
     random = torch.get_rng_state()
     uu.verify(model, x)
     uu.verify(embedding, torch.tensor([1, 2]))
-    assert torch.equal(torch.get_rng_state(), random)
+    assert_same(torch.get_rng_state(), random)
     assert x.grad is None
     assert not calls
     assert type(model[0]) is nn.Linear
-    assert torch.equal(model[0].weight.grad, torch.full((8, 8), 3.0))
+    assert_same(model[0].weight.grad, torch.full((8, 8), 3.0))
     after = {**model.state_dict(), **embedding.state_dict()}
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert_same(after, before)
 
 
 def test_batches_and_losses():

@@ -76,12 +76,7 @@ def sharded(model, parts):
     return model
 
 
-def check(
-    model,
-    distribute,
-    calls,
-    loss=U.cross_entropy,
-):
+def check(model, distribute, calls, loss=U.cross_entropy):
     """Tags, learning rates, and weights after training equal those of one process."""
     tokens = torch.randint(VOCAB, (BATCH, 5), generator=seeded(0))
     plain = deepcopy(model)

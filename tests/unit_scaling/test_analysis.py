@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fp8.formats.format import FORMATS
-from tests.shared import Net, pairs, parametrize, refuses
+from tests.shared import Net, assert_same, pairs, parametrize, refuses
 from tests.transforms.models import batch, tiny
 from unit_scaling.analysis import example_batch, graph_to_dataframe, plot, visualiser
 from unit_scaling.transforms import (
@@ -61,12 +61,12 @@ def test_example_batch(tokenizer, tmp_path):
     inputs, mask, labels = example_batch(TOKENIZERS[tokenizer], 3, 8, text=TEXT)
     assert inputs.shape == labels.shape == mask.shape == (3, 8)
     assert inputs.dtype == torch.long
-    assert torch.equal(mask, torch.ones_like(inputs))
-    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    assert_same(mask, torch.ones_like(inputs))
+    assert_same(inputs[:, 1:], labels[:, :-1])
     for row in inputs.tolist():
         assert "".join(chr(97 + i) for i in row) in TEXT
     for given in ({"text": file}, {"dataset_path": str(file)}):
-        assert torch.equal(example_batch(encode, 3, 8, **given)[0], inputs)
+        assert_same(example_batch(encode, 3, 8, **given)[0], inputs)
     assert not torch.equal(example_batch(encode, 3, 8, seed=1, text=TEXT)[0], inputs)
     first = example_batch(encode, 50, 8, shuffle_buffer_size=2, text=TEXT)[0]
     assert len(set(map(tuple, first.tolist()))) == 2
@@ -194,7 +194,7 @@ class Named(nn.Module):
 
     def forward(self, input_ids, attention_mask, labels):
         assert attention_mask.all()
-        assert torch.equal(input_ids, labels)
+        assert_same(input_ids, labels)
         logits, loss = self.model(input_ids, labels)
         return {"logits": logits, "loss": loss}
 

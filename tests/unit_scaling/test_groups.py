@@ -312,14 +312,13 @@ def test_an_optimizer_reads_the_tags_of_its_step(cls, how):
     train(opt)
     train(fresh)
     assert_same(list(model), list(late))
-    assert torch.equal(model[3], parameters()[3])
+    assert_same(model[3], parameters()[3])
 
 
 @pytest.mark.filterwarnings("ignore:.*its eps of 1e-06")
 @parametrize("cls", [Adam, AdamW])
 @parametrize(
-    "divisor, given, used",
-    [(0.5, 1e-8, 1e-16), (None, 1e-8, 1e-8), (0.5, 1e-6, 1e-6)],
+    "divisor, given, used", [(0.5, 1e-8, 1e-16), (None, 1e-8, 1e-8), (0.5, 1e-6, 1e-6)]
 )
 def test_eps(cls, divisor, given, used):
     """1e-16 in the place of torch's default for weights of unit_scale."""

@@ -3,7 +3,7 @@ import torch
 
 import fp8
 import unit_scaling as uu
-from tests.shared import assert_close, in_one_graph, parametrize, refuses
+from tests.shared import assert_close, assert_same, in_one_graph, parametrize, refuses
 from unit_scaling.constraints import CONSTRAINTS, apply_constraint
 from unit_scaling.core import functional as core
 from unit_scaling.scale import scale_bwd, scale_fwd
@@ -17,8 +17,8 @@ def test_scale(f):
     x = X.clone().requires_grad_()
     y = f(x, 3.0)
     y.sum().backward()
-    assert torch.equal(y, X * forward)
-    assert torch.equal(x.grad, torch.full_like(X, backward))
+    assert_same(y, X * forward)
+    assert_same(x.grad, torch.full_like(X, backward))
     assert f(X, 1) is X
     assert f(X.to(torch.bfloat16), 0.3).dtype == torch.bfloat16
     with refuses("a scale is a constant"):
@@ -89,8 +89,8 @@ def test_scale_elementwise():
     x = X.clone().requires_grad_()
     y = core.scale_elementwise(torch.square, 3.0, 5.0, constraint=None)(x)
     y.sum().backward()
-    assert torch.equal(y, 3 * X**2)
-    assert torch.equal(x.grad, 5 * 2 * X)
+    assert_same(y, 3 * X**2)
+    assert_same(x.grad, 5 * 2 * X)
 
 
 #: Two results of a function that have the same values, of which one has another gradient.

@@ -21,7 +21,7 @@ TABLE = json.loads(Path(__file__).with_name("signatures_0.3.5.json").read_text()
 #: Name -> difference -> why.
 DELIBERATE = {
     "unit_scaling.transforms.unit_scale": {
-        "replace is None, there '<dict>'": "a default that can be changed is shared by all calls",
+        "replace is None, there '<dict>'": "a default that can be changed is shared by all calls"
     },
     **{
         f"unit_scaling.optim.{name}": {

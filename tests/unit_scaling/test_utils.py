@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import unit_scaling.functional as U
-from tests.shared import Net, assert_close, refuses
+from tests.shared import Net, assert_close, linears, refuses
 from unit_scaling.scale import scale_bwd, scale_fwd
 from unit_scaling.utils import (
     ScalePair,
@@ -47,7 +47,7 @@ def test_scale_tracker_is_the_identity():
 
 
 def test_interpreter():
-    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    net = linears(8, 8, nn.ReLU)
     interpreter = ScaleTrackingInterpreter(fx.symbolic_trace(net))
     x = torch.randn(4, 8, requires_grad=True)
     interpreter.run(x).sum().backward()

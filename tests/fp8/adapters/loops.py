@@ -38,14 +38,7 @@ def loss_of(model, tokens):
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def accelerated(
-    accelerator,
-    model,
-    optimizer,
-    data,
-    loss_of=loss_of,
-    clip=1.0,
-):
+def accelerated(accelerator, model, optimizer, data, loss_of=loss_of, clip=1.0):
     """The losses of a loop as Accelerate has it, over one epoch."""
     losses = []
     for tokens in data:
@@ -61,14 +54,7 @@ def accelerated(
 
 
 def plain_loop(
-    model,
-    optimizer,
-    data,
-    loss_of=loss_of,
-    *,
-    clip=1.0,
-    every=1,
-    dtype=None,
+    model, optimizer, data, loss_of=loss_of, *, clip=1.0, every=1, dtype=None
 ):
     """The losses of what a trainer does, spelled out: torch.autocast to ``dtype``, scaled losses in
     float16, a step for ``every`` batches, which DDP does not synchronize before, and clipping."""

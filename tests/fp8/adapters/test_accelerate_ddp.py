@@ -14,7 +14,7 @@ from fp8.adapters import accelerate
 from fp8.casts.scaled_tensor import dequantized
 from tests.fp8.adapters.loops import accelerated, plain_loop
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import linears, quietly
+from tests.shared import assert_same, linears, quietly
 
 with quietly():
     Accelerator = pytest.importorskip("accelerate").Accelerator
@@ -58,7 +58,7 @@ def check_ranks(rank, store):
     for p in model.parameters():
         weights = [torch.empty(p.shape) for _ in range(WORLD)]
         dist.all_gather(weights, dequantized(p.detach()))
-        assert torch.equal(*weights)
+        assert_same(*weights)
     again = start()
     accelerator.load_state(str(store.with_name("checkpoint")))
     assert train(*again, data[STOP:]) == losses[STOP:]

@@ -14,6 +14,7 @@ from fp8.adapters.lightning import FP8FabricPrecision, FP8Precision
 from tests.fp8.adapters.loops import adam, batches, loss_of, plain_loop, small
 from tests.shared import (
     Net,
+    assert_same,
     parametrize,
     paths,
     pickled,
@@ -167,7 +168,7 @@ def test_what_follows_a_fit(recipe, precision, tmp_path):
     state = {name: value.clone() for name, value in lit.named_buffers()}
     lit.load_state_dict(lit.state_dict())
     assert state
-    assert all(torch.equal(value, state[name]) for name, value in lit.named_buffers())
+    assert_same(dict(lit.named_buffers()), state)
     best = run.checkpoint_callback.best_model_path
     for call in (run.validate, run.test):
         call(lit, loader(), ckpt_path="best", verbose=False)
@@ -181,9 +182,7 @@ def test_what_follows_a_fit(recipe, precision, tmp_path):
     weights = models[0].state_dict()
     for model in models[1:]:
         assert model.losses[-8:] == models[0].losses[-8:]
-        assert all(
-            torch.equal(x, weights[name]) for name, x in model.state_dict().items()
-        )
+        assert_same(model.state_dict(), weights)
 
 
 @parametrize("recipe", ["unit", "static"])

@@ -13,7 +13,9 @@ from tests.fp8.adapters import hub_models
 from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
 from tests.shared import (
     assert_close,
+    assert_same,
     descend,
+    linears,
     parametrize,
     quietly,
     refuses,
@@ -86,11 +88,11 @@ def test_adapters_are_trained_saved_loaded_and_merged(way, dora, tmp_path):
         assert ("lora_" in name) == (parameter.grad is not None)
         assert "lora_" in name or torch.equal(parameter, before[name])
     trained = logits(model)
-    assert torch.equal(logits(copy.deepcopy(model)), trained)
+    assert_same(logits(copy.deepcopy(model)), trained)
 
     model.save_pretrained(tmp_path / "adapters")
     again = peft.PeftModel.from_pretrained(WAYS[way](llama()), tmp_path / "adapters")
-    assert torch.equal(logits(again), trained)
+    assert_same(logits(again), trained)
     base = stored(llama()) if "stored" in way else llama()
     plain = logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapters"))
 
@@ -116,7 +118,7 @@ def test_gpt2_stores_its_transposed_layers_and_its_tied_head():
 
 def test_storing_nothing_warns_and_bad_formats_are_refused():
     with warns("requires_grad_", fp8.warnings.ConvertWarning):
-        fp8.store_frozen(nn.Sequential(nn.Linear(4, 4)))
+        fp8.store_frozen(linears(4, 4))
     with refuses("unknown format 'e2m1'; choose one of 'e4m3'"):
         fp8.store_frozen(nn.Linear(4, 4), "e2m1")
     with refuses(r"store_frozen needs an nn\.Module", TypeError):

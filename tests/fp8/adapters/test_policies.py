@@ -123,10 +123,7 @@ def megatron(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in modules.items():
             patch.setitem(sys.modules, name, fake)
-        exec(
-            (core / "quantization/quant_config.py").read_text(),
-            vars(module),
-        )
+        exec((core / "quantization/quant_config.py").read_text(), vars(module))
         _classes(core / "enums.py", ["Fp8Recipe", "Fp4Recipe"], module)
         names = [
             "_TE_CONFIG_TYPE_KEY",

@@ -83,7 +83,7 @@ def test_a_report_and_the_way_back():
     converted = fp8.convert(layer, "row", backend="torchao")
     assert type(converted) is Float8Linear
     assert type(fp8.revert(converted)) is nn.Linear
-    odd = torchao.convert(nn.Sequential(nn.Linear(10, 6)), "tensor", emulate=True)
+    odd = torchao.convert(linears(10, 6), "tensor", emulate=True)
     rows = by_path(fp8.report(odd), "done", "why")
     assert rows == {"0": ("converted", "torchao, Float8Linear, emulated")}
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)

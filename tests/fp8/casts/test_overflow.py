@@ -17,7 +17,7 @@ from tests.fp8.blocks import block
 from tests.fp8.kernels.scaled_mm import emulated
 from tests.fp8.kernels.test_product import NATIVE, TILED
 from tests.fp8.oracles import flush_denormal
-from tests.shared import assert_close, linears, normal, pairs, parametrize
+from tests.shared import assert_close, assert_same, linears, normal, pairs, parametrize
 
 __all__ = ["emulated"]
 
@@ -137,7 +137,7 @@ def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale(recipe):
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 32768.0
-    assert all(map(torch.equal, before, model.parameters()))
+    assert_same(before, [*model.parameters()])
 
 
 @parametrize("recipe", ["unit", "tensor", "mxfp8"])
@@ -170,8 +170,8 @@ def test_finite_values_saturate_and_others_stay(format, rounding, dtype):
     expected = fp8.quantize(x, format, rounding=rounding)
     torch.manual_seed(0)
     got = quantize_operand(x, format, rounding=rounding)
-    assert torch.equal(got, expected)
-    assert torch.equal(got.signbit(), expected.signbit())
+    assert_same(got, expected)
+    assert_same(got.signbit(), expected.signbit())
     bad = quantize_operand(torch.tensor(BAD, dtype=dtype), format, rounding=rounding)
     infinity = math.inf if format.infinity else math.nan
     wanted = torch.tensor([infinity, -infinity, math.nan], dtype=dtype)
@@ -212,5 +212,5 @@ def test_flushed_subnormals_change_no_normal_result(cast):
         wanted += [] if how.margin else [reference.cast(x, how).float()]
         for want in wanted:
             normal = want.abs() >= TINY
-            assert torch.equal(got[normal], want[normal])
+            assert_same(got[normal], want[normal])
             assert not (got[~normal].abs() > TINY).any()

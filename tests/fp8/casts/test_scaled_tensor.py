@@ -20,6 +20,7 @@ from tests.shared import (
     assert_close,
     assert_same,
     in_one_graph,
+    linears,
     normal,
     pairs,
     parametrize,
@@ -46,11 +47,11 @@ def test_it_holds_what_quantize_gives(format, dtype, size):
     limit = fp8.FORMATS[format].max
     assert limit / 2 <= x.float().abs().max() / y.scale <= limit
     expected = fp8.quantize(x.float(), format, scale=y.scale)
-    assert torch.equal(y.dequantize(torch.float32), expected)
-    assert torch.equal(y.dequantize(), expected.to(dtype))
+    assert_same(y.dequantize(torch.float32), expected)
+    assert_same(y.dequantize(), expected.to(dtype))
     loaded = pickled(y)  # of no parameter
     assert (type(loaded), loaded.dtype) == (torch.Tensor, torch.float32)
-    assert torch.equal(loaded, expected)
+    assert_same(loaded, expected)
 
 
 @each_format
@@ -67,7 +68,7 @@ def test_sizes_zeros_and_values_of_the_format(format):
     values = scaled(normal(1000), format).dequantize()
     for x in (torch.zeros(3), torch.zeros(0, 4), torch.tensor(3.0), values):
         y = scaled(x, format)
-        assert torch.equal(y.dequantize(), x)
+        assert_same(y.dequantize(), x)
         assert type((y + 1) * 2) is torch.Tensor
     values = torch.tensor([0.0, 1.0, 100.0])
     assert scaled(values, format).mul_(0.0).dequantize().eq(0).all()
@@ -156,21 +157,21 @@ def test_other_operations_are_those_of_its_numbers(name):
     x = scaled(normal(6, 4), "e4m3")
     before = x.dequantize()
     result, expected = FUNCTIONS[name](x), FUNCTIONS[name](before)
-    assert torch.equal(dequantized(result), expected)
+    assert_same(dequantized(result), expected)
     assert (result.dtype, result.stride()) == (expected.dtype, expected.stride())
-    assert torch.equal(x.dequantize(), before)
+    assert_same(x.dequantize(), before)
 
 
 def test_copies_do_not_pass_through_its_dtype():
     exact = scaled(normal(100), "fp16")
     x = scaled(torch.zeros(100, dtype=torch.bfloat16), "fp16")
     x.copy_(exact.dequantize())
-    assert torch.equal(x.dequantize(torch.float32), exact.dequantize())
-    assert torch.equal(torch.empty(100).copy_(x), exact.dequantize())
-    assert torch.equal(x.to(torch.float32).dequantize(), exact.dequantize())
+    assert_same(x.dequantize(torch.float32), exact.dequantize())
+    assert_same(torch.empty(100).copy_(x), exact.dequantize())
+    assert_same(x.to(torch.float32).dequantize(), exact.dequantize())
     x.zero_()
     x.copy_(exact)
-    assert torch.equal(x.dequantize(torch.float32), exact.dequantize())
+    assert_same(x.dequantize(torch.float32), exact.dequantize())
 
 
 def test_its_memory_is_read_by_others():
@@ -180,9 +181,9 @@ def test_its_memory_is_read_by_others():
     assert x.nbytes == 16 + 4
     (pointer,) = {y.data_ptr() for y in (x.t(), x, x.storage(), x.stored)}
     assert pointer != 0
-    assert torch.equal(x.stored, expected)
+    assert_same(x.stored, expected)
     assert x.nbytes == 64
-    assert torch.equal(torch.tensor(x.numpy()), expected)
+    assert_same(torch.tensor(x.numpy()), expected)
     assert x.tolist() == expected.tolist()
 
 
@@ -194,7 +195,7 @@ def test_copy_and_pickle():
         assert isinstance(other, nn.Parameter)
         assert isinstance(other, ScaledTensor)
         assert other.stored.data_ptr() != x.stored.data_ptr()
-        assert torch.equal(other, x)
+        assert_same(other, x)
         assert other.mup_type == "weight"
         assert other.grad is None
         other.sum().backward()
@@ -271,7 +272,7 @@ def test_gradients_begin_anew_at_zero():
     w.grad = None
     loss(w, 0).backward()
     assert_close(w.grad.dequantize(), gradient(w, 0))
-    assert torch.equal(held, before)
+    assert_same(held, before)
 
 
 def test_a_gradient_that_is_copied_into_is_rounded():
@@ -283,10 +284,10 @@ def test_a_gradient_that_is_copied_into_is_rounded():
     average = gradient(w, 0, 1)
     w.grad.copy_(average)
     assert w.grad.nbytes == w.numel() + 4
-    assert torch.equal(w.grad, scaled(average, "e4m3").dequantize())
+    assert_same(w.grad, scaled(average, "e4m3").dequantize())
     w.grad = None
     (loss(w, 0) + loss(w, 1)).backward()
-    assert torch.equal(w.grad, scaled(average, "e4m3").dequantize())
+    assert_same(w.grad, scaled(average, "e4m3").dequantize())
 
 
 def test_clip_grad_norm():
@@ -314,7 +315,7 @@ def test_grad_scaler(bad):
         w.grad += torch.full((32, 16), 1.0).index_fill_(0, torch.tensor([3]), bad)
     scaler.unscale_(optimizer)
     if bad is None:
-        assert torch.equal(w.grad.dequantize(), expected)
+        assert_same(w.grad.dequantize(), expected)
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(w.dequantize(), before) == (bad is not None)
@@ -333,7 +334,7 @@ def test_a_weight_that_is_no_longer_frozen():
     layer(normal(8, 16).bfloat16()).sum().backward()
     assert isinstance(layer.weight, ScaledTensor)
     assert layer.weight.dtype == torch.bfloat16
-    assert torch.equal(layer.weight.dequantize(torch.float32), weight().dequantize())
+    assert_same(layer.weight.dequantize(torch.float32), weight().dequantize())
 
 
 def test_data_is_shared():
@@ -344,22 +345,22 @@ def test_data_is_shared():
     weight.data = numbers
     with torch.no_grad():
         weight[1:].add_(1)
-    assert torch.equal(weight, numbers)
+    assert_same(weight, numbers)
     assert not alias.dequantize().any()
     weight.detach().store()
-    assert torch.equal(weight, scaled(numbers, "fp16").dequantize())
+    assert_same(weight, scaled(numbers, "fp16").dequantize())
     part = weight.t()[3:].as_strided((2, 3), (1, 4), 40)
-    assert torch.equal(part, weight.dequantize().as_strided((2, 3), (1, 4), 40))
+    assert_same(part, weight.dequantize().as_strided((2, 3), (1, 4), 40))
     weight.data = numbers.mT.bfloat16()
     assert (weight.shape, weight.dtype, weight.format) == ((16, 32), BF16, "fp16")
-    assert torch.equal(weight, numbers.mT.bfloat16())
+    assert_same(weight, numbers.mT.bfloat16())
     assert not weight.data.requires_grad
     weight.data = alias
-    assert torch.equal(weight, torch.zeros(32, 16))
+    assert_same(weight, torch.zeros(32, 16))
 
 
 def test_shared_memory_is_refused():
-    model, _ = fp8.initialize(nn.Sequential(nn.Linear(16, 32)))
+    model, _ = fp8.initialize(linears(16, 32))
     with refuses(r"share x\.dequantize\(\)", NotImplementedError):
         model.share_memory()
 

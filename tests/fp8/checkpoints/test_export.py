@@ -16,6 +16,7 @@ from tests.fp8.checkpoints.reading import exact, loaded
 from tests.shared import (
     Net,
     assert_close,
+    assert_same,
     by_path,
     descend,
     linears,
@@ -123,7 +124,7 @@ def test_mxfp8(tmp_path):
     same = (mantissas != 1.75).all(-1)
     assert 0.9 < same.float().mean() < 1
     with torch.no_grad():
-        assert torch.equal(theirs(x)[same], ours(x)[same])
+        assert_same(theirs(x)[same], ours(x)[same])
 
 
 @proves("the field", "checkpoints for vLLM, SGLang, Transformers", how="library")
@@ -225,7 +226,7 @@ def test_rows_of_experts(tmp_path):
 
 def test_one_layout_in_a_file(tmp_path):
     recipes = "tensor", "mxfp8"
-    parts = [fp8.convert(nn.Sequential(nn.Linear(32, 32)), name) for name in recipes]
+    parts = [fp8.convert(linears(32, 32), name) for name in recipes]
     report = fp8.export(nn.Sequential(*parts), tmp_path)
     assert [row.done for row in report] == ["FP8", "left alone"]
     assert "layout 'float-quantized' and no other" in report[1].why
@@ -247,7 +248,7 @@ def test_a_model_of_ones_own(tmp_path):
     assert set(stored) == set(named.split())
     product = stored["layer.weight"].float() * stored["layer.weight_scale"]
     bias, identity = model.layer.bias, torch.eye(16)
-    assert torch.equal(model.layer(identity) - bias, product.T + bias - bias)
+    assert_same(model.layer(identity) - bias, product.T + bias - bias)
 
 
 @parametrize(

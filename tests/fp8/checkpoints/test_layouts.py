@@ -14,6 +14,7 @@ from tests.fp8.checkpoints.reading import compressed_tensors
 from tests.shared import (
     Net,
     assert_close,
+    assert_same,
     normal,
     pairs,
     parametrize,
@@ -225,7 +226,7 @@ def test_a_missing_scale_is_an_error(make, said, tmp_path):
                 with refuses(rf"0\.weight .*without a scale.*{method}") as e:
                     fp8.load(model, source, frozen=frozen, config=given)
                 assert absent in str(e.value)
-            assert torch.equal(model[0].weight, before)
+            assert_same(model[0].weight, before)
 
 
 def test_other_missing_scales():
@@ -251,12 +252,12 @@ def test_weights_that_were_only_cast(dtype, frozen):
     """By their own word. A model whose parameters are in FP8 keeps the codes."""
     values = numbers((4, 6)).to(dtype)
     model = fp8.load(layer((4, 6)), {"0.weight": values}, frozen=frozen, unscaled=True)
-    assert torch.equal(model[0].weight.detach() * 1, values.float())
+    assert_same(model[0].weight.detach() * 1, values.float())
     model = layer((4, 6))
     model[0].weight = nn.Parameter(torch.zeros(4, 6).to(dtype), requires_grad=False)
     fp8.load(model, {"0.weight": values}, frozen=frozen)
     assert model[0].weight.dtype == dtype
-    assert torch.equal(model[0].weight.float(), values.float())
+    assert_same(model[0].weight.float(), values.float())
 
 
 def attention():
@@ -316,7 +317,7 @@ def test_parts_that_were_fused_after_they_were_scaled(rows):
             with refuses(rf"0\.weight of shape \({n}, 64\)"):
                 fp8.load(model, codes | {"0.weight_scale": scale}, config=config)
     fp8.load(model, codes | {"0.weight_scale": want[:, :1]})
-    assert torch.equal(model[0].weight.dequantize(), want)
+    assert_same(model[0].weight.dequantize(), want)
 
 
 def test_experts_in_one_tensor():
@@ -339,10 +340,10 @@ def test_experts_in_one_tensor():
             block[1], 2
         )
         experts = fp8.load(Experts(), {"up": codes, "up_scale": scales}, config=config)
-        assert torch.equal(experts.up.dequantize(), want)
+        assert_same(experts.up.dequantize(), want)
     each = torch.rand(3, 1, 1)
     experts = fp8.load(Experts(), {"up": codes, "up_scale": each.flatten()})
-    assert torch.equal(experts.up.dequantize(), wide * each)
+    assert_same(experts.up.dequantize(), wide * each)
     config = arguments((1, 48), 8)  # of linear layers: it says nothing of these
     with refuses("fit no block size, or several"):
         scales = torch.rand(3, 100, 2)

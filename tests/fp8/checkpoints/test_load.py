@@ -12,7 +12,9 @@ from fp8.casts.scaled_tensor import dequantized
 from tests.fp8.checkpoints.reading import compressed_tensors, same
 from tests.shared import (
     Net,
+    assert_same,
     descend,
+    linears,
     normal,
     pairs,
     parametrize,
@@ -97,14 +99,14 @@ def test_what_export_writes(recipe, frozen, tmp_path):
     assert fp8.load(again, tmp_path, frozen=frozen) is again
     for name in LAYERS:
         weight = again.get_submodule(name).weight
-        assert torch.equal(weight.detach().float(), wide(tensors, name))
+        assert_same(weight.detach().float(), wide(tensors, name))
         assert isinstance(weight, fp8.ScaledTensor) is frozen
         assert weight.requires_grad is not frozen
         if frozen:
             assert weight.stored.dtype == torch.float8_e4m3fn
             assert weight.numel() <= weight.nbytes <= 1.25 * weight.numel() + 4
     for name in "first.bias norm.weight embed.weight steps".split():
-        assert torch.equal(again.state_dict()[name], model.state_dict()[name])
+        assert_same(again.state_dict()[name], model.state_dict()[name])
     assert tied
     assert again.head.weight is again.embed.weight
     assert again.embed.weight.requires_grad
@@ -115,7 +117,7 @@ def test_what_export_writes(recipe, frozen, tmp_path):
     first, second = map(safetensors.load_file, files)
     assert first.keys() == second.keys()
     for name in LAYERS:
-        assert torch.equal(wide(first, name), wide(second, name))
+        assert_same(wide(first, name), wide(second, name))
     # A block whose largest value is rounded down to 448 units gets the smaller scale next time.
     assert recipe == "mxfp8" or all(same(first[name], second[name]) for name in first)
 
@@ -143,13 +145,11 @@ def test_sources(source, tmp_path):
         model = net(2)
         model.head.weight = nn.Parameter(torch.zeros(32, 64))
         fp8.load(model, where)
-        assert torch.equal(model.head.weight, model.embed.weight)
+        assert_same(model.head.weight, model.embed.weight)
         assert model.head.weight is not model.embed.weight
     got = fp8.load(net(2), where)
-    assert torch.equal(
-        got.first.weight.stored.float(), want.first.weight.stored.float()
-    )
-    assert torch.equal(got(X), want(X))
+    assert_same(got.first.weight.stored.float(), want.first.weight.stored.float())
+    assert_same(got(X), want(X))
 
 
 def scale_of(weight, args, limit):
@@ -210,7 +210,7 @@ def test_compressed_tensors(scheme, dtype, tmp_path):
         compressors.decompress_module(layer)
         for loaded in ours:
             weight = dequantized(loaded.get_submodule(name).weight.detach())
-            assert torch.equal(weight.to(layer.weight.dtype), layer.weight)
+            assert_same(weight.to(layer.weight.dtype), layer.weight)
 
 
 @parametrize("dtype", [torch.float32, torch.float8_e8m0fnu], ids=["float32", "ue8m0"])
@@ -231,7 +231,7 @@ def test_blocks_of_transformers(dtype):
         experts = fp8.load(model, checkpoint, frozen=frozen, config=config)
         for i in range(3):
             want = oracle._dequantize_one(values[i], scales[i], torch.bfloat16)
-            assert torch.equal(experts.gate_up_proj.detach()[i], want)
+            assert_same(experts.gate_up_proj.detach()[i], want)
 
 
 @theirs
@@ -261,7 +261,7 @@ def test_torchao(rows, flat):
         again = fp8.load(net(1), state, frozen=frozen)
         for name in LAYERS:
             want = model.get_submodule(name).weight.dequantize()
-            assert torch.equal(again.get_submodule(name).weight.detach() * 1, want)
+            assert_same(again.get_submodule(name).weight.detach() * 1, want)
 
 
 def test_meta_parameters_get_memory(tmp_path):
@@ -272,7 +272,7 @@ def test_meta_parameters_get_memory(tmp_path):
     model.head.weight.tag = "tied"
     model.steps = torch.tensor(0)
     fp8.load(model, tmp_path)
-    assert torch.equal(model(X), want(X))
+    assert_same(model(X), want(X))
     assert model.head.weight is model.embed.weight
     assert model.head.weight.tag == "tied"
 
@@ -287,22 +287,22 @@ def test_a_frozen_weight_is_a_tensor(recipe, tmp_path):
     want = weight.dequantize()
     views = torch.t, lambda x: x[3:70], lambda x: x.t()[5:9], torch.flatten
     for view in views:
-        assert torch.equal(view(weight.detach()) * 1, view(want))
-        assert torch.equal(saved(view(weight.detach())), view(want))
+        assert_same(view(weight.detach()) * 1, view(want))
+        assert_same(saved(view(weight.detach())), view(want))
     for again in (copy.deepcopy(weight), saved(weight)):
-        assert torch.equal(again.stored.float(), weight.stored.float())
-        assert torch.equal(again.dequantize(), want)
+        assert_same(again.stored.float(), weight.stored.float())
+        assert_same(again.dequantize(), want)
     other = fp8.load(net(2), tmp_path)
     other.first.weight.data.mul_(2)
     other.load_state_dict(model.state_dict())
-    assert torch.equal(other.first.weight.stored.float(), weight.stored.float())
+    assert_same(other.first.weight.stored.float(), weight.stored.float())
     with torch.no_grad():
         weight.t()[0].add_(1.0)
     want[:, 0] += 1
-    assert torch.equal(weight.dequantize(), want)
+    assert_same(weight.dequantize(), want)
     weight.store()
     rounded = fp8.quantize(want, "e4m3", scale=weight.memory.scales())
-    assert torch.equal(weight.dequantize(), rounded)
+    assert_same(weight.dequantize(), rounded)
 
 
 @proves("the field", "FP8 checkpoints loaded, for LoRA", how="library")
@@ -323,11 +323,11 @@ def test_lora_on_a_checkpoint(recipe, tmp_path):
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         descend(optimizer, (model(X).square().mean() for _ in range(3)))
         models.append(model)
-    assert torch.equal(models[0](X), models[1](X))
+    assert_same(models[0](X), models[1](X))
     stored = models[0].base_model.model.first.base_layer.weight
     assert stored.stored.dtype == torch.float8_e4m3fn
     merged, plain = (model.merge_and_unload() for model in models)
-    assert torch.equal(merged.first.weight.dequantize(), plain.first.weight)
+    assert_same(merged.first.weight.dequantize(), plain.first.weight)
     files = [tmp_path / "merged", tmp_path / "plain"]
     for model, folder in pairs((merged, plain), files):
         fp8.export(converted(model, recipe), folder)
@@ -383,7 +383,7 @@ def test_refused_by_name(tmp_path):
     with refuses(r"weight of torch\.float64 cannot be frozen"):
         fp8.load(net(1).double(), state)
     with torch.device("meta"):
-        meta = nn.Sequential(nn.Linear(2, 2))
+        meta = linears(2, 2)
         meta.register_buffer("cache", torch.ones(2), persistent=False)
     with refuses("cache is on the meta device"):
         fp8.load(meta, {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
@@ -393,7 +393,7 @@ def test_refused_by_name(tmp_path):
         fp8.load("model", tmp_path)
     with refuses(r"found no file .*absent"):
         fp8.load(model, tmp_path / "absent")
-    assert all(torch.equal(model.state_dict()[name], x) for name, x in before.items())
+    assert_same(model.state_dict(), before)
     assert not isinstance(model.first.weight, fp8.ScaledTensor)
 
 
@@ -401,9 +401,8 @@ def test_weights_loaded_before_the_first_call_of_unit_scale_stay(tmp_path):
     exported("row", tmp_path)
     plain = fp8.load(net(1), tmp_path, frozen=False)
     model = fp8.load(unit_scale(net(1)), tmp_path, frozen=False)
-    assert torch.equal(model(X), plain(X))
-    for name, value in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value)
+    assert_same(model(X), plain(X))
+    assert_same(model.state_dict(), plain.state_dict())
 
 
 def test_exponents_and_scales_of_activations():

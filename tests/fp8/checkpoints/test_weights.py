@@ -189,4 +189,4 @@ def test_refused():
     with refuses(r"an nn\.Module, got int", TypeError):
         fp8.weights(3)
     with refuses(r"fp8\.convert was not called"):
-        fp8.weights(nn.Sequential(nn.Linear(2, 2)))
+        fp8.weights(linears(2, 2))

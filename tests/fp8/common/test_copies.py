@@ -160,7 +160,7 @@ def test_what_cannot_be_copied_is_named():
         def __deepcopy__(self, memo):
             raise TypeError("cannot pickle '_thread.lock' object")
 
-    model = nn.Sequential(nn.Linear(4, 4))
+    model = linears(4, 4)
     locked = Locked(model[0])
     model.run = lambda x: locked.run(x)
     with refuses(r"copy of the Locked .* holds a part of the model", TypeError):

@@ -3,13 +3,12 @@
 import importlib
 
 import pytest
-from torch import nn
 
 import fp8
 from fp8.common.libraries import ARGUMENTS, LIBRARIES, TAKES
 from fp8.recipes.policy import LayerRule
 from tests.fp8.adapters.te_library import te  # noqa: F401
-from tests.shared import parametrize, quietly, refuses
+from tests.shared import linears, parametrize, quietly, refuses
 
 
 def of_torchao():
@@ -31,7 +30,7 @@ def of_accelerate():
 
 
 def linear():
-    return nn.Sequential(nn.Linear(16, 16))
+    return linears(16, 16)
 
 
 TAKERS = {

@@ -8,7 +8,7 @@ import torch
 
 from fp8.formats.random_bits import bits_from_key, key_at, random_key
 from tests.fp8.oracles import random_bits
-from tests.shared import parametrize
+from tests.shared import assert_same, parametrize
 
 COUNT = 1 << 16
 CPU = torch.device("cpu")
@@ -87,18 +87,18 @@ def test_values_and_successive_pairs_are_uniform():
 
 def test_bits_depend_on_the_row_major_index_alone():
     whole = random_bits((60,), 5)
-    assert torch.equal(random_bits((3, 4, 5), 5).flatten(), whole)
+    assert_same(random_bits((3, 4, 5), 5).flatten(), whole)
     pieces = [
         bits_from_key((20,), random_key(5), device=CPU, start=i) for i in (0, 20, 40)
     ]
-    assert torch.equal(torch.cat(pieces), whole)
+    assert_same(torch.cat(pieces), whole)
 
 
 @parametrize("key", [random_key(5), torch.tensor(random_key(5))], ids=["int", "tensor"])
 @parametrize("start", [0, 16, 48, 2**31 - 16, 2**31, 5 * 2**31 + 32])
 def test_a_key_for_the_bits_from_a_start(start, key):
     expected = bits_from_key((16,), key, device=CPU, start=start)
-    assert torch.equal(bits_from_key((16,), key_at(key, start), device=CPU), expected)
+    assert_same(bits_from_key((16,), key_at(key, start), device=CPU), expected)
 
 
 def test_the_bits_of_a_seed_never_change():

@@ -12,7 +12,7 @@ from fp8 import Cast, Recipe
 from fp8.casts.rotation import rotation_signs
 from fp8.formats.quantize import quantize_forward
 from fp8.formats.random_bits import drawn_key
-from tests.shared import parametrize
+from tests.shared import assert_same, parametrize
 
 CPU = torch.device("cpu")
 
@@ -63,8 +63,8 @@ def test_torch_draws_the_same_numbers_wherever_keys_are_drawn(name, before):
             drawn(casts)
             numbers.append(NUMBERS[name]())
         found.append(torch.cat([*numbers, torch.rand(700)]))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
     assert torch.initial_seed() == before
 
 
@@ -85,15 +85,15 @@ def test_what_restores_the_generator_restores_the_draws(number):
     first = [quantized(), number(), quantized(), quantized()]
     assert not torch.equal(first[2], first[3])
     torch.manual_seed(3)
-    assert all(map(torch.equal, [quantized(), number(), quantized()], first))
+    assert_same([quantized(), number(), quantized()], first[:3])
     state = torch.get_rng_state()
     with torch.random.fork_rng():
         quantized()
         torch.manual_seed(3)
-        assert torch.equal(quantized(), first[0])
-    assert torch.equal(quantized(), first[3])
+        assert_same(quantized(), first[0])
+    assert_same(quantized(), first[3])
     torch.set_rng_state(state)
-    assert torch.equal(quantized(), first[3])
+    assert_same(quantized(), first[3])
 
 
 @pytest.mark.vmap
@@ -111,7 +111,7 @@ def test_under_vmap_the_samples_share_their_bits_or_are_refused(randomness):
     with pytest.raises(RuntimeError, match="vmap"):
         torch.func.vmap(cast, randomness=randomness)(x)
     same = torch.func.vmap(cast, randomness="same")(x)
-    assert torch.equal(same, same[:1].expand(4, 64))
+    assert_same(same, same[:1].expand(4, 64))
 
 
 def test_signs_are_fair_and_of_a_key_each():
@@ -163,11 +163,11 @@ def masks_of(recipe, compiled):
 @parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 def test_dropout_masks_are_those_of_the_model_without_casts(recipe):
     """In each step of a training: a backward pass draws keys, too."""
-    assert all(map(torch.equal, masks_of(recipe, False), masks_of(None, False)))
+    assert_same(masks_of(recipe, False), masks_of(None, False))
 
 
 def test_dropout_masks_are_those_of_the_compiled_model_without_casts():
-    assert all(map(torch.equal, masks_of(RANDOM, True), masks_of(None, True)))
+    assert_same(masks_of(RANDOM, True), masks_of(None, True))
 
 
 def test_compiled_code_draws_anew_repeats_under_a_seed_and_equals_eager_code():
@@ -182,7 +182,7 @@ def test_compiled_code_draws_anew_repeats_under_a_seed_and_equals_eager_code():
     calls = [run(x) for _ in range(3)]
     torch.manual_seed(1)
     for call in calls:
-        assert all(map(torch.equal, run(x), call))
+        assert_same(run(x), call)
     torch.manual_seed(1)
     assert sorted(y.tolist() for y in two(x)) == sorted(y.tolist() for y in calls[0])
     assert len({tuple(y.tolist()) for call in calls for y in call}) == 6
@@ -208,7 +208,7 @@ def test_a_checkpoint_recomputes_with_the_same_bits(backend, reentrant):
     for _ in range(3):
         first, y, second, z = run(x)
         (grad,) = grads(first.sum() + 64 * second.sum(), x)
-        assert torch.equal(grad, y + 64 * z)
+        assert_same(grad, y + 64 * z)
         assert not torch.equal(y, z)
 
 

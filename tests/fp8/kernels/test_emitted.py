@@ -2,16 +2,14 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.shared import parametrize
+from tests.launch import python
+from tests.shared import pairs, parametrize
 
-ROOT = Path(__file__).parents[3]
 NO_BUILD = (
     ""
     if torch.version.cuda
@@ -44,10 +42,8 @@ def emitted():
     """The PTX of the kernels of each cast, in all configurations that are tried on a device."""
     script = Path(__file__).with_name("emitted.py")
     casts = ["saved", "selftest", *map(json.dumps, CASTS.values())]
-    command = [sys.executable, "-W", "ignore", str(script), *casts]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(NAMES, json.loads(done.stdout), strict=True))
+    found = json.loads(python(script, *casts, warnings="ignore"))
+    return dict(pairs(NAMES, found))
 
 
 def converted(ptx, format):

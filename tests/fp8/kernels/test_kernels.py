@@ -12,7 +12,7 @@ from fp8.kernels.blackwell import swizzled
 from fp8.kernels.table import KERNELS, kernel_of, store, why_not_kernel
 from tests.fp8.kernels.scaled_mm import SWIZZLES, TYPES, decoded, unswizzled
 from tests.fp8.oracles import all_patterns
-from tests.shared import parametrize, randn, seeded
+from tests.shared import assert_same, parametrize, randn, seeded
 
 TILED = ["block", "mxfp8", "nvfp4"]
 SHAPES = [(5, 48), (130, 600), (257, 16)]
@@ -35,8 +35,8 @@ def test_swizzled_is_the_documents_formula_and_torchaos(shape):
     utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
     scale = torch.randint(256, shape, dtype=torch.uint8, generator=seeded(0))
     got = swizzled(scale)
-    assert torch.equal(unswizzled(got, *shape), scale.double())
-    assert torch.equal(got, utils.to_blocked(scale).flatten())
+    assert_same(unswizzled(got, *shape), scale.double())
+    assert_same(got, utils.to_blocked(scale).flatten())
 
 
 @parametrize("axis", [-1, -2])
@@ -74,11 +74,11 @@ def test_mx_operands_are_torchaos_to_the_byte(rule):
         x, torch.float8_e4m3fn, 32, modes[rule], is_swizzled_scales=True
     )
     ours = store(x, Cast(format="e4m3", scaling="mx", rule=rule))
-    assert torch.equal(ours.values.view(torch.uint8), theirs.qdata.view(torch.uint8))
+    assert_same(ours.values.view(torch.uint8), theirs.qdata.view(torch.uint8))
     got, want = (
         unswizzled(scale.flatten(), 130, 3) for scale in (ours.scale, theirs.scale)
     )
-    assert torch.equal(got, want)
+    assert_same(got, want)
 
 
 def test_nvfp4_operands_are_torchaos_to_the_byte():
@@ -88,10 +88,8 @@ def test_nvfp4_operands_are_torchaos_to_the_byte():
     theirs = nv.NVFP4Tensor.to_nvfp4(
         x, per_tensor_scale=ours.unit, is_swizzled_scales=True
     )
-    assert torch.equal(ours.unit, nv.per_tensor_amax_to_scale(x.abs().max()))
-    assert torch.equal(
-        ours.scale.view(torch.uint8), theirs.scale.flatten().view(torch.uint8)
-    )
+    assert_same(ours.unit, nv.per_tensor_amax_to_scale(x.abs().max()))
+    assert_same(ours.scale.view(torch.uint8), theirs.scale.flatten().view(torch.uint8))
     ties = (ours.values != theirs.qdata.view(torch.uint8)).float().mean()
     assert ties < 1e-3  # x / (q * unit) here, x * (1 / unit / q) there
 
@@ -168,6 +166,6 @@ def test_a_conversion_that_saturates_needs_no_clamp(format, how, monkeypatch):
             eager.setattr(rounding, "_is_for_cuda", lambda x: False)
             want = store(y, spec).values
         finite = want.float().isfinite()
-        assert torch.equal(finite, converted.float().isfinite())
+        assert_same(finite, converted.float().isfinite())
         got = converted.view(torch.uint8)[finite]
-        assert torch.equal(got, want.view(torch.uint8)[finite])
+        assert_same(got, want.view(torch.uint8)[finite])

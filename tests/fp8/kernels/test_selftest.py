@@ -14,7 +14,14 @@ from fp8.kernels import selftest
 from fp8.lab import doctor
 from fp8.torch_internals import inductor
 from tests.fp8.kernels.scaled_mm import emulated, forget, scaled_mm
-from tests.shared import assert_close, in_one_graph, normal, parametrize, warns
+from tests.shared import (
+    assert_close,
+    assert_same,
+    in_one_graph,
+    normal,
+    parametrize,
+    warns,
+)
 
 __all__ = ["emulated"]
 
@@ -96,7 +103,7 @@ def test_what_a_lying_kernel_would_compute_is_simulated(lie, monkeypatch):
     fp8.convert(layer, recipe, backend="native")
     with warns(f"simulated on cpu: output: {words}", RuntimeWarning) as seen:
         got = [layer(x) for _ in range(2)]
-    assert all(torch.equal(one, want) for one in got)
+    assert_same(got, [want, want])
     assert len(seen) == 1
     (row,) = fp8.report(layer)
     assert row.why.startswith(f"{recipe}, simulated: output: {words}")

@@ -13,7 +13,16 @@ from torch.nn import functional as F
 import fp8
 from fp8.__main__ import main
 from fp8.lab.parity.parity import ENGINES
-from tests.shared import Net, linears, pairs, parametrize, proves, refuses, seeded
+from tests.shared import (
+    Net,
+    assert_same,
+    linears,
+    pairs,
+    parametrize,
+    proves,
+    refuses,
+    seeded,
+)
 
 WORDS = 32
 
@@ -92,9 +101,7 @@ def test_two_runs_are_equal_and_change_nothing():
     assert not first.ok
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(
-        torch.equal(value, before[name]) for name, value in model.state_dict().items()
-    )
+    assert_same(model.state_dict(), before)
     assert {row.done for row in fp8.report(model)} == {"left alone"}
 
 

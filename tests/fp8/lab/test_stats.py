@@ -13,7 +13,15 @@ from fp8 import RECIPES
 from tests.fp8.blocks import block
 from tests.fp8.calls import CALLS, name_of, operands
 from tests.reference import cast, nearest, unrotated
-from tests.shared import in_one_graph, linears, parametrize, proves, randn, refuses
+from tests.shared import (
+    assert_same,
+    in_one_graph,
+    linears,
+    parametrize,
+    proves,
+    randn,
+    refuses,
+)
 
 KINDS = "unit tensor row_gw_hp block mxfp8 nvfp4".split()
 """A recipe for each kind of scales."""
@@ -167,7 +175,7 @@ def test_what_is_computed_does_not_change():
                 y = model(x)
             results.append([y, *torch.autograd.grad(y.sum(), model.parameters())])
     for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))
+        assert_same(results[0], other)
 
 
 def test_sampling():

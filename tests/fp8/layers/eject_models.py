@@ -9,7 +9,7 @@ WIDTH, HIDDEN, TOKENS = 48, 64, 32
 class Casting(nn.Linear):
     """As the layers of nanochat and modded-nanogpt."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
@@ -17,7 +17,7 @@ class Model(nn.Module):
     """Blocks with and without biases, a frozen layer, an embedding that is the head's weight, a
     layer whose input is in another dtype than its weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = Casting(16, WIDTH)
         self.tokens = nn.Embedding(TOKENS, WIDTH)
@@ -34,14 +34,14 @@ class Model(nn.Module):
         self.head.weight = self.tokens.weight
         self.blocks[1][0].weight.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, ids):
         h = self.first(x.bfloat16()).to(x.dtype) + self.tokens(ids)
         for block in self.blocks:
             h = h + block(h)
         return self.head(h)
 
 
-def batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(dtype):
     """Rows of 2 x 3 x 5; some rows of x are zero, others large and small."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 3, 5, 16, generator=generator)
@@ -51,9 +51,7 @@ def batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def step(
-    model: nn.Module, dtype: torch.dtype, autocast: bool = False
-) -> list[torch.Tensor]:
+def step(model, dtype, autocast=False):
     """The output, and the gradients of the input and of all parameters that have one."""
     x, ids = batch(dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -11,7 +11,15 @@ from torch import nn
 import fp8
 from fp8.kernels import product
 from fp8.layers import cached_weights as module
-from tests.shared import in_one_graph, normal, parametrize, pickled, refuses, settle
+from tests.shared import (
+    assert_same,
+    in_one_graph,
+    normal,
+    parametrize,
+    pickled,
+    refuses,
+    settle,
+)
 
 pytestmark = pytest.mark.native
 
@@ -63,7 +71,7 @@ def train(model, call=None, steps=STEPS):
 
 def assert_equal(got, want):
     assert len(got) == len(want)
-    assert all(map(torch.equal, got, want))
+    assert_same(got, want)
 
 
 @parametrize("recipe", RECIPES)
@@ -114,7 +122,7 @@ def test_changes_that_torch_counts_are_cast_in_eager_mode():
             with torch.no_grad():
                 change()
             y = model(x)
-            assert torch.equal(y, deepcopy(model)(x))
+            assert_same(y, deepcopy(model)(x))
 
 
 @parametrize("ends", ["step", "block"])
@@ -167,10 +175,7 @@ def test_what_is_not_cached():
         fp8.convert(nn.Linear(16, 16), "delayed", backend="native"),
         fp8.convert(nn.Linear(16, 16), "static", backend="native"),  # not set yet
     ):
-        with (
-            refuses("no layer of Linear"),
-            fp8.cached_weights(model),
-        ):
+        with refuses("no layer of Linear"), fp8.cached_weights(model):
             pass
 
 
@@ -181,6 +186,6 @@ def test_other_casts_are_those_of_the_products():
         want = model(x)
     with fp8.cached_weights(model):
         with fp8.override(model, ("*", None, "row")):
-            assert torch.equal(model(x), want)
+            assert_same(model(x), want)
         with refuses("no layer"), fp8.cached_weights(model):
             pass

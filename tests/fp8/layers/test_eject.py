@@ -3,8 +3,6 @@
 import copy
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +13,13 @@ from torch.nn.utils import parametrizations
 
 import fp8
 from fp8.layers.eject import MAX_LINES, WIDTH
+from tests.launch import ROOT, python
 from tests.shared import linears, normal, parametrize, proves, quietly, refuses
 from unit_scaling.transforms import unit_scale
 
 from . import eject_models
 
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
+HERE = Path(__file__).parent
 
 MIXED = fp8.Policy(
     "tensor",
@@ -88,18 +87,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def different(folder):
     """Case -> the tensors that differ in a fresh process."""
-    arguments = [folder, HERE / "eject_models.py", torch.get_num_threads()]
-    command = [
-        sys.executable,
-        "-I",
-        str(HERE / "eject_worker.py"),
-        *map(str, arguments),
-    ]
-    ran = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=250
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    arguments = folder, HERE / "eject_models.py", torch.get_num_threads()
+    worker = HERE / "eject_worker.py"
+    return json.loads(python("-I", worker, *arguments, warnings="default", cwd=folder))
 
 
 @proves("the field", "layers as a file without the library")
@@ -112,20 +102,8 @@ def test_the_file_is_short_and_clean(folder):
     pytest.importorskip("ruff", reason="the extra lint is not installed")
     config = str(ROOT / "pyproject.toml")
     for what in (["check", "--extend-ignore=D"], ["format", "--check"]):
-        command = [
-            sys.executable,
-            "-m",
-            "ruff",
-            *what,
-            "--config",
-            config,
-            "--config",
-            f"line-length = {WIDTH}",
-            "--no-cache",
-            ".",
-        ]
-        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stdout
+        settings = "--config", config, "--config", f"line-length = {WIDTH}"
+        python("-m", "ruff", *what, *settings, "--no-cache", ".", cwd=folder)
     for path in folder.glob("case_*.py"):
         assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES == 150
 
@@ -250,7 +228,7 @@ REFUSED = {
     "dtype": (lambda: fp8.convert(nn.Linear(4, 4).double(), "tensor"), "torch.float64"),
     "norm": (low_norm, "1: "),
     "not run": (
-        lambda: fp8.convert(unit_scale(nn.Sequential(nn.Linear(4, 4)))),
+        lambda: fp8.convert(unit_scale(linears(4, 4))),
         "call fp8.calibrate, or train a step",
     ),
     "parametrized": (

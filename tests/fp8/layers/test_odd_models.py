@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import parametrize as computed
 
 import fp8
-from tests.shared import Net, normal, parametrize, pickled, warns
+from tests.shared import Net, assert_same, normal, parametrize, pickled, warns
 
 X = normal(16, 32)
 
@@ -32,14 +32,12 @@ def test_parametrized_after_it_was_converted(wrap, undo):
     weight = model[0].weight
     with fp8.autocast("unit"):
         expected = nn.functional.linear(X, weight, model[0].bias)
-    assert torch.equal(model(X), expected)
+    assert_same(model(X), expected)
     if undo == "convert":
         fp8.convert(model, "tensor")
         assert fp8.report(model)[0].done == "converted"
     fp8.revert(model)
-    assert torch.equal(
-        model(X), nn.functional.linear(X, model[0].weight, model[0].bias)
-    )
+    assert_same(model(X), nn.functional.linear(X, model[0].weight, model[0].bias))
     computed.remove_parametrizations(model[0], "weight")
     assert type(model[0]) is nn.Linear
 
@@ -85,11 +83,9 @@ def test_products_that_compute_a_weight_are_not_the_layer_s(
     computed.register_parametrization(module, name, low)
     if not after:
         fp8.convert(module, recipe, backend="simulate")
-    assert all(map(torch.equal, run(module), run(merged)))
+    assert_same(run(module), run(merged))
     buffers = dict(module.named_buffers())
-    assert all(
-        torch.equal(buffers[key], value) for key, value in merged.named_buffers()
-    )
+    assert_same(dict(merged.named_buffers()), buffers)
     kept = type(fp8.revert(module).parametrizations[name])
     assert kept is computed.ParametrizationList
 
@@ -123,7 +119,7 @@ def test_a_forward_that_was_replaced_after_is_the_plain_one_once_reverted(cls):
     plain.forward = lambda x, forward=plain.forward: forward(x)
     assert not torch.equal(plain(x), expected)
     fp8.revert(plain)
-    assert torch.equal(plain(x), expected)
+    assert_same(plain(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -139,8 +135,8 @@ def test_weights_that_no_recipe_casts_are_left_alone():
         "no recipe casts its weight: torch.complex64, torch.strided",
         "no recipe casts its weight: torch.float32, torch.sparse_csr",
     ]
-    assert torch.equal(model[0](X.to(torch.complex64)), expected[0])
-    assert torch.equal(model[1](X), expected[1])
+    assert_same(model[0](X.to(torch.complex64)), expected[0])
+    assert_same(model[1](X), expected[1])
 
 
 class Reduced(nn.Linear):
@@ -163,11 +159,11 @@ def test_copies_have_the_settings_and_scales_of_the_layer(way, cls, recipe):
     made = way(model)
     assert made[0].fp8_settings == model[0].fp8_settings
     assert made.state_dict().keys() == model.state_dict().keys()
-    assert all(map(torch.equal, made.buffers(), model.buffers()))
+    assert_same([*made.buffers()], [*model.buffers()])
     assert made[0].fp8_recipe.keeps_history == any(True for _ in made.buffers())
     mine, theirs = ({b.data_ptr() for b in m.buffers()} for m in (made, model))
     assert not mine & theirs
-    assert torch.equal(made(x), model(x))
+    assert_same(made(x), model(x))
     fp8.revert(made)
     assert not any(name.startswith("fp8_") for name in vars(made[0]))
     assert model[0].fp8_recipe.name == recipe

@@ -14,6 +14,7 @@ from fp8.recipes.policy import CONCERNS
 from tests.fp8.compare import outcome
 from tests.shared import (
     Net,
+    assert_same,
     in_one_graph,
     linears,
     pairs,
@@ -70,7 +71,7 @@ def test_histories_stay(recipe):
         pass
     after = model.state_dict()
     assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], t) for name, t in before.items())
+    assert_same(after, before)
 
 
 @parametrize("order", [(0, 1), (1, 0)])
@@ -128,7 +129,7 @@ def test_a_checkpoint_is_on_one_side_of_the_block(rule, reentrant):
             with refused:
                 run()
         else:
-            assert all(map(torch.equal, gradients(run()), expected))
+            assert_same(gradients(run()), expected)
             with torch.no_grad():
                 run()
             inside = run()
@@ -139,7 +140,7 @@ def test_a_checkpoint_is_on_one_side_of_the_block(rule, reentrant):
     with fp8.override(model, rule), refused:
         outside.backward()
     plain = gradients(model(x).square().sum())
-    assert all(map(torch.equal, gradients(run()), plain))
+    assert_same(gradients(run()), plain)
 
 
 NESTED = {

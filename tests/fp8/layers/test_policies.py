@@ -13,7 +13,16 @@ from fp8.layers.roles import with_role
 from fp8.layers.select import candidates
 from fp8.recipes.policy import ROLES, LayerRule
 from tests.fp8.layers.test_where import mlp, nanogpt
-from tests.shared import Net, by_path, normal, pairs, parametrize, proves, refuses
+from tests.shared import (
+    Net,
+    assert_same,
+    by_path,
+    normal,
+    pairs,
+    parametrize,
+    proves,
+    refuses,
+)
 
 BLOCKS, WIDTH = 4, 32
 
@@ -105,7 +114,7 @@ def test_each_product_of_a_composed_recipe_is_that_of_the_recipe_it_comes_from(p
     of = {"output": "forward", "input": "grad_input", "0.weight": "grad_weight"}
     for key, its_product in of.items():
         source, other = ("row", "mxfp4") if its_product == product else ("mxfp4", "row")
-        assert torch.equal(results["mixed"][key], results[source][key])
+        assert_same(results["mixed"][key], results[source][key])
         assert not torch.equal(results["mixed"][key], results[other][key])
 
 
@@ -183,9 +192,9 @@ def test_autocast_takes_a_policy_that_selects_no_layers():
     with fp8.autocast("row"):
         expected = x @ x.mT
     with fp8.autocast(Policy("row")):
-        assert torch.equal(x @ x.mT, expected)
+        assert_same(x @ x.mT, expected)
     with fp8.autocast(Policy(None)):
-        assert torch.equal(x @ x.mT, torch.mm(x, x.mT))
+        assert_same(x @ x.mT, torch.mm(x, x.mT))
     with refuses(r"selects layers .* is for fp8.convert\(model, policy\)"):
         fp8.autocast(Policy("row", rules=[LayerRule("head")]))
     with refuses(r"pass policy.at\(fraction\)"):
@@ -207,8 +216,7 @@ def test_the_switch_equals_a_model_converted_anew():
         assert fp8.advance(model, fraction) == changed
         anew = net() if fraction > 0.9 else fp8.convert(net(), policy.at(fraction))
         found, expected = gradients(model, X), gradients(anew, X)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[n], expected[n]) for n in found), fraction
+        assert_same(found, expected)
     fp8.advance(model, 0.5)
     rows = by_path(fp8.report(model), "why")
     assert rows["blocks.0.up"].startswith("first=1")

@@ -20,7 +20,6 @@ from tests.shared import (
     Net,
     assert_close,
     assert_same,
-    both,
     in_one_graph,
     linears,
     normal,
@@ -83,10 +82,10 @@ def test_the_step_is_that_of_scaled_casts_by_hand():
     qx = fp8.quantize(x.detach(), "e4m3", scale=size["input"])
     qw = fp8.quantize(layer.weight.detach(), "e4m3", scale=size["weight"])
     qg = fp8.quantize(g, "e5m2", scale=size["grad"])
-    assert torch.equal(y.detach(), torch.addmm(layer.bias.detach(), qx, qw.mT))
-    assert torch.equal(x.grad, qg @ qw)
-    assert torch.equal(layer.weight.grad, qg.mT @ qx)
-    assert torch.equal(layer.bias.grad, g.sum(0))
+    assert_same(y.detach(), torch.addmm(layer.bias.detach(), qx, qw.mT))
+    assert_same(x.grad, qg @ qw)
+    assert_same(layer.weight.grad, qg.mT @ qx)
+    assert_same(layer.bias.grad, g.sum(0))
 
 
 def test_calibration_leaves_nothing_behind():
@@ -108,12 +107,11 @@ def test_calibration_leaves_nothing_behind():
     with torch.no_grad():
         fp8.calibrate(model, batch(), loss_of)
     assert drawn
-    assert torch.equal(states[0], torch.get_rng_state())
+    assert_same(states[0], torch.get_rng_state())
     assert states[1:] == (random.getstate(), numpy_state())
-    for name, tensor in before.items():
-        assert torch.equal(model.state_dict()[name], tensor), name
+    assert_same(model.state_dict(), before)
     assert model.conv.weight.grad is grad
-    assert torch.equal(grad, torch.ones_like(grad))
+    assert_same(grad, torch.ones_like(grad))
     assert model.second.weight.grad is None
     assert not stepped
     assert model.training
@@ -265,11 +263,10 @@ def test_calibration_may_be_the_first_call_of_a_model_of_unit_scale():
     want = fp8.calibrate(known, x)
     assert fp8.calibrate(model, x) == want
     assert want != fp8.calibrate(fp8.convert(linears(16, 16, 8)), x)
-    for one, two in both(model, known):
-        assert torch.equal(one, two)
-        assert not one.mup_pending
+    assert_same([*model.parameters()], [*known.parameters()])
+    assert not any(p.mup_pending for p in model.parameters())
     y = model(x)
-    assert torch.equal(y, known(x))
+    assert_same(y, known(x))
     y.sum().backward()
     assert fp8.calibration(model) == want
 
@@ -315,7 +312,7 @@ def test_layers_that_read_one_tensor_share_its_scale():
         ]
         assert [read[0], read[2]] == [True, True]
         assert read[1] is each.q.fp8_scale_input
-    assert torch.equal(model(x), want)
+    assert_same(model(x), want)
     model.k.fp8_scale_input.mul_(2.0**20)  # eager code reads the buffer
     assert not torch.equal(model(x), want)
 

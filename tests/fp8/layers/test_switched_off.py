@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 from tests.fp8.compare import outcome
-from tests.shared import Net, parametrize, randn, refuses, warns
+from tests.shared import Net, assert_same, parametrize, randn, refuses, warns
 
 OFF = fp8.autocast(enabled=False)
 REFUSED = refuses(r"outside of fp8\.autocast\(enabled=False\)", RuntimeError)
@@ -59,10 +59,10 @@ def test_it_is_the_plain_model(recipe):
     cast = results(model)
     state = deepcopy(model.state_dict())
     assert same(results(model, within(OFF, model)), expected)
-    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert_same(model.state_dict(), state)
     assert not same(cast, expected)
     with OFF, torch.no_grad():
-        assert torch.equal(model.eval()(randn(3, 8, 16)), expected[0])
+        assert_same(model.eval()(randn(3, 8, 16)), expected[0])
 
 
 def test_the_innermost_block_decides():
@@ -107,7 +107,7 @@ def test_checkpoints(way):
             around(randn(3, 8, 16))
     if way == "not reentrant":
         with torch.no_grad():
-            assert torch.equal(around(randn(3, 8, 16)), plain(randn(3, 8, 16)))
+            assert_same(around(randn(3, 8, 16)), plain(randn(3, 8, 16)))
     y = checkpoint(model, randn(3, 8, 16), **how)
     with OFF, REFUSED:
         y.sum().backward()

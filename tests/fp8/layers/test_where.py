@@ -12,16 +12,7 @@ from fp8 import Policy
 from fp8.adapters import torchao
 from fp8.training.fsdp import gather_in_fp8
 from notebooks.nanogpt.model import GPT, GPTConfig
-from tests.shared import (
-    Net,
-    assert_close,
-    linears,
-    pairs,
-    parametrize,
-    paths,
-    refuses,
-    warns,
-)
+from tests.shared import Net, assert_close, linears, parametrize, paths, refuses, warns
 
 transformers = pytest.importorskip("transformers")
 
@@ -127,8 +118,7 @@ def test_a_layer_of_gpt2_is_a_linear_layer(recipe):
         results.append(
             [y, grads[0], grads[1].T if module is plain else grads[1], grads[2]]
         )
-    for got, want in pairs(*results):
-        assert_close(got, want)
+    assert_close(*results)
     assert "Conv1D" in repr(fp8.revert(layer))
 
 
@@ -193,9 +183,7 @@ NOTHING = {
     "no layer of the Sequential .*not chosen": lambda: fp8.convert(
         mlp(), "tensor", where=lambda name, layer: name == "up"
     ),
-    "bf16": lambda: fp8.convert(
-        nn.Sequential(nn.Linear(4, 4)), Policy.hidden("tensor", others="bf16")
-    ),
+    "bf16": lambda: fp8.convert(linears(4, 4), Policy.hidden("tensor", others="bf16")),
     "none has a weight": lambda: fp8.convert(nn.Sequential(nn.GELU())),
     r"a lookup, not a product \(1\)": lambda: fp8.initialize(
         nn.Sequential(nn.Embedding(4, 4)), None, "O1"

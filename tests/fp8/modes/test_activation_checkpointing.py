@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import fp8
 import unit_scaling as uu
 from tests.shared import (
+    assert_same,
     in_one_graph,
     linears,
     normal,
@@ -49,16 +50,13 @@ def test_checkpointing_with_the_context_or_compiled_is_cast(compiled):
     parameters = list(CHECKPOINTED.parameters())
     wanted = torch.autograd.grad(expected.square().sum(), parameters)
     got = torch.autograd.grad(run().square().sum(), parameters)
-    assert all(map(torch.equal, got, wanted))
-    assert torch.equal(run(), expected)
+    assert_same(got, wanted)
+    assert_same(run(), expected)
 
 
 def test_reentrant_checkpointing_is_refused_by_name():
     x = randn(5, 8)
-    with (
-        fp8.autocast("unit"),
-        refuses(r"use_reentrant=True.*context_fn", RuntimeError),
-    ):
+    with fp8.autocast("unit"), refuses(r"use_reentrant=True.*context_fn", RuntimeError):
         checkpoint(CHECKPOINTED, x, use_reentrant=True)
     with (
         torch.no_grad(),
@@ -73,17 +71,14 @@ def test_outside_of_a_block_and_in_one_that_is_off_the_contexts_do_nothing(aroun
     x = normal(5, 8)
     with around():
         y = checkpoint(CHECKPOINTED, x, **given)
-    assert torch.equal(y, CHECKPOINTED(x))
+    assert_same(y, CHECKPOINTED(x))
     y.sum().backward()
 
 
 def test_reentrant_checkpointing_of_modules_of_unit_scaling_is_refused_too():
     """Their products do not come by the block's mode."""
     scaled, x = uu.Linear(8, 8), randn(5, 8)
-    with (
-        fp8.autocast("unit"),
-        refuses(r"use_reentrant=True.*context_fn", RuntimeError),
-    ):
+    with fp8.autocast("unit"), refuses(r"use_reentrant=True.*context_fn", RuntimeError):
         checkpoint(scaled, x, use_reentrant=True)
 
 
@@ -101,4 +96,4 @@ def test_checkpointing_of_the_block_itself(reentrant):
         layer.zero_grad()
         y.square().sum().backward()
         grads.append(layer.weight.grad)
-    assert torch.equal(*grads)
+    assert_same(*grads)

@@ -16,6 +16,7 @@ from fp8.recipes.recipe import get_recipe
 from tests.fp8.calls import CALLS, COARSE, MATMUL, OFF, cast, forms, name_of, operands
 from tests.shared import (
     assert_close,
+    assert_same,
     in_one_graph,
     normal,
     pairs,
@@ -51,7 +52,7 @@ def test_rows(function, dtype):
             y = call()
         assert y.dtype == dtype
         assert_close(y, expected, **near)
-        assert torch.equal(call(), plain)  # the block is over
+        assert_same(call(), plain)  # the block is over
 
 
 @proves("the field", "attention in FP8")
@@ -101,7 +102,7 @@ def test_recurrent_layers_stay_in_high_precision(kind):
         fp8.warnings.RecipeWarning, match=f"^{name} stays .*step by step"
     )
     with fp8.autocast("unit"), warns:
-        assert torch.equal(layer(x)[0], expected)
+        assert_same(layer(x)[0], expected)
 
 
 LEFT_CALLS = {
@@ -133,18 +134,14 @@ def test_calls_with_products_inside_are_left_and_named_once(name):
         warnings.simplefilter("default")
         for _ in range(2):
             with fp8.autocast("unit"):
-                assert torch.equal(LEFT_CALLS[name](x), expected)
+                assert_same(LEFT_CALLS[name](x), expected)
     (warning,) = shown
     assert issubclass(warning.category, fp8.warnings.RecipeWarning)
     assert str(warning.message).startswith(
         f"{name} stays in high precision under fp8.autocast: "
     )
     assert warning.filename == __file__
-    with (
-        fp8.strict(),
-        fp8.autocast("unit"),
-        refuses(name, fp8.warnings.RecipeWarning),
-    ):
+    with fp8.strict(), fp8.autocast("unit"), refuses(name, fp8.warnings.RecipeWarning):
         LEFT_CALLS[name](x)
 
 
@@ -168,7 +165,7 @@ def test_a_loss_that_contains_the_last_product_is_composed(given):
     with fp8.autocast(COARSE):
         expected = F.cross_entropy(F.linear(x, w, bias), y, **given)
         found = F.linear_cross_entropy(x, w, y, linear_bias=bias, **given)
-    assert torch.equal(found, expected)
+    assert_same(found, expected)
 
 
 # --- blocks
@@ -187,7 +184,7 @@ def test_nested_blocks():
         with fp8.autocast(COARSE) as mode:
             assert_close(F.linear(x, w), product(COARSE))
             with mode, fp8.autocast(none):
-                assert torch.equal(F.linear(x, w), plain)
+                assert_same(F.linear(x, w), plain)
                 assert product_recipe() is none
             assert_close(F.linear(x, w), product(COARSE))
         with pytest.raises(RuntimeError), fp8.autocast(COARSE):
@@ -207,8 +204,8 @@ def test_as_a_decorator(given):
         return F.linear(x, w)
 
     with fp8.autocast(COARSE):
-        assert torch.equal(product(x), expected)
-    assert torch.equal(in_one_graph(product, "eager")(x), expected)
+        assert_same(product(x), expected)
+    assert_same(in_one_graph(product, "eager")(x), expected)
     assert product.__name__ == "product"
 
     def late():
@@ -228,11 +225,11 @@ def test_a_block_made_outside_of_what_is_compiled():
 
     assert not torch.equal(product(x), x @ x.T)
     compiled = torch.compile(product, backend="eager")  # breaks the graph there
-    assert torch.equal(compiled(x), product(x))
+    assert_same(compiled(x), product(x))
     torch.compiler.reset()
     whole = in_one_graph(product, "eager")
     if torch.__version__ >= (2, 14):
-        assert torch.equal(whole(x), product(x))
+        assert_same(whole(x), product(x))
         return
     with refuses("autocast", RuntimeError):
         whole(x)
@@ -278,7 +275,7 @@ def test_torch_autocast(function):
             y = function(*row.before, *operands(row), **row.kwargs)
     with fp8.autocast("unit"), torch.autocast("cpu", dtype=torch.bfloat16):
         z = function(*row.before, *operands(row), **row.kwargs)
-    assert torch.equal(y, z)
+    assert_same(y, z)
     if not name_of(function).endswith("mv"):  # unknown to torch.autocast
         assert y.dtype == plain.dtype
 
@@ -292,11 +289,11 @@ def test_disabled_it_computes_as_torch_does(around):
         with around(), fp8.autocast("delayed", enabled=False):
             return a @ b
 
-    assert torch.equal(product(a, b), a @ b)
-    assert torch.equal(in_one_graph(product, "eager")(a, b), a @ b)
+    assert_same(product(a, b), a @ b)
+    assert_same(in_one_graph(product, "eager")(a, b), a @ b)
     with around(), fp8.autocast(enabled=False):
-        assert torch.equal(lstm(x)[0], lstm(x)[0])
-        assert torch.equal(torch.mm(x, x.T, out=torch.empty(3, 3)), x @ x.T)
+        assert_same(lstm(x)[0], lstm(x)[0])
+        assert_same(torch.mm(x, x.T, out=torch.empty(3, 3)), x @ x.T)
         checkpoint(
             torch.matmul, a.requires_grad_(), b, use_reentrant=True
         ).sum().backward()

@@ -6,7 +6,16 @@ from torch import nn
 import fp8
 from tests.fp8.calls import COARSE
 from tests.fp8.modes.test_autocast import Counting
-from tests.shared import in_one_graph, normal, pairs, parametrize, randn, refuses
+from tests.shared import (
+    assert_close,
+    in_one_graph,
+    linears,
+    normal,
+    pairs,
+    parametrize,
+    randn,
+    refuses,
+)
 
 
 def results(call, model, x):
@@ -14,7 +23,7 @@ def results(call, model, x):
     return [y.detach(), *torch.autograd.grad(y.sum(), [x, *model.parameters()])]
 
 
-def assert_close(got, expected):
+def assert_near(got, expected):
     for one, other in pairs(got, expected):
         # Fused code may round an operand to the other side of a tie: rare, and not far off.
         assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
@@ -40,14 +49,14 @@ def test_what_is_compiled_outside_is_compiled_anew_for_the_block(backend, monkey
 
     expected = results(block(model), model, x)
     torch._dynamo.utils.counters.clear()
-    assert_close(results(block(compiled), model, x), expected)
+    assert_near(results(block(compiled), model, x), expected)
     graphs = dict(torch._dynamo.utils.counters["stats"])
     assert graphs["unique_graphs"] == 1
     counts = Counting(monkeypatch)
-    assert_close(results(block(compiled), model, x), expected)
+    assert_near(results(block(compiled), model, x), expected)
     assert counts == ({"e3m2": 1, "e2m1": 1, "e2m3": 1} if backend == "eager" else {})
     if backend != "inductor":
-        assert_close(results(compiled, model, x), plain)
+        assert_near(results(compiled, model, x), plain)
     assert torch._dynamo.utils.counters["stats"] == graphs
 
 
@@ -65,14 +74,11 @@ def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
 
 
 @parametrize(
-    "recipe, backend",
-    [("tensor", "auto"), ("delayed", "simulate"), ("static", "auto")],
+    "recipe, backend", [("tensor", "auto"), ("delayed", "simulate"), ("static", "auto")]
 )
 def test_a_converted_model_is_exported_for_any_batch(recipe, backend):
     """The look for kernels puts no guard on the number of tokens."""
-    model = fp8.convert(
-        nn.Sequential(nn.Linear(32, 16), nn.GELU()), recipe, backend=backend
-    )
+    model = fp8.convert(linears(32, 16, nn.GELU), recipe, backend=backend)
     model(randn(4, 5, 32)).sum().backward()
     model(randn(4, 5, 32))  # notes that static scales are set
     batch = {0: torch.export.Dim("batch", min=2, max=64)}
@@ -101,4 +107,4 @@ def test_a_disabled_block_inside_of_what_is_compiled(backend):
     compiled = in_one_graph(call, backend)
     for recipe in ("tensor", COARSE):
         with fp8.autocast(recipe):
-            assert_close([compiled(x)], [call(x)])
+            assert_near([compiled(x)], [call(x)])

@@ -115,7 +115,7 @@ def test_an_einsum_that_is_not_one_product_stays_in_high_precision():
         )
         with fp8.autocast("tensor"), warns:
             y = call()
-        assert torch.equal(y, call())
+        assert_same(y, call())
 
 
 RARE = {
@@ -138,7 +138,7 @@ def test_rare_products_stay_in_high_precision_with_a_warning(name):
         pytest.warns(fp8.warnings.RecipeWarning, match=f"{name} .*@"),
     ):
         y = RARE[name](a, b)
-    assert torch.equal(y, RARE[name](a, b))
+    assert_same(y, RARE[name](a, b))
 
 
 THREE = [
@@ -155,7 +155,7 @@ def test_an_einsum_of_three_is_products_of_two(equation, shapes):
     """In torch's order, and without the mode equal to it."""
     tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
     plain = in_pairs(equation, tensors)
-    assert torch.equal(plain, torch.einsum(equation, *tensors))
+    assert_same(plain, torch.einsum(equation, *tensors))
     g = normal(*plain.shape, seed=7)
     pairs = []
 
@@ -191,7 +191,7 @@ def test_an_einsum_that_sums_no_products_is_left_alone(equation, shapes):
     tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
     with fp8.autocast(COARSE):
         y = torch.einsum(equation, *tensors)
-    assert torch.equal(y, torch.einsum(equation, *tensors))
+    assert_same(y, torch.einsum(equation, *tensors))
     (y.sum() / 3).backward()
     assert not torch.equal(tensors[0].grad, cast(tensors[0].grad, COARSE.grad))
 
@@ -211,23 +211,23 @@ def test_integers_and_complex_numbers_are_left_alone(dtype):
             F.linear(a, b.mT),
             torch.einsum("ij,jk", a, b),
         ):
-            assert torch.equal(y, expected)
-        assert torch.equal(torch.addmm(expected, a, b), 2 * expected)
+            assert_same(y, expected)
+        assert_same(torch.addmm(expected, a, b), 2 * expected)
 
 
 def test_outer_products_are_left_alone_and_layers_are_not():
     column, row = normal(5, 1), normal(1, 6)
     added = torch.addmm(row, column, row)  # rounds once on CPUs that fuse it
     with fp8.autocast(COARSE):
-        assert torch.equal(column @ row, column * row)
-        assert torch.equal(torch.addmm(row, column, row), added)
-        assert torch.equal(
+        assert_same(column @ row, column * row)
+        assert_same(torch.addmm(row, column, row), added)
+        assert_same(
             F.linear(column, row.mT),
             cast(column, COARSE.input) * cast(row, COARSE.weight),
         )
         image, kernel = normal(2, 4, 3, 1), normal(4, 1, 1, 1)
         y = F.conv2d(image, kernel, groups=4)
-    assert torch.equal(
+    assert_same(
         y,
         cast(image, COARSE.input) * cast(kernel, COARSE.weight)[:, 0, 0, 0, None, None],
     )
@@ -247,8 +247,7 @@ def test_sparse_products_are_left_alone():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 @parametrize(
-    "recipe, is_causal, compiled",
-    [("mxfp8", True, False), ("tensor", False, True)],
+    "recipe, is_causal, compiled", [("mxfp8", True, False), ("tensor", False, True)]
 )
 def test_flex_attention_is_attention(recipe, is_causal, compiled):
     qkv = [normal(1, 2, 128, 32, seed=seed) for seed in range(3)]

@@ -90,17 +90,14 @@ def test_grad_scaler():
     for scale in (2.0**10, 2.0**9):
         scaler.step(optimizer)
         scaler.update()
-        assert all(map(torch.equal, params, plain))
+        assert_same(params, plain)
         assert scaler.get_scale() == scale
         params[0].grad[0] = torch.inf
 
 
 @parametrize(
     "dtype, settings",
-    [
-        (torch.float32, BLOCKS),
-        (torch.bfloat16, {"stochastic_weights": True}),
-    ],
+    [(torch.float32, BLOCKS), (torch.bfloat16, {"stochastic_weights": True})],
     ids=["blocks", "bfloat16"],
 )
 def test_compiled_and_eager_keep_the_same_bits(dtype, settings, monkeypatch):
@@ -134,7 +131,7 @@ def test_float32_master_weights():
             p.grad = normal(*p.shape, seed=step).to(dtype).float()
         plain.step()
     for a, b in pairs(ours, exact):
-        assert torch.equal(a, b.to(dtype))
+        assert_same(a, b.to(dtype))
     assert state_bytes(optimizer)["master"] == 4 * sum(p.numel() for p in ours)
 
 
@@ -154,7 +151,7 @@ def test_float16_master_weights():
     assert state["master_values"].dtype == torch.float16
     master = state["master_values"].double() * state["master_scale"].double()
     assert_close(before - master, torch.full_like(before, 1e-9), rtol=0.15, atol=0)
-    assert torch.equal(weight.detach(), master.to(torch.bfloat16))
+    assert_same(weight.detach(), master.to(torch.bfloat16))
 
 
 WRITES = {
@@ -179,7 +176,7 @@ def test_masters_follow_what_is_written_past_the_version_of_a_weight(write):
             WRITES[write](weight)
             written = weight.detach().clone()
             optimizer.step()
-            assert torch.equal(weight, written)
+            assert_same(weight, written)
 
 
 # --- arguments --------------------------------------------------------------------------------

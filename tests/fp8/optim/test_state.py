@@ -11,8 +11,8 @@ from fp8.optim.encodings import ENCODINGS, MOMENTS, Encoded, decode, write, zero
 from fp8.recipes.scaling import scale_of_number
 from tests.shared import (
     assert_close,
+    assert_same,
     normal,
-    pairs,
     parametrize,
     refuses,
     saved,
@@ -63,8 +63,7 @@ def test_a_state_of_torch_continues_and_goes_back():
     third = theirs(params)
     third.load_state_dict(saved(second.state_dict()))
     steps(third, 6, 3)
-    for a, b in pairs(params, plain):
-        assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(params, plain, rtol=1e-5, atol=1e-6)
 
 
 @parametrize("kind", ALL, ids=lambda k: "-".join(map(str, k.values())))
@@ -79,9 +78,9 @@ def test_into_another_encoding_and_back(kind):
         for key, value in before.items():
             scaled = f"{key.removesuffix('values')}scale" in before
             if not key.endswith(("scale", "amax")) and not scaled:
-                assert torch.equal(after[key], value)
+                assert_same(after[key], value)
         for name in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(numbers(after, name), numbers(before, name))
+            assert_same(numbers(after, name), numbers(before, name))
 
 
 def numbers(state, name):
@@ -106,13 +105,13 @@ def test_masters_come_and_go():
     master = first.state[params[0]]["master"].clone()
     other = [nn.Parameter(p.detach().float()) for p in params]
     AdamW(other).load_state_dict(first.state_dict())
-    assert torch.equal(other[0], master)
+    assert_same(other[0], master)
     plain = AdamW(params)
     plain.load_state_dict(first.state_dict())
-    assert torch.equal(params[0], master.to(torch.bfloat16))
+    assert_same(params[0], master.to(torch.bfloat16))
     again = AdamW(params, master_weights="float32")
     again.load_state_dict(plain.state_dict())
-    assert torch.equal(again.state[params[0]]["master"], params[0].float())
+    assert_same(again.state[params[0]]["master"], params[0].float())
 
 
 def of_another_kind(kind, **settings):
@@ -191,9 +190,7 @@ def test_what_does_not_fit_changes_nothing(saved, message):
         optimizer.load_state_dict(saved())
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
-    assert torch.equal(
-        after["state"][0]["exp_avg_scale"], before["state"][0]["exp_avg_scale"]
-    )
+    assert_same(after["state"][0]["exp_avg_scale"], before["state"][0]["exp_avg_scale"])
     steps(optimizer, 4, 1)
 
 
@@ -222,7 +219,7 @@ def test_second_moments_are_zero_only_where_they_were(name):
     """And nowhere smaller than half a unit in the last place below themselves."""
     x = sample()
     y = encoded(x, name, away=True)
-    assert torch.equal(y == 0, x == 0)
+    assert_same(y == 0, x == 0)
     assert (y >= x * (1 - 2.0 ** -(ENCODINGS[name].format.mantissa_bits + 1))).all()
 
 
@@ -242,8 +239,8 @@ def test_every_code_of_e5m3_is_its_own_number():
     values = decode(Encoded(codes))
     exponents, mantissas = codes.int() // 8, codes.int() % 8
     exact = (1 + mantissas / 8) * 2.0 ** (exponents - 16)
-    assert torch.equal(values, torch.where(codes == 0, 0, exact))
-    assert torch.equal(encoded(values, "e5m3_block", away=True), blockwise(values))
+    assert_same(values, torch.where(codes == 0, 0, exact))
+    assert_same(encoded(values, "e5m3_block", away=True), blockwise(values))
 
 
 def blockwise(values):
@@ -261,7 +258,7 @@ def test_e4m3_compiled_is_e4m3():
     stored = Encoded(codes.view(torch.float8_e4m3fn))
     read = torch.compile(decode, fullgraph=True)(stored)
     # -0 too
-    assert torch.equal(read.view(torch.int32), decode(stored).view(torch.int32))
+    assert_same(read.view(torch.int32), decode(stored).view(torch.int32))
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     x = patterns.view(torch.bfloat16).float()
     others = torch.tensor([2**-6 - 2**-30, 464.0, -464.0, 448.1])
@@ -270,4 +267,4 @@ def test_e4m3_compiled_is_e4m3():
     write(x, expected, ENCODINGS["e4m3"], 1.0)
     torch.compile(write, fullgraph=True)(x, found, ENCODINGS["e4m3"], 1.0)
     bits = (each.values.view(torch.uint8) for each in (found, expected))
-    assert torch.equal(*bits)
+    assert_same(*bits)

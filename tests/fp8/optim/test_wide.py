@@ -8,7 +8,15 @@ from torch import nn
 
 import fp8
 from fp8.optim import Adam, AdamW
-from tests.shared import assert_same, by_path, normal, pairs, parametrize, refuses
+from tests.shared import (
+    assert_same,
+    by_path,
+    linears,
+    normal,
+    pairs,
+    parametrize,
+    refuses,
+)
 
 PAIRS = [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)]
 WIDE = (torch.float64, torch.complex64, torch.complex128)
@@ -105,10 +113,10 @@ def test_states_of_other_dtypes_are_converted_or_refused():
     assert entry["exp_avg"].dtype == torch.float64
     stored = low.state[narrow]
     decoded = stored["exp_avg_values"].double() * stored["exp_avg_scale"].double()
-    assert torch.equal(entry["exp_avg"], decoded)
+    assert_same(entry["exp_avg"], decoded)
     low.load_state_dict(high.state_dict())
     values = (s["exp_avg_values"].float() for s in (low.state[narrow], stored))
-    assert torch.equal(*values)
+    assert_same(*values)
     other = AdamW([nn.Parameter(torch.ones(80, 60, dtype=torch.complex64))])
     stepped = deepcopy(other)
     steps(stepped, range(1))
@@ -120,7 +128,7 @@ def test_states_of_other_dtypes_are_converted_or_refused():
 @parametrize("level", fp8.LEVELS)
 def test_no_level_stores_them(level):
     """They keep their values and moments, and go on as by torch; the report says so."""
-    model = nn.Sequential(nn.Linear(16, 16))
+    model = linears(16, 16)
     model.spectrum = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
     models = model, deepcopy(model)
     optimizer, other = (torch.optim.AdamW(m.parameters()) for m in models)
@@ -128,7 +136,7 @@ def test_no_level_stores_them(level):
     fp8.initialize(model, optimizer, level, recipe=None)
     steps(optimizer, range(1, 3))
     steps(other, range(3))
-    assert torch.equal(model.spectrum, other.param_groups[0]["params"][0])
+    assert_same(model.spectrum, other.param_groups[0]["params"][0])
     row = by_path(fp8.report(model))["spectrum"]
     assert row.left_alone
     assert "complex64: no level stores it" in row.why

@@ -113,8 +113,8 @@ def test_two_products_are_cast_as_any_other():
         y, weights = by_products(q, k, v)
         with torch.autocast("cpu", torch.bfloat16):
             half = by_products(q, k, v)
-    assert torch.equal(half[0], y.bfloat16())
-    assert torch.equal(half[1], weights.bfloat16())
+    assert_same(half[0], y.bfloat16())
+    assert_same(half[1], weights.bfloat16())
 
 
 def test_mistakes():

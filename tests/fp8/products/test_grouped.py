@@ -118,8 +118,8 @@ def test_the_mode_computes_torchs_function(shape):
     with fp8.autocast("tensor"):
         y = F.grouped_mm(a, right, offs=offs)
     with fp8.autocast("tensor"):
-        assert torch.equal(torch._grouped_mm(a, right, offs), y)
-    assert torch.equal(y, loop(a, right, fp8.RECIPES["tensor"]))
+        assert_same(torch._grouped_mm(a, right, offs), y)
+    assert_same(y, loop(a, right, fp8.RECIPES["tensor"]))
 
 
 @parametrize("shape", SHAPES)
@@ -160,17 +160,17 @@ def test_states_by_group(name):
             if start < end:
                 with block(recipe, layer=own[i]):
                     z = F.linear(x[start:end], w[i])
-                assert torch.equal(z, y[start:end])
+                assert_same(z, y[start:end])
                 dx, dw = torch.autograd.grad(z, (x, w), g[start:end])
                 wanted = [wanted[0] + dx, wanted[1] + dw]
-        assert all(map(torch.equal, got, wanted))
+        assert_same(got, wanted)
     kind = "amax" if name == "delayed" else "scale"
     for operand in ("input", "weight", "grad"):
         states = layer.get_buffer(f"fp8_{kind}_001_grouped_mm_{operand}")
         assert states.shape == ((GROUPS, 16) if name == "delayed" else (GROUPS,))
         for i in (0, 2, 3):
             alone = own[i].get_buffer(f"fp8_{kind}_001_linear_{operand}")
-            assert torch.equal(states[i], alone)
+            assert_same(states[i], alone)
         assert operand == "weight" or not states[1].any()
 
 
@@ -207,15 +207,15 @@ def test_convert(name):
     (row,) = fp8.report(model)
     assert (row.what, row.done) == ("Experts", "converted")
     y = model(*args)
-    assert torch.equal(y, expected)
+    assert_same(y, expected)
     assert not torch.equal(y, plain)
     y.sum().backward()
     state = model.state_dict()
     other = fp8.convert(Experts(), name)
     other.load_state_dict(state)
     with torch.no_grad():
-        assert torch.equal(other(*args), deepcopy(model)(*args))
-        assert torch.equal(fp8.revert(other)(*args), plain)
+        assert_same(other(*args), deepcopy(model)(*args))
+        assert_same(fp8.revert(other)(*args), plain)
     assert state.keys() - other.state_dict().keys() == {n for n in state if "fp8" in n}
 
 

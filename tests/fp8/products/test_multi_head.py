@@ -119,10 +119,7 @@ def test_causal_hint(need_weights, padded):
         "key_padding_mask": padding,
     }
     assert_close(*both(layer(), NOTHING, x, x, x, attn_mask=causal, **kwargs))
-    with (
-        fp8.autocast(NOTHING),
-        refuses("give the mask as well"),
-    ):
+    with fp8.autocast(NOTHING), refuses("give the mask as well"):
         layer()(x, x, x, **kwargs)
 
 
@@ -139,13 +136,7 @@ def test_what_is_not_expanded_is_refused_by_name(options):
 def test_masks_of_another_shape_are_refused():
     x = randn(L, N, E)
     for mask in (torch.zeros(L, L + 1), torch.zeros(N, L, L), torch.zeros(L)):
-        with (
-            fp8.autocast("unit"),
-            refuses(r"attn_mask must have shape \(4, 4\)"),
-        ):
+        with fp8.autocast("unit"), refuses(r"attn_mask must have shape \(4, 4\)"):
             layer()(x, x, x, attn_mask=mask)
-    with (
-        fp8.autocast("unit"),
-        refuses(r"key_padding_mask must have shape"),
-    ):
+    with fp8.autocast("unit"), refuses(r"key_padding_mask must have shape"):
         layer()(x, x, x, key_padding_mask=torch.zeros(L, N))

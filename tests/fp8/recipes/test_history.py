@@ -12,6 +12,7 @@ import fp8
 from fp8 import RECIPES, Cast, Recipe
 from tests.shared import (
     assert_close,
+    assert_same,
     in_one_graph,
     normal,
     pairs,
@@ -82,8 +83,8 @@ def test_what_does_not_train_reads_and_does_not_write():
     with torch.no_grad():
         y = layer(100 * randn(5, 8))
     with torch.inference_mode():
-        assert torch.equal(layer(100 * randn(5, 8)), y)
-    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+        assert_same(layer(100 * randn(5, 8)), y)
+    assert_same(layer.state_dict(), before)
     assert y.abs().max() < 30 * step(layer, randn(5, 8)).abs().max()  # it saturated
 
 
@@ -98,7 +99,7 @@ def test_inf_and_nan_are_not_recorded(bad):
     step(layer, x)
     assert all(b.isfinite().all() for b in layer.buffers())
     assert layer.fp8_amax_input[0] == x[x.isfinite()].abs().max()
-    assert torch.equal(step(layer, randn(5, 8)), step(fresh, randn(5, 8)))
+    assert_same(step(layer, randn(5, 8)), step(fresh, randn(5, 8)))
 
 
 def test_zeros_displace_no_entry():
@@ -109,7 +110,7 @@ def test_zeros_displace_no_entry():
     entries = layer.fp8_amax_input.clone()
     for _ in range(4):
         step(layer, torch.zeros(5, 8))
-    assert torch.equal(layer.fp8_amax_input, entries)
+    assert_same(layer.fp8_amax_input, entries)
     assert vars(layer.fp8_measured) == dict.fromkeys(NAMES, True)
 
 
@@ -188,17 +189,15 @@ def test_resumed_training_is_the_same(tmp_path):
     resumed.load_state_dict(torch.load(tmp_path / "half.pt", weights_only=True))
     assert train(deepcopy(resumed), range(2, 4)) == losses[4:]
     assert train(resumed, range(2, 4)) == losses[4:]
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, resumed.state_dict()[name]), name
+    assert_same(resumed.state_dict(), whole.state_dict())
 
 
 def test_compiled_from_the_first_pass_on():
     model, twin = fp8.convert(make(), SHORT), fp8.convert(make(), SHORT)
     compiled = in_one_graph(twin, "eager")
-    for one, other in pairs(train(model, range(3)), train(twin, range(3), compiled)):
-        assert_close(other, one)
-    for name, tensor in model.state_dict().items():
-        assert_close(twin.state_dict()[name], tensor)
+    expected = train(model, range(3))
+    assert_close(train(twin, range(3), compiled), expected)
+    assert_close(twin.state_dict(), model.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
@@ -213,7 +212,7 @@ def test_the_state_of_scales_keeps_its_dtype(recipe, size):
     model.to(dtype)
     for name, buffer in model.named_buffers():
         assert buffer.dtype == torch.float32
-        assert torch.equal(buffer, before[name])
+        assert_same(buffer, before[name])
     model.zero_grad()
     model(x.clamp(-1, 1).to(dtype)).sum().backward()
     assert model.weight.grad.dtype == model.weight.dtype == dtype
@@ -232,7 +231,7 @@ def test_a_layer_of_several_products_has_histories_of_each(recipe):
     assert all(history.any() for history in histories)
     other.load_state_dict(state)
     with torch.no_grad():
-        assert torch.equal(other(x, x, x)[0], layer(x, x, x)[0])
+        assert_same(other(x, x, x)[0], layer(x, x, x)[0])
     assert not any(name.startswith("fp8_") for name in fp8.revert(other).state_dict())
 
 
@@ -244,7 +243,7 @@ def test_a_layer_of_several_products_that_is_compiled_before_its_first_pass_warn
     fast = torch.compile(lambda x: layer(x, x, x)[0], backend="eager")
     with warns("runs in eager mode, now and later", fp8.PitfallWarning):
         y = fast(x)
-    assert torch.equal(y, layer(x, x, x)[0])
+    assert_same(y, layer(x, x, x)[0])
 
 
 def test_a_checkpoint_is_refused_by_name():

@@ -9,7 +9,7 @@ from fp8.casts.rotation import rotated
 from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS, scale_of
 from tests import reference
-from tests.shared import assert_close, normal, parametrize, proves
+from tests.shared import assert_close, assert_same, normal, parametrize, proves
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NOW = {name: row for name, row in SCALINGS.items() if row.rules and name != "delayed"}
@@ -52,7 +52,7 @@ def test_a_scale_that_is_a_code_is_not_rounded_up(rule, top, dtype):
     for largest in whole:
         unit = RULES[rule].unit_of(largest, format)
         scale = RULES[rule].scale_of(largest * (codes / top), format, unit)
-        assert torch.equal(scale, codes * unit)
+        assert_same(scale, codes * unit)
 
 
 @parametrize("rule", RULES)
@@ -85,7 +85,7 @@ def test_a_cast_is_the_reference_s_tile_by_tile(scaling, tile, shape, axis):
     got = cast_forward(x, cast, axis)
     assert got.shape == x.shape
     wanted = reference.cast(x, cast, axis)
-    assert torch.equal(got, wanted.float())
+    assert_same(got, wanted.float())
 
 
 @parametrize("scaling, rule", SCALED)

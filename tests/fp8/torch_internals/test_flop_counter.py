@@ -1,9 +1,6 @@
 """FLOPs that torch's counter finds in a converted layer: those of the plain one."""
 
-import subprocess
-import sys
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ import fp8
 from fp8 import RECIPES
 from fp8.kernels.product import why_not_recipe
 from fp8.torch_internals.flop_counter import _flops
+from tests.launch import python
 from tests.shared import parametrize
 
 UNROTATED = [
@@ -98,9 +96,4 @@ assert counter.get_total_flops() == 4 * 32 * 64 * 48, counter.get_total_flops()
 @parametrize("before", ["", "layer(x)"], ids=["open before", "made after"])
 def test_a_counter_that_is_open_before_the_first_product(before):
     """It has copied torch's table; importing fp8 does not import it."""
-    code = LATE.format(before=before)
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", LATE.format(before=before), warnings="default")

@@ -19,6 +19,7 @@ from tests.launch import needs_gloo, run_ranks
 from tests.shared import (
     Net,
     assert_close,
+    assert_same,
     both,
     descend,
     linears,
@@ -130,7 +131,7 @@ def check_equal(recipe, policy, dtype):
         x = torch.randn(8, 20)
         for _ in range(2):
             y, expected = model(x), plain(x.to(dtype))
-            assert torch.equal(y, expected)
+            assert_same(y, expected)
             y.square().mean().backward()
             expected.square().mean().backward()
         for p, q in both(model, plain):
@@ -148,7 +149,7 @@ def check_static():
     weight = normal(33, 20, seed=1)
     weight[17:] *= 48  # the part of one process
     for is_set in (False, True):
-        model = fp8.convert(nn.Sequential(nn.Linear(20, 33)), "static")
+        model = fp8.convert(linears(20, 33), "static")
         model[0].weight.data.copy_(weight)
         plain = deepcopy(model)
         if is_set:
@@ -219,7 +220,7 @@ def check_fp8_states(folder):
     read = torch.load(folder / f"{dist.get_rank()}", weights_only=True)
     for name, tensor in read.items():
         assert type(tensor) in (Tensor, nn.Parameter)
-        assert torch.equal(tensor, sharded[name].to_local())
+        assert_same(tensor, sharded[name].to_local())
     check_resumed(folder, model, opt)
 
 
@@ -236,7 +237,7 @@ def check_resumed(folder, model, opt):
     dcp.load(states[1], checkpoint_id=folder / "resumed")
     weights, moments = states[1].values()
     set_state_dict(other, its_opt, model_state_dict=weights, optim_state_dict=moments)
-    assert all(map(torch.equal, numbers(its_opt), numbers(opt)))
+    assert_same(numbers(its_opt), numbers(opt))
     assert "exp_avg_values" in its_opt.state[other[0].weight]
 
 
@@ -405,7 +406,7 @@ def test_other_recipes_are_refused(recipe, message):
 
 
 def test_static_scales_are_those_of_converted_layers():
-    report = gather_in_fp8(nn.Sequential(nn.Linear(4, 4)), "static")
+    report = gather_in_fp8(linears(4, 4), "static")
     assert [row.why.partition(":")[0] for row in report] == [
         "a static scale belongs to a converted layer"
     ]

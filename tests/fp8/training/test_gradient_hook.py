@@ -16,7 +16,7 @@ import fp8
 from fp8.training import gradient_hook as distributed
 from fp8.training.gradient_hook import BLOCK, all_reduce_hook
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import both, linears, normal, proves, seeded
+from tests.shared import assert_same, both, linears, normal, proves, seeded
 
 WORLD = 4
 SIZES = (5000, 7)  # no multiple of anything; fewer elements than blocks
@@ -93,8 +93,8 @@ def check_nonfinite(group):
         result = reduced(x, group)
         expected = torch.ones(200, dtype=torch.bool)
         expected[64:96] = False  # the block that it is in
-        assert torch.equal(result.isfinite(), expected)
-        assert torch.equal(result[expected], x[expected])
+        assert_same(result.isfinite(), expected)
+        assert_same(result[expected], x[expected])
 
 
 def check_exact(group):
@@ -103,10 +103,10 @@ def check_exact(group):
         x = torch.arange(-31, 32, dtype=dtype) / 4
         result = reduced(x, group)
         assert result.dtype == dtype
-        assert torch.equal(result, x)
+        assert_same(result, x)
     x = torch.full((64,), 2.0**-100) if dist.get_rank(group) else torch.zeros(64)
     share = 1 - 1 / dist.get_world_size(group)
-    assert torch.equal(reduced(x, group), torch.full((64,), share * 2.0**-100))
+    assert_same(reduced(x, group), torch.full((64,), share * 2.0**-100))
 
 
 #: Collective -> the argument whose bytes are sent, and the share of them for w processes in a ring.
@@ -168,7 +168,7 @@ def check_model(level, group):
             each(batch).square().mean().backward()
         for p, q in both(model, one):
             mine, expected = (r.grad.to(torch.float32) + 0 for r in (p, q))
-            assert torch.equal(of_all(mine, group), mine.expand(world, *mine.shape))
+            assert_same(of_all(mine, group), mine.expand(world, *mine.shape))
             assert not torch.equal(mine, expected)
             # At a level both are stored in e4m3 too: three roundings of at most 2**-4.
             assert (mine - expected).norm() <= (
@@ -189,7 +189,7 @@ def check_ranks(rank, store):
         for level in (None, "O2", "O3"):
             check_model(level, group)
     x = torch.randn(100)
-    assert torch.equal(reduced(x, alone), x)
+    assert_same(reduced(x, alone), x)
 
 
 ALL_BITS = torch.arange(256, dtype=torch.uint8)
@@ -203,9 +203,9 @@ def test_bits_are_those_of_e3m4():
     )
     finite = expected.isfinite()
     assert finite.sum() == 224
-    assert torch.equal(values[finite], expected[finite])
+    assert_same(values[finite], expected[finite])
     assert values.abs()[~finite].tolist() == [*range(16, 32), *range(16, 32)]
-    assert torch.equal(distributed._encode(values), ALL_BITS)
+    assert_same(distributed._encode(values), ALL_BITS)
 
 
 @proves("the field", "gradients reduced in FP8")

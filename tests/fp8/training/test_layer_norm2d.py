@@ -15,6 +15,7 @@ from fp8.training import layer_norm2d as module
 from fp8.training.layer_norm2d import layer_norm2d
 from tests.shared import (
     assert_close,
+    assert_same,
     in_one_graph,
     normal,
     pairs,
@@ -95,7 +96,7 @@ def test_eager_it_is_permute_norm_permute(dtype, layout, shape):
             step(lambda *t, f=f, m=missing: f(*t, *m), x, *given)
             for f in (layer_norm2d, permuted)
         )
-        assert all(map(torch.equal, results, references))
+        assert_same(results, references)
 
 
 def last(*shape):

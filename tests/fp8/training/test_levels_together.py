@@ -72,7 +72,7 @@ def test_ddp(level, hooked):
 @pytest.mark.usefixtures("_one_process")
 def test_a_model_inside_of_ddp_is_refused():
     """Its weights would be averaged no more; where unused ones are allowed, without a word."""
-    model = nn.Sequential(nn.Linear(16, 32))
+    model = linears(16, 32)
     parallel = nn.parallel.DistributedDataParallel(nn.Sequential(model))
     optimizer = torch.optim.AdamW(model.parameters())
     with refuses(r"0\.weight is still in use: a DistributedDataParallel"):

@@ -114,7 +114,7 @@ def dtypes(model, x):
 def test_follows_autocast_and_does_nothing_outside(model, x):
     before = model(x)
     assert low(model) is model
-    assert torch.equal(model(x), before)
+    assert_same(model(x), before)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
             found = dtypes(model, x)
@@ -209,7 +209,7 @@ def test_with_converted_layers(model, x):
     done = by_path(fp8.report(model), "done")
     assert (done["first"], done["norm"]) == ("converted", "low precision")
     fp8.revert(model)
-    assert torch.equal(model(x), before)
+    assert_same(model(x), before)
     assert {row.done for row in fp8.report(model)} == {"left alone"}
 
 

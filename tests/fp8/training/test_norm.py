@@ -79,7 +79,7 @@ def test_rounded_operands_wide_statistics_one_rounding_of_the_output(
     dtype, (norm, tensors) = PRECISIONS[precision], made(name, precision, mean)
     y = norm(*tensors)
     reference = NORMS[name][1](*(t.to(dtype).double() for t in tensors))
-    assert torch.equal(y, y.to(dtype).float())
+    assert_same(y, y.to(dtype).float())
     # Half an ulp for the rounding; the float32 before it loses eps * mean.
     assert error(y, reference) < torch.finfo(dtype).eps / 2 + 1e-7 * mean + 1e-6
 

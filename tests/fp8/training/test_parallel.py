@@ -26,10 +26,7 @@ LOSS_SCALE = (
     4096.0  # no gradient is subnormal in e5m2, where a factor of 2 changes the rounding
 )
 # Bf16: each part is rounded to it.
-BOUND = {
-    None: 2 * TOKENS * 2**-24,
-    torch.bfloat16: 2.0**-7,
-}
+BOUND = {None: 2 * TOKENS * 2**-24, torch.bfloat16: 2.0**-7}
 
 
 def make():

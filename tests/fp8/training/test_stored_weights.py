@@ -9,7 +9,7 @@ from torch import nn
 import fp8
 from fp8.casts.scaled_tensor import ScaledTensor, dequantized, scaled
 from fp8.training.stored_weights import scale_weights
-from tests.shared import Net, both, parametrize, proves, refuses, seeded
+from tests.shared import Net, assert_same, both, parametrize, proves, refuses, seeded
 
 
 def loss(m, ids):
@@ -75,13 +75,13 @@ def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):
         torch.manual_seed(0)
         losses.append(each(ids()))
         losses[-1].backward()
-    assert torch.equal(*losses)
+    assert_same(*losses)
     kinds = set()
     for p, q in both(model, other):
         kinds.add(type(p.grad))
         stored = isinstance(p.grad, ScaledTensor)
         expected = scaled(q.grad, "e4m3") if stored else q.grad
-        assert torch.equal(dequantized(p.grad), dequantized(expected))
+        assert_same(dequantized(p.grad), dequantized(expected))
     assert kinds == {torch.Tensor, ScaledTensor}
 
 
@@ -99,7 +99,7 @@ def test_hooks_and_gradients_stay():
     assert len(scale_weights(model, weights(model), "fp16", "e4m3")) == 4
     assert list(dict(model.named_parameters())) == names
     assert type(model.norm.weight) is type(model.conv.bias) is nn.Parameter
-    assert torch.equal(dequantized(model.conv.weight.grad), dequantized(gradient))
+    assert_same(dequantized(model.conv.weight.grad), dequantized(gradient))
     model(ids()).backward()
     assert calls == ["grad", ScaledTensor]
     assert model.attention.in_proj_weight.grad is None
@@ -111,7 +111,7 @@ def test_files_are_plain_and_exact(format, tmp_path):
     model = build(format)
     state = model.state_dict()
     assert list(state) == list(plain().state_dict())
-    assert torch.equal(model.conv.state_dict()["weight"], state["conv.weight"])
+    assert_same(model.conv.state_dict()["weight"], state["conv.weight"])
     torch.save(state, tmp_path / "model.pt")
     safetensors.save_model(model, tmp_path / "tied.safetensors")
     del state["head.weight"]  # tied, which safetensors has no form for
@@ -130,7 +130,7 @@ def test_files_are_plain_and_exact(format, tmp_path):
         other.load_state_dict(read, strict=len(read) > len(state))
         assert isinstance(other.head.weight, ScaledTensor)
         values = (map(dequantized, m.parameters()) for m in (model, other))
-        assert all(map(torch.equal, *values))
+        assert_same(*values)
 
 
 @parametrize("dtype, assign", [(torch.float32, False), (torch.bfloat16, True)])
@@ -144,7 +144,7 @@ def test_checkpoints_of_plain_models(dtype, assign):
         if isinstance(parameter, ScaledTensor):
             expected = scaled(expected.detach(), "fp16").dequantize()
         assert parameter.dtype == (dtype if assign else torch.float32)
-        assert torch.equal(dequantized(parameter), expected.to(parameter.dtype))
+        assert_same(dequantized(parameter), expected.to(parameter.dtype))
     model(ids()).backward()
     assert model.head.weight is model.embed.weight
     other.load_state_dict(model.state_dict())
@@ -157,7 +157,7 @@ def test_frozen_weights_that_are_stored_take_another_format():
         expected = scaled(layer.weight.dequantize(), format).dequantize()
         weight = fp8.store_frozen(layer, format).weight
         assert (weight.format, weight.stored.dtype) == (format, dtype)
-        assert torch.equal(weight.dequantize(), expected)
+        assert_same(weight.dequantize(), expected)
 
 
 def test_a_weight_that_others_hold_does_not_move():

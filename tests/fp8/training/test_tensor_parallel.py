@@ -33,7 +33,7 @@ import fp8
 from fp8.casts.casting import rounded
 from tests.fp8.checkpoints.reading import same
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import Net, descend, pairs, parametrize, proves, refuses
+from tests.shared import Net, assert_same, descend, pairs, parametrize, proves, refuses
 from unit_scaling.transforms import unit_scale
 
 WORLD = int(os.environ.get("WORLD", "2"))
@@ -160,10 +160,10 @@ def check_casts():
             if cast.tile[0 if axis == -1 else 1] != 128:
                 want, _ = rounded(twice.flatten(0, 1), cast, axis)
                 divided = distribute_tensor(twice, mesh, [Shard(1)]).flatten(0, 1)
-                assert torch.equal(full(rounded(divided, cast, axis)[0]), want)
+                assert_same(full(rounded(divided, cast, axis)[0]), want)
     summand = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     spec = fp8.RECIPES["tensor"].input
-    assert torch.equal(full(rounded(summand, spec)[0]), rounded(WORLD * x, spec)[0])
+    assert_same(full(rounded(summand, spec)[0]), rounded(WORLD * x, spec)[0])
 
 
 def check_refused():

@@ -175,7 +175,7 @@ def test_another_process(tmp_path):
     torch.save(unit_scale(gpt()), path)
     python("-c", WRITTEN_BY_OTHERS, path)
     state = torch.load(path)
-    assert all(torch.equal(state[name], p) for name, p in expected().named_parameters())
+    assert_same(expected().state_dict(), state)
 
 
 def test_a_copy_without_what_the_other_has_keeps_values_with_a_warning(model):
@@ -184,7 +184,7 @@ def test_a_copy_without_what_the_other_has_keeps_values_with_a_warning(model):
     del model.blocks[1]
     with warns(r"10 parameters \(as blocks.1.norm1.weight\) of a copy", ScaleWarning):
         model(*batch())
-    assert torch.equal(other.blocks[1].up.weight, gpt().blocks[1].up.weight)
+    assert_same(other.blocks[1].up.weight, gpt().blocks[1].up.weight)
     uu.optim.AdamW(other.parameters()).step()
     assert not hooks_of(other)
 
@@ -198,9 +198,7 @@ def test_vectors_of_parameters(model):
     written = copy.deepcopy(model.state_dict())
     with warns(r"10 weights \(as tokens.weight\) were written after", ScaleWarning):
         model(*batch())
-    assert all(
-        torch.equal(value, written[name]) for name, value in model.state_dict().items()
-    )
+    assert_same(model.state_dict(), written)
 
 
 def test_weights_that_are_half_written_are_named(model):
@@ -208,8 +206,8 @@ def test_weights_that_are_half_written_are_named(model):
     before = model.blocks[0].up.weight.detach().clone()
     with warns(r"1 weights \(as blocks.0.up.weight\).*half scaled", ScaleWarning):
         model(*batch())
-    assert torch.equal(model.blocks[0].up.weight, before)
-    assert torch.equal(model.blocks[0].qkv.weight, expected().blocks[0].qkv.weight)
+    assert_same(model.blocks[0].up.weight, before)
+    assert_same(model.blocks[0].qkv.weight, expected().blocks[0].qkv.weight)
 
 
 def test_biases_and_gains_that_are_written_stay_without_a_warning(model):
@@ -228,7 +226,7 @@ def test_a_checkpoint_of_a_scaled_model_is_loaded_as_it_is():
     model.load_state_dict(reference.state_dict())
     model(*batch())
     for p, q in both(model, reference):
-        assert torch.equal(p, q)
+        assert_same(p, q)
         ours, theirs = tags_of(p), tags_of(q)
         assert (ours.mup_type, ours.mup_pending) == (theirs.mup_type, False)
         assert abs(math.log2(ours.mup_scale / theirs.mup_scale)) <= 1.5
@@ -241,7 +239,7 @@ def test_a_part_that_runs_before_the_model_is_named():
     model, x = unit_scale(gpt()), torch.randn(2, 4, 32)
     with warns(r"blocks.1 runs before the model .* as a whole", ScaleWarning):
         y = model.blocks[1](x)
-    assert torch.equal(y, gpt().blocks[1](x))
+    assert_same(y, gpt().blocks[1](x))
     model(*batch())
     check_set(model)
 
@@ -251,8 +249,8 @@ def test_a_graph_of_torch_fx():
     traced = torch.fx.symbolic_trace(model)
     with warns("0 runs before the model", ScaleWarning):
         traced(X)
-    assert torch.equal(model(X), traced(X))
-    assert torch.equal(torch.fx.symbolic_trace(model)(X), traced(X))
+    assert_same(model(X), traced(X))
+    assert_same(torch.fx.symbolic_trace(model)(X), traced(X))
     check_set(model, unit_scale(mlp(), batch=X))
 
 
@@ -492,6 +490,6 @@ def test_reading_a_weight_that_is_computed_runs_no_part():
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
     plain, x = nn.Sequential(layer, nn.Linear(16, 16)), torch.randn(8, 16)
     model = unit_scale(plain)
-    assert torch.equal(model[0].weight, layer.weight)
+    assert_same(model[0].weight, layer.weight)
     want = simulate_fp8(unit_scale(plain, batch=x))(x)
-    assert torch.equal(simulate_fp8(model)(x), want)
+    assert_same(simulate_fp8(model)(x), want)

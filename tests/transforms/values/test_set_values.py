@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
-from tests.shared import Net, linears, parametrize, proves, refuses, rms
+from tests.shared import Net, assert_same, linears, parametrize, proves, refuses, rms
 from tests.transforms.models import GPT, KINDS, hooks_of, loss_of
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import unit_scale
@@ -50,7 +50,7 @@ def test_the_result_is_a_plain_model(name, pending):
     ours = unit_scale(model, batch=None if pending else x)
     if pending:
         loss_of(ours, x)
-    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert_same(model.state_dict(), before)
     classes, expected = (
         {n: type(m) for n, m in x.named_modules()} for x in (ours, model)
     )
@@ -61,7 +61,7 @@ def test_the_result_is_a_plain_model(name, pending):
     other.load_state_dict(ours.state_dict(), strict=True)
     for mode in (True, False):
         results = [loss_of(deepcopy(each).train(mode), x) for each in (ours, other)]
-        assert torch.equal(*results)
+        assert_same(*results)
     assert calls(ours, x) == calls(other, x)
 
 
@@ -248,11 +248,7 @@ def logits(m, x):
 
 
 NO_STREAMS = {
-    "coordinates": (
-        coordinates,
-        {"a": (1, 16), "b": (1, 16), "out": (16, 1)},
-        (16, 3),
-    ),
+    "coordinates": (coordinates, {"a": (1, 16), "b": (1, 16), "out": (16, 1)}, (16, 3)),
     "stages": (stages, {"a": (16, 16), "b": (16, 16)}, (64, 16)),
     "logits": (
         logits,
@@ -284,8 +280,8 @@ def test_a_bias_that_carries_information_is_kept():
     model = nn.Sequential(nn.Linear(64, 64), rare, nn.Linear(64, 64), last)
     ours = unit_scale(model, batch=torch.randn(128, 64))
     assert not ours[0].bias.any()
-    assert torch.equal(ours[1].bias, rare.bias)
-    assert torch.equal(ours[3].bias, last.bias)
+    assert_same(ours[1].bias, rare.bias)
+    assert_same(ours[3].bias, last.bias)
     kept = {row.path for row in uu.report(ours) if "information" in row.why}
     assert kept == {"1", "3"}
 
@@ -325,8 +321,8 @@ def test_the_bias_of_a_weight_that_keeps_its_values_is_kept():
         b=nn.Linear(16, 4),
     )
     ours = unit_scale(model, batch=torch.randn(32, 8))
-    assert torch.equal(ours.a.weight, model.a.weight)
-    assert torch.equal(ours.a.bias, model.a.bias)
+    assert_same(ours.a.weight, model.a.weight)
+    assert_same(ours.a.bias, model.a.bias)
     kept = {row.what for row in uu.report(ours) if row.done == "keeps its values"}
     assert kept == {"weight", "bias"}
 
@@ -338,7 +334,7 @@ def test_values_that_come_out_non_finite_are_an_error():
         model[1].weight.fill_(math.inf)
     with refuses(r"unit_scale: 1.weight .*not finite"):
         unit_scale(model, batch=torch.randn(8, 4))
-    assert torch.equal(model[0].weight, before["0.weight"])
+    assert_same(model[0].weight, before["0.weight"])
 
 
 def test_parameters_share_few_learning_rates():

@@ -201,8 +201,7 @@ def test_a_rate_near_the_rule_is_not_named(make):
 
 
 @parametrize(
-    "scale, eps, warned",
-    [(1e-9, 1e-8, True), (1e-9, 1e-16, False), (1.0, 1e-8, False)],
+    "scale, eps, warned", [(1e-9, 1e-8, True), (1e-9, 1e-16, False), (1.0, 1e-8, False)]
 )
 def test_an_eps_near_the_gradients_is_named_once(scale, eps, warned):
     model = unit_scale(plain())

@@ -10,7 +10,7 @@ from torch import nn
 
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.shared import assert_close, parametrize, pickled, refuses
+from tests.shared import assert_close, assert_same, parametrize, pickled, refuses
 from unit_scaling.constraints import CONSTRAINTS
 
 
@@ -34,12 +34,12 @@ def test_state_dict_is_plain_and_loads_weights_only():
 
 def test_settings_of_modules_come_first_for_activations_alone():
     x = torch.randn(4, 6)
-    assert torch.equal(uu.LeakyReLU(2.0, None, 0.3)(x), U.leaky_relu(x, 2.0, None, 0.3))
-    assert torch.equal(
+    assert_same(uu.LeakyReLU(2.0, None, 0.3)(x), U.leaky_relu(x, 2.0, None, 0.3))
+    assert_same(
         uu.AvgPool1d(2, constraint=None)(x), U.avg_pool1d(x, 2, constraint=None)
     )
-    assert torch.equal(uu.Softmax(0, 2.0)(x), U.softmax(x, 0, mult=2.0))
-    assert torch.equal(uu.Softmax()(x), U.softmax(x, 1))
+    assert_same(uu.Softmax(0, 2.0)(x), U.softmax(x, 0, mult=2.0))
+    assert_same(uu.Softmax()(x), U.softmax(x, 1))
 
 
 @parametrize("kind", [uu.GELU, uu.Linear, uu.AvgPool1d, uu.Conv2d, uu.GLU])
@@ -81,7 +81,7 @@ def test_attention_module_has_no_dropout_in_eval():
     x, module = torch.randn(2, 8, 16), uu.MHSA(16, 4, is_causal=True, dropout_p=0.5)
     assert not torch.equal(module(x), module(x))
     module.eval()
-    assert torch.equal(module(x), module(x))
+    assert_same(module(x), module(x))
     assert_close(module(x)[0], module(x[0]))
     assert repr(uu.MHSA(16, 4, False)).startswith("MHSA(\n  heads=4, is_causal=False\n")
     grouped = repr(uu.MHSA(16, 4, True, kv_heads=2))

@@ -10,7 +10,14 @@ import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.products.attention import is_fused
-from tests.shared import assert_close, in_one_graph, pairs, parametrize, refuses
+from tests.shared import (
+    assert_close,
+    assert_same,
+    in_one_graph,
+    pairs,
+    parametrize,
+    refuses,
+)
 from unit_scaling.ops.attention import attention_with_weights
 from unit_scaling.rules.table import OPS
 
@@ -39,7 +46,7 @@ def factor(q, v, shown, **settings):
 
 def test_attention_to_one_token_returns_its_value():
     q = torch.randn(2, 1, 4)
-    assert torch.equal(U.scaled_dot_product_attention(q, q, q, is_causal=True), q)
+    assert_same(U.scaled_dot_product_attention(q, q, q, is_causal=True), q)
 
 
 def test_attention_scale_and_mult():
@@ -286,7 +293,7 @@ def test_multihead_attention_dropout_and_errors():
     module, x = uu.MultiheadAttention(8, 2, dropout=0.5), torch.randn(6, 3, 8)
     assert not torch.equal(module(x, x, x)[0], module(x, x, x)[0])
     module.eval()
-    assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
+    assert_same(module(x, x, x)[0], module(x, x, x)[0])
     for setting in ("add_bias_kv", "add_zero_attn"):
         with refuses("add_bias_kv and add_zero_attn have no", NotImplementedError):
             uu.MultiheadAttention(8, 2, **{setting: True})

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import unit_scaling.functional as U
-from tests.shared import assert_close, parametrize, proves, refuses
+from tests.shared import assert_close, assert_same, parametrize, proves, refuses
 from unit_scaling.rules.quadrature import largest_square
 from unit_scaling.rules.table import OPS
 
@@ -58,7 +58,7 @@ def test_dropout_in_place():
 @parametrize("shape, dim", [((), 0), ((5,), 0), ((4, 5), 1), ((2, 4, 5), 0)])
 def test_softmax_without_dim(shape, dim):
     x = torch.randn(shape).double()
-    assert torch.equal(U.softmax(x), U.softmax(x, dim))
+    assert_same(U.softmax(x), U.softmax(x, dim))
     assert U.softmax(x, None, torch.float32).dtype == torch.float32
 
 
@@ -153,7 +153,7 @@ def test_pooling_returns_indices():
     x = torch.randn(2, 3, 8).double()
     values, indices = U.max_pool1d(x, 2, return_indices=True)
     expected, where = F.max_pool1d(x, 2, return_indices=True)
-    assert torch.equal(indices, where)
+    assert_same(indices, where)
     assert_close(values, expected / largest_square(2) ** 0.5)
     assert_close(U.max_pool1d(x, 2), values)
 

@@ -130,9 +130,7 @@ def test_median_errors():
 
 def test_the_page_states_these_errors():
     rows = re.findall(
-        r"^\| (.+?) \| (\d+) \| (\d+) % \| (\d+) % \|$",
-        PAGE.read_text(),
-        re.M,
+        r"^\| (.+?) \| (\d+) \| (\d+) % \| (\d+) % \|$", PAGE.read_text(), re.M
     )
     found = {name: (int(n), int(mid), int(worst)) for name, n, mid, worst in rows}
     expected = {

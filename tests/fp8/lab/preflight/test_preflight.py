@@ -17,7 +17,7 @@ from fp8.lab.preflight.findings import Candidate, Findings
 from fp8.lab.preflight.paired_runs import Budget
 from fp8.lab.preflight.preflight import Preflight, PreflightError
 from fp8.lab.preflight.search import finalists, recommended
-from tests.shared import parametrize, paths, proves, refuses
+from tests.shared import assert_same, parametrize, paths, proves, refuses
 from unit_scaling.transforms import simulate_fp8
 
 from .problems import Classifier, batches, setup
@@ -78,7 +78,7 @@ def test_nothing_of_the_users_changes():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with fp8.strict():  # which does not stop it
         fp8.preflight(model, batches(20), optimizer=optimizer, **ONE)
-    assert all(map(torch.equal, before, model.parameters()))
+    assert_same(before, [*model.parameters()])
     assert not optimizer.state
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)

@@ -11,7 +11,7 @@ from torch import nn
 import fp8
 from fp8.common.step import seeded
 from fp8.lab.preflight.training import Problem, Setup, loss_of, train, under
-from tests.shared import descend, parametrize, refuses
+from tests.shared import assert_same, descend, parametrize, refuses
 
 from .problems import Classifier, batches, setup
 
@@ -43,7 +43,7 @@ def test_a_model_is_copied_and_seeds_reorder_its_batches():
     data = batches(12)
     problem = Problem(Setup(model, data), 8, 4)
     first, second = problem.start(0), problem.start(1)
-    assert all(map(torch.equal, before, model.parameters()))
+    assert_same(before, [*model.parameters()])
     order, other = (list(map(id, start.batches)) for start in (first, second))
     assert order == list(map(id, data[:8])) != other
     assert sorted(order) == sorted(other)
@@ -140,11 +140,11 @@ def test_snapshots_hold_weights_moments_and_the_next_batch():
     _, made = by_hand(0, 2)
     assert first.step == 2
     for name, parameter in made.model.named_parameters():
-        assert torch.equal(first.model.get_parameter(name), parameter)
+        assert_same(first.model.get_parameter(name), parameter)
         moment = made.optimizer.state[parameter]["exp_avg_sq"]
-        assert torch.equal(first.second_moments[name], moment)
-    assert torch.equal(first.batch[0], made.batches[2][0])
-    assert torch.equal(last.batch[0], made.batches[0][0])
+        assert_same(first.second_moments[name], moment)
+    assert_same(first.batch[0], made.batches[2][0])
+    assert_same(last.batch[0], made.batches[0][0])
 
 
 BAD = {

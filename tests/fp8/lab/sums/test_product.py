@@ -10,7 +10,7 @@ from fp8.casts.casting import quantized
 from fp8.lab.sums.dot import dot
 from fp8.products.matmul import linear, matmul
 from fp8.recipes.tensor_cores import TENSOR_CORES
-from tests.shared import in_one_graph, pairs, parametrize, refuses
+from tests.shared import assert_same, in_one_graph, linears, parametrize, refuses
 
 ROWS, IN, OUT = 24, 96, 48
 
@@ -49,9 +49,9 @@ def test_the_products_are_those_of_the_instruction():
         sums = dot(first.values, second.values, lows, TENSOR_CORES["hopper"])
         return sums * (first.scale * second.scale)
 
-    assert torch.equal(y, product(x, w, 0, 1))
-    assert torch.equal(dx, product(g, w.mT, 2, 1))
-    assert torch.equal(dw, product(g.mT, x.mT, 2, 0))
+    assert_same(y, product(x, w, 0, 1))
+    assert_same(dx, product(g, w.mT, 2, 1))
+    assert_same(dw, product(g.mT, x.mT, 2, 0))
 
 
 @parametrize("name, promote", [("unit", 32), ("mxfp8", 0)])
@@ -65,7 +65,7 @@ def test_promotion_and_scales_that_the_instruction_does_not_apply_end_a_sum(
     for i in (0, 32, 64):
         part = linear(x[:, i : i + 32], w[:, i : i + 32], recipe=on(name, "hopper"))
         want = (want + part.double()).float().double()
-    assert torch.equal(y.double(), want)
+    assert_same(y.double(), want)
 
 
 @parametrize(
@@ -85,7 +85,7 @@ def test_compiled_is_eager(name, rows, width, backend):
         y = each(x)
         y.backward(g)
         results.append((y.detach(), x.grad, layer.weight.grad))
-    assert all(torch.equal(a, b) for a, b in pairs(*results))
+    assert_same(*results)
 
 
 def test_empty_products():
@@ -95,7 +95,7 @@ def test_empty_products():
         OUT,
     )
     y = linear(torch.randn(4, 0), torch.randn(OUT, 0), recipe=recipe)
-    assert torch.equal(y, torch.zeros(4, OUT))
+    assert_same(y, torch.zeros(4, OUT))
 
 
 @parametrize(
@@ -113,7 +113,7 @@ def test_empty_products():
         (lambda: on("tensor", "hopper", promote=-1), "promote must be 0"),
         (
             lambda: fp8.convert(
-                nn.Sequential(nn.Linear(IN, OUT)),
+                linears(IN, OUT),
                 on("tensor", "hopper"),
                 backend="native",
             ),
@@ -135,11 +135,11 @@ def test_a_second_derivative_is_refused():
 
 def test_rules_keep_the_sums_of_a_recipe():
     policy = fp8.Policy(on("tensor", "hopper"), rules=[("*", "grad_weight", None)])
-    layer = fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), policy)[0]
+    layer = fp8.convert(linears(IN, OUT), policy)[0]
     assert layer.fp8_recipe.accumulate == "hopper"
     mixed = fp8.Policy(on("tensor", "hopper"), rules=[("*", "grad_weight", "row")])
     with refuses("different sums"):
-        fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), mixed)
+        fp8.convert(linears(IN, OUT), mixed)
 
 
 @parametrize("kind", ["attention", "convolution", "grouped"])
@@ -161,7 +161,7 @@ def test_batches_are_single_products():
     recipe = on("unit", "ada")
     batched = matmul(a, b, recipe=recipe)
     single = torch.stack([matmul(a[i], b[i], recipe=recipe) for i in range(3)])
-    assert torch.equal(batched, single)
+    assert_same(batched, single)
 
 
 def test_a_product_of_an_uncast_operand_is_torchs():
@@ -170,5 +170,5 @@ def test_a_product_of_an_uncast_operand_is_torchs():
     recipe = fp8.Recipe(name="half", weight=cast, grad=cast, accumulate="hopper")
     got = three(recipe, torch.bfloat16)
     want = three(dataclasses.replace(recipe, accumulate=None), torch.bfloat16)
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[2], want[2])
+    assert_same(got[0], want[0])
+    assert_same(got[2], want[2])
