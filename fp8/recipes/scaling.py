@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.compiler import compiled_as, eager_only
+from ..common.compiler import compiled_as, eager_only, reads_values
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format
@@ -349,9 +349,10 @@ def static_rms(format: Format) -> float:
 MOVED = 6.0
 
 
-def _measured_scale(x: Tensor, scale: Tensor, format: Format) -> Tensor:
-    """``scale``; that of ``x``, finite, where it is not set, ``x`` saturates, or `MOVED`."""
-    now = nearest_power(second_moment(x) / (x.numel() * static_rms(format) ** 2))
+def _measured_scale(x: Tensor, moment: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """``scale``; that of ``x``, finite, where it is not set, ``x`` saturates, or `MOVED`. moment:
+    the sum of squares of x."""
+    now = nearest_power(moment / (x.numel() * static_rms(format) ** 2))
     largest = _largest_of(x)
     # The least power of two at which nothing saturates, for operands with few large elements.
     least = (largest / format.max).log2().ceil().clamp(SMALLEST, LARGEST).exp2()
@@ -370,6 +371,16 @@ def _largest_of(x: Tensor) -> Tensor:
     return largest_magnitude(x.detach()).float()
 
 
+def _is_finite(moment: Tensor) -> bool:
+    """Whether a sum is known to be finite without synchronization."""
+    if not reads_values(moment):
+        return False
+    try:
+        return bool(moment < torch.inf)
+    except RuntimeError:  # under vmap, or while tracing
+        return False
+
+
 def _static_scale(x: Tensor, state: Tensor, format: Format, record: bool) -> Tensor:
     """The scale in ``state``. If that has a dimension, (1,), it is measured of ``x`` as in
     `_measured_scale`, and stored (record) if finite."""
@@ -378,10 +389,14 @@ def _static_scale(x: Tensor, state: Tensor, format: Format, record: bool) -> Ten
         return _read(scale)
     if x.numel():
         x = x.detach()
-        clean = _zero_where_not(x.abs() < torch.inf, x)
-        now = _measured_scale(clean, scale, format)
+        moment = second_moment(x)
+        if _is_finite(moment):  # the usual case, without three passes over memory
+            now = _measured_scale(x, moment, scale, format)
+        else:
+            clean = _zero_where_not(x.abs() < torch.inf, x)
+            now = _measured_scale(clean, second_moment(clean), scale, format)
         if record:
-            stored = torch.where(second_moment(x) < torch.inf, now, scale)
+            stored = torch.where(moment < torch.inf, now, scale)
             if not _is_set_outside(state, stored):
                 refuse_transformed(stored)
                 state.copy_(stored)
