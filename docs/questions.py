@@ -249,6 +249,90 @@ def _optimizer_loss(rows: list[Row]) -> str:
 
 
 def _stats(rows: list[Row]) -> str:
+    looks = [row for row in rows if "cost" in row]
+    return "; ".join(
+        f"{row['name'].removesuffix(', looks')}, 1 step in {row['every']}: {row['cost']:.1%}"
+        for row in looks
+    )
+
+
+def _optimizers(rows: list[Row]) -> str:
+    ours = [row for row in rows if row["name"].startswith("fp8 compiled, ")]
+    ours = [row for row in ours if "blocks" not in row["name"]]
+    low, high = (pick(row["ratio"] for row in ours) for pick in (min, max))
+    return f"{low:.1f} to {high:.1f} of the time of torch's fused AdamW, compiled"
+
+
+def _norms(rows: list[Row]) -> str:
+    found = named(rows)
+    case = "forward, 64x96x56x56 float32"
+
+    def ratio(function: str, layout: str) -> str:
+        return f"{found[f'{function}, {case} {layout}']['ratio']:.2f}"
+
+    eager, compiled = "permute-norm-permute, eager", "permute-norm-permute, compiled"
+    return (
+        f"Forward, eager, float32: {ratio('ours, eager', 'contiguous')} contiguous, where timm's, "
+        f"whose result is channels-last, takes {ratio(eager, 'contiguous')}, and "
+        f"{ratio('ours, eager', 'channels_last')} channels_last. timm's compiled: "
+        f"{ratio(compiled, 'contiguous')} and {ratio(compiled, 'channels_last')}"
+    )
+
+
+def _preflight(rows: list[Row]) -> str:
+    every = named(rows)["all"]
+    parts = [
+        f"It recommends a policy in {every['recommended']} models; the loss is within 0.01 of the "
+        f"best one, or the interval, in {every['within']}",
+        f"Kendall's tau of update error and gap: {every['tau']} of all pairs of recipes, "
+        f"{every['tau_of_these']} of those that differ by more than their interval, "
+        f"{every['tau_of_those']} of those that also are more than 0.01 apart",
+        f"update error of the layers that the search keeps, against the first or last: "
+        f"{every['kept_error']}",
+    ]
+    return "; ".join(parts)
+
+
+def _defaults(rows: list[Row]) -> str:
+    changed = {
+        row["name"]: [v for k, v in row.items() if k != "name"] for row in rows[1:]
+    }
+    return "Worst and best change of the loss by " + "; ".join(
+        f"{name}: {max(gaps):+.3f}, {min(gaps):+.3f}" for name, gaps in changed.items()
+    )
+
+
+def _sizes(rows: list[Row]) -> str:
+    return "Best rate, relative to the default: " + ", ".join(
+        f"{row['name']} {row['best']}" for row in rows
+    )
+
+
+def _strangers(rows: list[Row]) -> str:
+    models, run, unit, trained = (
+        sum(row[key] for row in rows) for key in ("models", "run", "unit", "trained")
+    )
+    return (
+        f"{run} of {models} models run; in {unit}, at least 97 % of the casts of a step keep the "
+        f"precision of their format, in {trained} after 20 steps of training too"
+    )
+
+
+def _zoo(rows: list[Row]) -> str:
+    verified = sum(row["result"] == "verified" for row in rows)
+    return (
+        f"In {verified} of {len(rows)} architectures, at least 97 % of the casts keep the "
+        "precision of their format, in the second step and after 20"
+    )
+
+
+def _optimizer_loss(rows: list[Row]) -> str:
+    return "Gap to AdamW with float32 states: " + "; ".join(
+        f"{row['name']}: {row['gap']:+.3f}" for row in rows if "gap" in row
+    )
+
+
+def _stats(rows: list[Row]) -> str:
     sampled = [row for row in rows if "cost_at_1_in_50" in row]
     return "Sampling 1 step in 50: " + "; ".join(
         f"{row['name'].partition(',')[0]} {row['cost_at_1_in_50']:.2%}"
@@ -449,7 +533,9 @@ QUESTIONS: dict[str, Question] = {
         text="How long does a simulated cast to e4m3 take, relative to a copy?",
         answer=ratios("compiled nearest", "compiled stochastic", "eager nearest"),
     ),
-    "stats": Question(text="How much time does `fp8.stats` cost?", answer=_stats),
+    "stats": Question(
+        text="How much time do `fp8.stats` and `fp8.record` cost?", answer=_stats
+    ),
     "norms": Question(
         text="How close is LayerNorm2d to the time of copying its input?", answer=_norms
     ),
