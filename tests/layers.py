@@ -13,6 +13,7 @@ LAYERS = {
     """,
     "fp8.lab": """
         sums hardware stats page doctor setups trace record parity forecast preflight blame
+        alarm
     """,
     "unit_scaling": """
         version common constraints scale rules core ops functional checks parameter layers modules

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -143,7 +143,17 @@ def blame(
     check_number("threshold", threshold)
     if not threshold > 1:
         raise ValueError(f"threshold must be above 1, got {threshold}")
-    replay = _Replay(model, batch, policy, loss, optimizer)
+    replay = Replay(model, [batch], policy, loss, optimizer)
+    if not replay.layers:
+        raise ValueError(
+            "blame: no layer of the model is converted: pass the policy it trains under, or "
+            "convert it with fp8.convert"
+        )
+    return blamed(replay, threshold)
+
+
+def blamed(replay: Replay, threshold: float) -> Blame:
+    """The `Blame` of replays of converted layers."""
     low, high = replay([]), replay([LayerRule("*")])
     if not all(map(math.isfinite, high.judged)) or not _is_faulty(low, high, threshold):
         return Blame(low, high, (), None, replay.count)
@@ -158,48 +168,46 @@ def _is_faulty(step: Step, high: Step, threshold: float) -> bool:
     )
 
 
-class _Replay:
-    """Replays a step under rules, on copies of the model and optimizer. count: of the replays."""
+class Replay:
+    """Replays steps under rules, on copies of the model and optimizer.
+
+    Attributes:
+        layers: the name of each converted layer -> its recipe.
+        count: of the replays.
+
+    Args:
+        batches: one for each step. The result is that of the last one.
+        begin: called before the first step of each replay.
+    """
 
     def __init__(
-        self, model: nn.Module, batch: Batch, policy: Any, loss: Any, optimizer: Any
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        policy: Policy | Recipe | str | None,
+        loss: Loss | None,
+        optimizer: Optimizer | None,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
-        self._model, self._batch, self._policy = model, batch, policy
-        self._loss, self._optimizer = loss, optimizer
+        self._model, self._batches, self._policy = model, batches, policy
+        self._loss, self._optimizer, self._begin = loss, optimizer, begin
         self.count = 0
         copied, *_ = self._copies()
         self.layers = {
             name: layer.fp8_recipe for name, layer in converted(copied).items()
         }
-        if not self.layers:
-            raise ValueError(
-                "blame: no layer of the model is converted: pass the policy it trains under, or "
-                "convert it with fp8.convert"
-            )
 
     def __call__(self, rules: Sequence[LayerRule]) -> Step:
         self.count += 1
         model, optimizer, loss = self._copies()
-        parameters = [p for p in model.parameters() if p.requires_grad]
         rules_in_force = override(model, *rules) if rules else nullcontext()
         with seeded(None), torch.enable_grad(), quiet(), rules_in_force:
-            value = loss_of(model, self._batch, loss)
-            if not value.requires_grad:
-                raise ValueError(
-                    "blame: the loss does not depend on a parameter that is trained"
-                )
-            model.zero_grad()
-            if isinstance(loss, nn.Module):
-                loss.zero_grad()
-            value.backward()
-            grads = [p.grad.detach().float() for p in parameters if p.grad is not None]
-            norm = torch.stack([torch.linalg.vector_norm(g) for g in grads]).norm()
-            after = None
-            if optimizer is not None:
-                optimizer.step()
-                with torch.no_grad():
-                    after = float(loss_of(model, self._batch, loss))
-        return Step(float(value.detach()), float(norm), after)
+            self._begin()
+            for batch in self._batches:
+                step = _step(model, batch, loss, optimizer)
+                if not math.isfinite(step.loss):
+                    break
+        return step
 
     def _copies(self) -> tuple[nn.Module, Optimizer | None, Loss | None]:
         model, optimizer, loss = training_copy(self._model, self._optimizer, self._loss)
@@ -207,6 +215,30 @@ class _Replay:
             with quiet():
                 model = convert(model, self._policy)
         return model, optimizer, loss
+
+
+def _step(
+    model: nn.Module, batch: Batch, loss: Loss | None, optimizer: Optimizer | None
+) -> Step:
+    """Makes a step."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    value = loss_of(model, batch, loss)
+    if not value.requires_grad:
+        raise ValueError(
+            "blame: the loss does not depend on a parameter that is trained"
+        )
+    model.zero_grad()
+    if isinstance(loss, nn.Module):
+        loss.zero_grad()
+    value.backward()
+    grads = [p.grad.detach().float() for p in parameters if p.grad is not None]
+    norm = torch.stack([torch.linalg.vector_norm(g) for g in grads]).norm()
+    after = None
+    if optimizer is not None:
+        optimizer.step()
+        with torch.no_grad():
+            after = float(loss_of(model, batch, loss))
+    return Step(float(value.detach()), float(norm), after)
 
 
 class _Part(NamedTuple):
@@ -217,7 +249,7 @@ class _Part(NamedTuple):
 
 
 def _at_fault(
-    replay: _Replay, is_repaired: Callable[[Step], bool]
+    replay: Replay, is_repaired: Callable[[Step], bool]
 ) -> tuple[LayerRule, ...]:
     """Rules for the casts at fault: of layers, then of products, then of operands."""
 
@@ -240,7 +272,7 @@ def _at_fault(
 
 
 def _split(
-    replay: _Replay, whole: _Part, pieces: Iterable[frozenset[int]]
+    replay: Replay, whole: _Part, pieces: Iterable[frozenset[int]]
 ) -> list[_Part]:
     """For each of ``pieces`` in a part, the fewest casts that include it and may be in high
     precision alone: both operands of a product that are rotated alike, both casts of an operand
