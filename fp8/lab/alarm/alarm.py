@@ -171,7 +171,7 @@ class Alarm:
         self._kept: State | None = None
         self._keep(state_of(0, self._model, parts))
         self.batches: list[Batch] = []
-        self._losses, self._norms = Band(is_level=True), Band(is_level=False)
+        self._losses, self._norms = Band(falls=True), Band(falls=False)
         self._least: dict[tuple[str, str], float] = {}
         self._is_late = True
         self._reset()
