@@ -236,8 +236,8 @@ def _step(
     after = None
     if optimizer is not None:
         optimizer.step()
-        with torch.no_grad():
-            after = float(loss_of(model, batch, loss))
+        # With gradients, by which a loss is found in an output.
+        after = float(loss_of(model, batch, loss).detach())
     return Step(float(value.detach()), float(norm), after)
 
 

@@ -74,6 +74,9 @@ class Rule(NamedTuple):
     says: str
 
 
+LOSS, CASTS = "loss above its band", "casts lose more"
+
+
 def _is_wrong(value: float | None) -> bool:
     return value is not None and not math.isfinite(value)
 
@@ -81,7 +84,7 @@ def _is_wrong(value: float | None) -> bool:
 RULES = (
     Rule("loss not finite", 1, lambda seen: _is_wrong(seen.loss), "the loss is {loss}"),
     Rule(
-        "loss above its band",
+        LOSS,
         3,  # single losses leave it in healthy runs: `FACTOR` of the band
         lambda seen: seen.high_loss,
         "the loss is {loss:.4g}, for the third time above its band",
@@ -99,7 +102,7 @@ RULES = (
         "weights or states are not finite: {names}",
     ),
     Rule(
-        "casts lose more",
+        CASTS,
         2,  # a static scale is set anew after the first look
         lambda seen: seen.casts > 0,
         "in two successive looks, {names}",
@@ -173,7 +176,7 @@ class Alarm:
         self.batches: list[Batch] = []
         self._losses, self._norms = Band(falls=True), Band(falls=False)
         self._least: dict[tuple[str, str], float] = {}
-        self._is_late = True
+        self._is_late, self._is_restored = True, False
         self._reset()
         self._watches = _watches(self._model)
         for watch in self._watches:
@@ -240,13 +243,15 @@ class Alarm:
             return None
         if self._calls == 1:
             self._is_late = bool(self._pending)
+        if self._is_restored:
+            self.batches, self._is_restored = [], False
         if batch is not None:
             self.batches.append(copied(batch))
             self._later.append(self.batches[-1])
         seen = self._observe(loss, grad_norm)
         looked, self._looked = self._looked is not None, None
         for rule in RULES:
-            if rule.name == "casts lose more" and not looked:
+            if rule.name == CASTS and not looked:
                 continue
             self._strikes[rule.name] += 1
             if not rule.holds(seen):
@@ -267,7 +272,7 @@ class Alarm:
         kept = self.state
         kept.load(self._model, self._parts)
         self._reset()
-        self.batches = []
+        self._is_restored = True
         for watch in self._watches:
             watch.looks = True
         return kept.step
@@ -289,18 +294,29 @@ class Alarm:
             batches = [*batches[:-1], batch]
         if not batches:
             raise ValueError("blame needs the batch: pass it, or give batches to step")
-        is_optimizer = [isinstance(part, Optimizer) for part in self._parts]
-        kept = self.state
-        optimizer: Any = None
-        states = None
-        # A replay steps one optimizer; with several, none.
-        if sum(is_optimizer) == 1:
-            optimizer = self._parts[is_optimizer.index(True)]
-            states = kept.parts[is_optimizer.index(True)]
-        limit = self._limit
-        return judge(
-            Subject(self._model, optimizer, kept, states, limit, batches, loss)
+        optimizer, state = self._stepped()
+        subject = Subject(
+            model=self._model,
+            optimizer=optimizer,
+            kept=self.state,
+            optimizer_state=state,
+            limit=self._limit,
+            batches=batches,
+            loss=loss,
+            casts=self.alert.what if self._is_of_casts() else "",
         )
+        return judge(subject)
+
+    def _is_of_casts(self) -> bool:
+        return self.alert is not None and self.alert.rule == CASTS
+
+    def _stepped(self) -> tuple[Optimizer | None, dict[str, Any] | None]:
+        """The optimizer that replays step, and its last good state; of several ones, none."""
+        pairs = zip(self._parts, self.state.parts, strict=True)
+        found = [(p, state) for p, state in pairs if isinstance(p, Optimizer)]
+        if len(found) == 1:
+            return found[0]
+        return None, None
 
     def checked(self, checkpoint: T) -> T:
         """Returns a checkpoint whose tensors are finite: ``torch.save(alarm.checked(x), path)``
@@ -387,13 +403,13 @@ class Alarm:
     def _is_high(self, band: Band, value: float | None) -> bool:
         if value is None or not math.isfinite(value):
             return False
-        if band is self._losses and not self._strikes["loss above its band"]:
+        if band is self._losses and not self._strikes[LOSS]:
             self._limit = band.limit
         return band.add(value)
 
     def _look_again(self, casts: int) -> None:
         """The second look at casts that lose more comes in the next pass."""
-        if casts and not self._strikes["casts lose more"]:
+        if casts and not self._strikes[CASTS]:
             for watch in self._watches:
                 watch.looks = True
 

@@ -52,10 +52,11 @@ class Subject:
     Attributes:
         model, optimizer: of the state of now. They are copied.
         kept: the last good state.
-        parts: the optimizer and the others, in the order of those of ``kept``.
+        optimizer_state: that of ``optimizer`` in it.
         limit: the largest usual loss.
         batches: those since the last good state; the last one is judged.
         loss: as of `fp8.blame`.
+        casts: those that the alarm went off for, and what they lose; "" if for something else.
     """
 
     model: nn.Module
@@ -65,6 +66,7 @@ class Subject:
     limit: float
     batches: Sequence[Batch]
     loss: Loss | None
+    casts: str
 
     def is_fine(self, value: float | None) -> bool:
         """Whether a loss is finite and in its band."""
@@ -159,6 +161,9 @@ def _of_training(subject: Subject, then: Replay) -> Verdict:
     nothing = "" if then.layers else "no layer is converted, nothing is FP8; "
     broken = not_finite(dict(subject.model.named_parameters()))
     loss = math.nan if broken else _high(subject.replay(now=True)).loss
+    if subject.is_fine(loss) and subject.casts:
+        what = f"{subject.casts}; the loss does not show it yet"
+        return Verdict("fp8", what)
     if subject.is_fine(loss):
         what = (
             "the step is usual in high precision, from the last good state and from now"
