@@ -85,9 +85,9 @@ RULES = (
     Rule("loss not finite", 1, lambda seen: _is_wrong(seen.loss), "the loss is {loss}"),
     Rule(
         LOSS,
-        3,  # single losses leave it in healthy runs: `FACTOR` of the band
+        4,  # single losses leave it in healthy runs: `FACTOR` of the band
         lambda seen: seen.high_loss,
-        "the loss is {loss:.4g}, for the third time above its band",
+        "the loss is {loss:.4g}, for the fourth time above its band",
     ),
     Rule(
         "gradient norm above its band",
@@ -303,12 +303,14 @@ class Alarm:
             limit=self._limit,
             batches=batches,
             loss=loss,
-            casts=self.alert.what if self._is_of_casts() else "",
+            casts=self._casts_at_fault(),
         )
         return judge(subject)
 
-    def _is_of_casts(self) -> bool:
-        return self.alert is not None and self.alert.rule == CASTS
+    def _casts_at_fault(self) -> str:
+        if self.alert is None or self.alert.rule != CASTS:
+            return ""
+        return self.alert.what
 
     def _stepped(self) -> tuple[Optimizer | None, dict[str, Any] | None]:
         """The optimizer that replays step, and its last good state; of several ones, none."""

@@ -10,15 +10,18 @@ from itertools import pairwise
 WINDOW = 128
 """The values that a band is measured on, as in OLMo-core's SkipStepOptimizer, which also takes 6
 standard deviations of the loss and of the gradient norm."""
+RECENT = 32
+"""The last values that the median of a falling quantity is one of; of 128, it is far above a loss
+that falls fast."""
 LEAST = 16
 """The number of values below which there is no band."""
 SIGMAS = 6.0
 FACTOR = 2.0
 """The least upper limit, as a multiple of the usual value. Of 60 healthy runs of 500 steps
 (benchmarks.problems; high precision, "tensor" and "static"), with a warm-up, a rate drop, noisier
-data and a bad batch every 41 steps, none has two successive losses above the limit, nor, of 4
-sigmas, three; 29 have single ones. None has eight successive gradient norms above it, of 4 sigmas
-either."""
+data and a bad batch every 41 steps, none has four successive losses above the limit, nor above
+that of 4 sigmas, nor three; most have single ones. None has eight successive gradient norms above
+it, nor above that of 4 sigmas."""
 NORMAL = 1.4826
 """The standard deviation of a normal distribution over its median absolute deviation."""
 
@@ -27,14 +30,14 @@ class Band:
     """The upper limit of usual values: the median, plus 6 robust standard deviations or a factor of
     2, whichever is more; of logarithms, while all values are positive.
 
-    Both are of the last 128 values: spikes among them do not widen the band, as they widen one of
+    Both are of the last 128 values. Spikes among these do not widen the band, as they widen one of
     means.
 
     Args:
-        falls: whether the quantity only falls, as a loss. The median is then the lowest one so far,
-            and the deviation that of differences of successive values: a slow rise, which a window
-            follows, leaves the band, and a fast fall does not widen it. Gradient norms may rise
-            for good.
+        falls: whether the quantity only falls, as a loss. The median is then the lowest one so far
+            of 32 values, and the deviation that of successive differences: a slow rise, which a
+            window follows, leaves the band, and a fast fall does not widen it. Gradient norms may
+            rise for good.
     """
 
     def __init__(self, falls: bool) -> None:
@@ -51,9 +54,7 @@ class Band:
         """The largest usual value; Inf while there are fewer than 16."""
         if len(self._values) < LEAST:
             return math.inf
-        usual = statistics.median(self._values)
-        if self._falls:
-            usual = min(usual, self._lowest)
+        usual = self._lowest if self._falls else statistics.median(self._values)
         if min(usual, *self._values) <= 0:
             spread = self._deviation(list(self._values))
             return usual + max(SIGMAS * spread, (FACTOR - 1) * abs(usual))
@@ -75,5 +76,6 @@ class Band:
         above = value > self.limit
         self._values.append(value)
         if len(self._values) >= LEAST:
-            self._lowest = min(self._lowest, statistics.median(self._values))
+            recent = list(self._values)[-RECENT:]
+            self._lowest = min(self._lowest, statistics.median(recent))
         return above
