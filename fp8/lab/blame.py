@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from typing import NamedTuple, TypeVar
 
@@ -149,19 +149,21 @@ def blame(
             "blame: no layer of the model is converted: pass the policy it trains under, or "
             "convert it with fp8.convert"
         )
-    return blamed(replay, threshold)
+    return blamed(replay, partial(is_faulty, threshold=threshold))
 
 
-def blamed(replay: Replay, threshold: float) -> Blame:
-    """The `Blame` of replays of converted layers."""
+def blamed(replay: Replay, is_faulty: Callable[[Step, Step], bool]) -> Blame:
+    """The `Blame` of replays of converted layers. is_faulty: whether a replay has a fault that the
+    one in high precision, which is finite, has not."""
     low, high = replay([]), replay([LayerRule("*")])
-    if not all(map(math.isfinite, high.judged)) or not _is_faulty(low, high, threshold):
+    if not all(map(math.isfinite, high.judged)) or not is_faulty(low, high):
         return Blame(low, high, (), None, replay.count)
-    rules = _at_fault(replay, lambda step: not _is_faulty(step, high, threshold))
+    rules = _at_fault(replay, lambda step: not is_faulty(step, high))
     return Blame(low, high, rules, replay(rules), replay.count)
 
 
-def _is_faulty(step: Step, high: Step, threshold: float) -> bool:
+def is_faulty(step: Step, high: Step, threshold: float = 2.0) -> bool:
+    """Whether a step is not finite, or above ``threshold`` times that in high precision."""
     pairs = zip(step.judged, high.judged, strict=True)
     return any(
         not math.isfinite(x) or x > y + (threshold - 1) * abs(y) for x, y in pairs

@@ -175,7 +175,7 @@ class Alarm:
         self._keep(state_of(0, self._model, parts))
         self.batches: list[Batch] = []
         self._losses, self._norms = Band(falls=True), Band(falls=False)
-        self._least: dict[tuple[str, str], float] = {}
+        self._least: dict[tuple[str, str, str], float] = {}
         self._is_late, self._is_restored = True, False
         self._reset()
         self._watches = _watches(self._model)
@@ -282,16 +282,16 @@ class Alarm:
         stays as it is. It needs the memory of two more models. Each rank judges its own batch.
 
         Args:
-            batch: the one whose step is judged. None: the last one that `step` got.
-            loss: a function of the model's output, whose values are those that `step` gets. None:
-                the output's ``loss``.
+            batch: the one whose step is judged. None: the last one that `step` got, and those since
+                the last good state, which show a harm that is small in each step.
+            loss: a function of the model's output, whose values are those that `step` gets; without
+                ``batch``, of any batch, whose targets it needs from the output. None: the output's
+                ``loss``.
 
         Raises:
             ValueError: without a batch; and as `fp8.blame`.
         """
-        batches = list(self.batches)
-        if batch is not None:
-            batches = [*batches[:-1], batch]
+        batches = self.batches if batch is None else [batch]
         if not batches:
             raise ValueError("blame needs the batch: pass it, or give batches to step")
         optimizer, state = self._stepped()
@@ -439,7 +439,8 @@ class Alarm:
         """Notes the casts that lose more than they did: by `LOST` more of their elements."""
         self._looked = self._looked or []
         for row in rows:
-            share, key = row.zero + row.saturated, (row.layer, row.operand)
+            share = row.zero + row.saturated
+            key = (row.layer, row.operand, row.format)
             least = self._least.setdefault(key, share)
             self._least[key] = min(least, share)
             if not row.format or share - least <= LOST:

@@ -15,11 +15,8 @@ from ...common.copies import training_copy
 from ...common.step import Batch, Loss
 from ...recipes.history import histories
 from ...recipes.policy import LayerRule
-from ..blame import Blame, Replay, Step, blamed
+from ..blame import Blame, Replay, Step, blamed, is_faulty
 from .state import State, not_finite, set_scales
-
-THRESHOLD = 2.0
-"""That of `fp8.blame`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,24 +111,24 @@ def _high(replay: Replay) -> Step:
 def _of_fp8(subject: Subject, then: Replay) -> Verdict | None:
     """A fault that high precision removes: in the step from the last good state, with its scales or
     those of now; in the step of now; in the steps since then."""
-    told = blamed(then, THRESHOLD)
+    told = blamed(then, is_faulty)
     if told.rules:
         return _verdict(told, "the step from the last good state")
-    scaled = subject.replay(scales_of_now=True)
-    told = blamed(scaled, THRESHOLD)
+    told = blamed(subject.replay(scales_of_now=True), is_faulty)
     if told.rules:
         return _verdict(told, "the last good weights with the scales of now")
     if not not_finite(dict(subject.model.named_parameters())):
         now = subject.replay(now=True)
         # Where high precision fails too, the weights are broken, and differences are chance.
         if subject.is_fine(_high(now).loss):
-            told = blamed(now, THRESHOLD)
+            told = blamed(now, is_faulty)
             if told.rules:
                 return _verdict(told, "the step from the state of now")
     if len(subject.batches) > 1:
+        # What low precision harms a little in each step.
         path = subject.replay(path=True)
-        if subject.is_fine(_high(path).loss) and not subject.is_fine(path([]).loss):
-            told = blamed(path, THRESHOLD)
+        if subject.is_fine(_high(path).loss):
+            told = blamed(path, lambda step, high: not subject.is_fine(step.loss))
             if told.rules:
                 what = f"the {len(subject.batches)} steps since the last good state"
                 return _verdict(told, what)

@@ -109,6 +109,45 @@ def test_whose_fault(name):
     assert len(alarm.batches) < 40
 
 
+class WithLoss(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return F.mse_loss(self.net(x), x[:, :8].tanh())
+
+
+def test_a_harm_that_is_small_in_each_step():
+    """Gradients that saturate while weights decay: one step shows nothing, the steps since the last
+    good state do."""
+    net, _ = network("static")
+    model = WithLoss(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, weight_decay=0.02)
+    alarm = Alarm(model, optimizer, every=10)
+    for step in range(400):
+        if step == 200:
+            for i in (0, 2, 4):
+                stale(f"{i}.fp8_scale_grad", 2**-30)(net, optimizer, None, 0)
+        x = torch.randn(64, 16)
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        if alarm.step(loss, x):
+            break
+    assert alarm.alert.rule == "loss above its band"
+    assert alarm.blame(x).kind == "training"
+    verdict = alarm.blame()
+    assert verdict.kind == "fp8"
+    assert "steps since the last good state" in verdict.what
+    assert {rule.product for rule in verdict.blame.rules} <= {
+        "grad",
+        "grad_weight.grad",
+        "grad_input.grad",
+    }
+
+
 def test_the_state_that_comes_back(tmp_path):
     """Of a file and of memory; the run goes on, and another one from the state is the same."""
     for path in (None, tmp_path / "good.pt"):
