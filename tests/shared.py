@@ -70,6 +70,12 @@ def linears(width, *parts):
     return nn.Sequential(*layers)
 
 
+def tied(model):
+    """Its head has the weight of its embedding."""
+    model.head.weight = model.embed.weight
+    return model
+
+
 def both(one, other):
     """The parameters of two models in pairs."""
     return zip(one.parameters(), other.parameters(), strict=True)

@@ -1,12 +1,10 @@
 """Measurements of casts of tensors, for the rows of `docs.papers.NUMBERS`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 from torch import nn
@@ -21,12 +19,8 @@ GUARDED = dataclasses.replace(NVFP4, rule="e4m3_guarded", rounding="stochastic")
 EDEN = fp8.RECIPES["quartet2"].grad
 
 
-class Measured(NamedTuple):
-    """Numbers, their standard errors, and those of the published sample; zeros where exact."""
-
-    values: list[float]
-    errors: list[float]
-    published_errors: list[float]
+Measured = namedtuple("Measured", "values errors published_errors")
+"""Numbers, their standard errors, and those of the published sample; zeros where exact."""
 
 
 def measured(values, errors, published=None):

@@ -18,18 +18,13 @@ from unit_scaling.transforms import unit_scale
 SIZE = 8
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.act = (
-            nn.LayerNorm(SIZE),
-            nn.Linear(SIZE, SIZE),
-            nn.GELU(),
-        )
-        self.down = nn.Linear(SIZE, SIZE)
+def residual(m, x):
+    return x + m.down(m.act(m.up(m.norm(x))))
 
-    def forward(self, x):
-        return x + self.down(self.act(self.up(self.norm(x))))
+
+def block():
+    up, down = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+    return Net(residual, norm=nn.LayerNorm(SIZE), up=up, act=nn.GELU(), down=down)
 
 
 def wrapped(inner):
@@ -52,7 +47,7 @@ def plain():
     """Of weights of many sizes, so that a number of another one shows."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(SIZE, SIZE), Block(), Block(), nn.Linear(SIZE, SIZE)
+        nn.Linear(SIZE, SIZE), block(), block(), nn.Linear(SIZE, SIZE)
     )
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
@@ -150,7 +145,7 @@ def test_adapters_on_a_model_that_has_not_run():
 
 def test_a_forward_around_that_of_the_model():
     """As accelerate's, for mixed precision."""
-    inner = nn.Sequential(Block(), nn.Linear(SIZE, SIZE))
+    inner = nn.Sequential(block(), nn.Linear(SIZE, SIZE))
     model, reference = unit_scale(inner), unit_scale(inner)
     forward = model.forward
     model.forward = lambda x: forward(x).float().relu()

@@ -1,11 +1,8 @@
 """What people compute with a model and around it: in its first call after `unit_scale` it is what
 the plain class computes from the same values, with the same gradients."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import pytest
 import torch
@@ -34,12 +31,9 @@ pytestmark = pytest.mark.filterwarnings(
 IN, HIDDEN, OUT = 8, 16, 4
 
 
-class Use(NamedTuple):
-    """make: the plain model. run: uses a model and an input that requires a gradient, and returns
-    tensors to compare besides all gradients."""
-
-    make: Callable[[], nn.Module]
-    run: Callable[[Any, Tensor], Any]
+Use = namedtuple("Use", "make run")
+"""make: the plain model. run: uses a model and an input that requires a gradient, and returns
+tensors to compare besides all gradients."""
 
 
 USES = {}

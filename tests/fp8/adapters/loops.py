@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.shared import Net, seeded
+from tests.shared import Net, seeded, tied
 
 
 def logits(m, tokens):
@@ -17,16 +17,16 @@ def logits(m, tokens):
 
 def small(width=32):
     """A tied embedding and head around two layers and a norm."""
-    model = Net(
-        logits,
-        embed=nn.Embedding(32, width),
-        up=nn.Linear(width, 2 * width),
-        down=nn.Linear(2 * width, width),
-        norm=nn.LayerNorm(width),
-        head=nn.Linear(width, 32, bias=False),
+    return tied(
+        Net(
+            logits,
+            embed=nn.Embedding(32, width),
+            up=nn.Linear(width, 2 * width),
+            down=nn.Linear(2 * width, width),
+            norm=nn.LayerNorm(width),
+            head=nn.Linear(width, 32, bias=False),
+        )
     )
-    model.head.weight = model.embed.weight
-    return model
 
 
 def batches(steps=4, start=0):

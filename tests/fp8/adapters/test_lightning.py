@@ -23,6 +23,7 @@ from tests.shared import (
     refuses,
     said,
     theirs,
+    tied,
 )
 
 with quietly():
@@ -46,18 +47,18 @@ def logits(m, tokens):
 def net():
     """What Lightning's own conversion loses: a tie, a frozen layer, a norm without weight, a
     layer of an odd size before others, attention."""
-    model = Net(
-        logits,
-        embed=nn.Embedding(32, 32),
-        attention=nn.MultiheadAttention(32, 2, batch_first=True),
-        norm=nn.LayerNorm(32, elementwise_affine=False),
-        up=nn.Linear(32, 24),
-        down=nn.Linear(24, 32),
-        frozen=nn.Linear(32, 32).requires_grad_(False),
-        head=nn.Linear(32, 32, bias=False),
+    return tied(
+        Net(
+            logits,
+            embed=nn.Embedding(32, 32),
+            attention=nn.MultiheadAttention(32, 2, batch_first=True),
+            norm=nn.LayerNorm(32, elementwise_affine=False),
+            up=nn.Linear(32, 24),
+            down=nn.Linear(24, 32),
+            frozen=nn.Linear(32, 32).requires_grad_(False),
+            head=nn.Linear(32, 32, bias=False),
+        )
     )
-    model.head.weight = model.embed.weight
-    return model
 
 
 OPTIMIZERS = {

@@ -23,6 +23,7 @@ from tests.shared import (
     parametrize,
     proves,
     refuses,
+    tied,
     warns,
 )
 
@@ -32,22 +33,22 @@ pytestmark = pytest.mark.usefixtures("te")
 def various():
     """An odd layer before others, ties, two names, a frozen layer, norms of every kind."""
     a = nn.Linear(32, 32)
-    model = Net(
-        embed=nn.Embedding(48, 32),
-        odd=nn.Linear(32, 10),
-        back=nn.Linear(10, 32),
-        a=a,
-        b=a,
-        frozen=nn.Linear(32, 32).requires_grad_(False),
-        norm=nn.LayerNorm(32, eps=1e-3),
-        rms=nn.RMSNorm(32),
-        plain=nn.LayerNorm(32, elementwise_affine=False),
-        unbiased=nn.LayerNorm(32, bias=False),
-        wide=nn.LayerNorm((4, 32)),
-        head=nn.Linear(32, 48, bias=False),
+    return tied(
+        Net(
+            embed=nn.Embedding(48, 32),
+            odd=nn.Linear(32, 10),
+            back=nn.Linear(10, 32),
+            a=a,
+            b=a,
+            frozen=nn.Linear(32, 32).requires_grad_(False),
+            norm=nn.LayerNorm(32, eps=1e-3),
+            rms=nn.RMSNorm(32),
+            plain=nn.LayerNorm(32, elementwise_affine=False),
+            unbiased=nn.LayerNorm(32, bias=False),
+            wide=nn.LayerNorm((4, 32)),
+            head=nn.Linear(32, 48, bias=False),
+        )
     )
-    model.head.weight = model.embed.weight
-    return model
 
 
 def mixed(m, x):

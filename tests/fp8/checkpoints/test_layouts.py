@@ -3,11 +3,11 @@
 The reference finds the scale of each number alone, in float64."""
 
 import json
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8
 from tests.fp8.checkpoints.reading import compressed_tensors
@@ -29,14 +29,9 @@ FP8 = torch.float8_e4m3fn
 E2M1 = [sign * x for sign in (1, -1) for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 
 
-class File(NamedTuple):
-    """The tensors of a layer "0" and their quantization_config, with the numbers in float64: codes,
-    and scales, one for each block."""
-
-    tensors: dict[str, Tensor]
-    config: dict[str, Any]
-    codes: Tensor
-    scales: Tensor
+File = namedtuple("File", "tensors config codes scales")
+"""The tensors of a layer "0" and their quantization_config, with the numbers in float64: codes, and
+scales, one for each block."""
 
 
 def numbers(shape, seed=0):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fp8.common.copies import deep_copy, sharing_copy, training_copy
-from tests.shared import assert_same, both, linears, parametrize, refuses
+from tests.shared import Net, assert_same, both, linears, parametrize, refuses
 
 
 class Runner:
@@ -18,7 +18,11 @@ class Runner:
         self.mlp = mlp
 
     def run(self, x):
-        return self.mlp["down"](torch.relu(self.mlp["up"](x)))
+        return through(self.mlp, x)
+
+
+def parts():
+    return nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
 
 
 def through(mlp, x):
@@ -49,11 +53,9 @@ def by_global(mlp):
 
 
 WAYS = {
-    "closure": lambda mlp: lambda x: mlp["down"](torch.relu(mlp["up"](x))),
-    "default": lambda mlp: lambda x, m=mlp: m["down"](torch.relu(m["up"](x))),
-    "keyword default": lambda mlp: (
-        lambda x, *, m=mlp: m["down"](torch.relu(m["up"](x)))
-    ),
+    "closure": lambda mlp: lambda x: through(mlp, x),
+    "default": lambda mlp: lambda x, m=mlp: through(m, x),
+    "keyword default": lambda mlp: lambda x, *, m=mlp: through(m, x),
     "partial": lambda mlp: partial(through, mlp),
     "partial of a closure": lambda mlp: partial(lambda m, x: through(mlp, x), None),
     "bound method": lambda mlp: Runner(mlp).run,
@@ -92,7 +94,7 @@ class Block(nn.Module):
     def __init__(self, way, place="attribute"):
         super().__init__()
         keep, self.call = PLACES[place]
-        self.mlp = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
+        self.mlp = parts()
         self.kept = keep(WAYS[way](self.mlp))
         self.head = nn.Linear(8, 4)
 
@@ -169,24 +171,18 @@ def test_what_cannot_be_copied_is_named():
 
 def test_a_step_of_copies_is_apart_from_the_caller_s():
     """The loss reads the copy, whether it is a function or a module, and the optimizer steps it."""
-    mlp = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
+    mlp = parts()
     by_global(mlp)
     margin = nn.Parameter(torch.zeros(()))
 
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-            self.norm = lambda: mlp["up"].weight.square().mean() * self.scale
-
-        def forward(self, y):
-            return y.square().mean() + self.norm()
-
+    module = Net(lambda m, y: y.square().mean() + m.norm())
+    module.scale = nn.Parameter(torch.ones(()))
+    module.norm = lambda: mlp["up"].weight.square().mean() * module.scale
     losses = {
         "global": GLOBALS.loss,
         "closure": lambda y: y.square().mean() + mlp["up"].weight.square().mean(),
         "of the optimizer": lambda y: (y - margin).square().mean(),
-        "module": Loss(),
+        "module": module,
     }
     for name, loss in losses.items():
         model = nn.Sequential(mlp["up"], mlp["down"])

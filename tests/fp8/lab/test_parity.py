@@ -27,25 +27,22 @@ from tests.shared import (
 WORDS = 32
 
 
-class Model(nn.Module):
+def twice(m, ids):
+    x = m.tokens(ids)
+    for block in m.blocks:
+        x = x + m.dropout(block(x))
+    logits = 4 * m.head(x)
+    return SimpleNamespace(logits=logits) if m.named else logits
+
+
+def network(named=False):
     """Ids to logits, by two blocks; the second one occurs twice."""
-
-    def __init__(self, named=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.named = named
-        self.tokens = nn.Embedding(WORDS, 64)
-        blocks = [linears(64, 64, nn.GELU, 64) for _ in range(2)]
-        self.blocks = nn.ModuleList([*blocks, blocks[1]])
-        self.head = nn.Linear(64, WORDS)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, ids):
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = x + self.dropout(block(x))
-        logits = 4 * self.head(x)
-        return SimpleNamespace(logits=logits) if self.named else logits
+    torch.manual_seed(0)
+    tokens = nn.Embedding(WORDS, 64)
+    blocks = [linears(64, 64, nn.GELU, 64) for _ in range(2)]
+    blocks, head = nn.ModuleList([*blocks, blocks[1]]), nn.Linear(64, WORDS)
+    parts = {"tokens": tokens, "blocks": blocks, "head": head}
+    return Net(twice, named=named, dropout=nn.Dropout(0.5), **parts)
 
 
 def prompts():
@@ -68,9 +65,9 @@ def divergence(log_q, log_p):
 @parametrize("named", [False, True])
 def test_the_figures_are_those_of_the_distributions(named):
     """By the definitions, from models that are converted here."""
-    model, ids = Model(), prompts()
+    model, ids = network(), prompts()
     given = {"train": "tensor", "rollout": "engine_row", "bound": 1.0}
-    found = fp8.parity(Model(named), ids, **given)
+    found = fp8.parity(network(named), ids, **given)
     divergences, squares, changed, differences = [], [], [], []
     for each in ids:
         log_q = logits(model, "tensor", each).log_softmax(-1)
@@ -91,7 +88,7 @@ def test_the_figures_are_those_of_the_distributions(named):
 
 
 def test_two_runs_are_equal_and_change_nothing():
-    model = Model()
+    model = network()
     before = deepcopy(model.state_dict())
     state = torch.get_rng_state()
     given = {"train": "static", "rollout": "engine_static", "bound": 1e-9}
@@ -107,11 +104,11 @@ def test_two_runs_are_equal_and_change_nothing():
 
 def test_the_trainer_s_model_as_it_is():
     """A converted and calibrated model keeps its scales, and its engine has none of them."""
-    model, ids = fp8.convert(Model(), "static"), prompts()
+    model, ids = fp8.convert(network(), "static"), prompts()
     fp8.calibrate(model, ids[0], lambda y: y.square().mean())
     found = fp8.parity(model, ids, rollout=fp8.Policy(None), bound=1.0)
     given = {"rollout": "engine_row", "bound": 1.0}
-    named = fp8.parity(Model(), ids, train=fp8.Policy(None), **given)
+    named = fp8.parity(network(), ids, train=fp8.Policy(None), **given)
     assert found.train == "as it is"
     assert found.kl > 0
     assert fp8.parity(model, ids, **given).kl != named.kl
@@ -120,7 +117,7 @@ def test_the_trainer_s_model_as_it_is():
 def test_the_layers_that_make_it():
     """With one layer in the recipe all of the difference is that layer's; with two, a lower one is
     left without the first of the list than without the second."""
-    model, ids = Model(), prompts()
+    model, ids = network(), prompts()
     high = fp8.Policy(None)
 
     def study(*layers):
@@ -224,13 +221,13 @@ def test_a_cache_in_fp8(scaling, axes, monkeypatch):
         (
             {"cache": "token"},
             ValueError,
-            "cache is for models of transformers, not a Model",
+            "cache is for models of transformers, not a Net",
         ),
         ({"by_layer": 1}, TypeError, "by_layer"),
     ],
 )
 def test_bad_arguments(changes, error, message):
-    given = {"model": Model(), "prompts": prompts()[0], "bound": 1.0} | changes
+    given = {"model": network(), "prompts": prompts()[0], "bound": 1.0} | changes
     given.setdefault("rollout", fp8.Policy(None))
     with refuses(message, error):
         fp8.parity(given.pop("model"), given.pop("prompts"), **given)
@@ -238,13 +235,13 @@ def test_bad_arguments(changes, error, message):
 
 SETUP = """
 import torch
-from tests.fp8.lab.test_parity import Model, prompts
+from tests.fp8.lab.test_parity import network, prompts
 
 def model():
-    return Model()
+    return network()
 
 def setup(seed):
-    return Model(), [{"input_ids": ids} for ids in prompts()], None
+    return network(), [{"input_ids": ids} for ids in prompts()], None
 """
 
 
@@ -260,7 +257,7 @@ def test_the_command(setup_file, tmp_path, capsys):
     common = [f"{setup_file}:setup", "--train", str(policy)]
     assert main(["parity", *common, "--bound", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    wanted = fp8.parity(Model(), prompts(), train="tensor", bound=1.0)
+    wanted = fp8.parity(network(), prompts(), train="tensor", bound=1.0)
     assert found == wanted.to_dict() | {"train": "mine"}
     assert main(["parity", *common, "--bound", "1e-9", "--total"]) == 1
     shown = capsys.readouterr().out
@@ -268,4 +265,4 @@ def test_the_command(setup_file, tmp_path, capsys):
     assert "without" not in shown
     alone = [f"{setup_file}:model", "--train", "none", "--bound", "1"]
     assert main(["parity", *alone]) == 2
-    assert "must return (model, batches[, loss]), got Model(" in capsys.readouterr().err
+    assert "must return (model, batches[, loss]), got Net(" in capsys.readouterr().err

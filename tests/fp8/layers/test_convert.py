@@ -17,6 +17,7 @@ from tests.shared import (
     linears,
     pairs,
     parametrize,
+    tied,
     warns,
 )
 
@@ -47,18 +48,18 @@ def first(output):
 def model():
     """Two names for one layer, a tied weight, a frozen one, a weight without a layer."""
     a = nn.Linear(8, 8)
-    model = Net(
-        lambda m, tokens: m.head(m.norm(m.b(m.a(m.embed(tokens)))) @ m.own),
-        embed=nn.Embedding(32, 8),
-        a=a,
-        b=a,
-        frozen=nn.Linear(8, 8).requires_grad_(False),
-        norm=nn.LayerNorm(8),
-        own=nn.Parameter(torch.randn(8, 8)),
-        head=nn.Linear(8, 32, bias=False),
+    return tied(
+        Net(
+            lambda m, tokens: m.head(m.norm(m.b(m.a(m.embed(tokens)))) @ m.own),
+            embed=nn.Embedding(32, 8),
+            a=a,
+            b=a,
+            frozen=nn.Linear(8, 8).requires_grad_(False),
+            norm=nn.LayerNorm(8),
+            own=nn.Parameter(torch.randn(8, 8)),
+            head=nn.Linear(8, 32, bias=False),
+        )
     )
-    model.head.weight = model.embed.weight
-    return model
 
 
 TOKENS = torch.arange(12).view(3, 4)

@@ -3,8 +3,8 @@
 import copy
 import importlib.util
 import json
+from collections import namedtuple
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,12 +31,7 @@ MIXED = fp8.Policy(
 )
 
 
-class Case(NamedTuple):
-    recipe: Any
-    dtype: torch.dtype = torch.float32
-    autocast: bool = False
-
-
+Case = namedtuple("Case", "recipe dtype autocast", defaults=(torch.float32, False))
 RECIPES = ("unit", "static", "tensor", "row", "row_gw_hp", MIXED)
 CASES = [
     *(Case(recipe) for recipe in RECIPES),
@@ -108,7 +103,7 @@ def test_the_file_is_short_and_clean(folder):
         assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES == 150
 
 
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LAYERS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 
 
 def many(blocks):

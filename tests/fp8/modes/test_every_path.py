@@ -13,63 +13,57 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from fp8 import Cast, Recipe
 from tests.fp8.blocks import block, keeper
-from tests.shared import in_one_graph, pairs, parametrize
+from tests.shared import Net, in_one_graph, pairs, parametrize
 
 WIDTH = 32
 
 
-class Attention(nn.Module):
+def attention(m, x):
     """The products inside are composed in one half of the heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.project, self.out = (
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH, bias=False),
-        )
-
-    def forward(self, x):
-        q, k, v = (
-            t.unflatten(-1, (4, 8)).transpose(1, 2)
-            for t in self.project(x).chunk(3, dim=-1)
-        )
-        fused = nn.functional.scaled_dot_product_attention(
-            q[:, :2], k[:, :2], v[:, :2], is_causal=True
-        )
-        composed = (q[:, 2:] @ k[:, 2:].mT * 8**-0.5).softmax(-1) @ v[:, 2:]
-        return x + self.out(torch.cat([fused, composed], 1).transpose(1, 2).flatten(2))
+    q, k, v = (
+        t.unflatten(-1, (4, 8)).transpose(1, 2) for t in m.project(x).chunk(3, dim=-1)
+    )
+    fused = nn.functional.scaled_dot_product_attention(
+        q[:, :2], k[:, :2], v[:, :2], is_causal=True
+    )
+    composed = (q[:, 2:] @ k[:, 2:].mT * 8**-0.5).softmax(-1) @ v[:, 2:]
+    return x + m.out(torch.cat([fused, composed], 1).transpose(1, 2).flatten(2))
 
 
-class Products(nn.Module):
+def products(m, x):
     """Products of parameters by other functions than linear, one parameter in two of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-        self.heads = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH**0.5)
-        self.mix = nn.Parameter(torch.randn(8, 8) / 8**0.5)
-
-    def forward(self, x):
-        y = torch.addmm(self.bias, x.flatten(0, 1), self.weight).view_as(x)
-        y = y + torch.tanh(x) @ self.weight.mT
-        y = y + torch.einsum("bld,hde->bhle", x, self.heads).mean(1)
-        return x + self.mix @ y
+    y = torch.addmm(m.bias, x.flatten(0, 1), m.weight).view_as(x)
+    y = y + torch.tanh(x) @ m.weight.mT
+    y = y + torch.einsum("bld,hde->bhle", x, m.heads).mean(1)
+    return x + m.mix @ y
 
 
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=4)
-        self.second = nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1, bias=False)
-
-    def forward(self, x):
-        return x + self.second(nn.functional.gelu(self.first(x.mT))).mT
+def convolutions(m, x):
+    return x + m.second(nn.functional.gelu(m.first(x.mT))).mT
 
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(Products(), Attention(), nn.LayerNorm(WIDTH), Convolutions())
+    return nn.Sequential(
+        Net(
+            products,
+            weight=nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5),
+            bias=nn.Parameter(torch.zeros(WIDTH)),
+            heads=nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH**0.5),
+            mix=nn.Parameter(torch.randn(8, 8) / 8**0.5),
+        ),
+        Net(
+            attention,
+            project=nn.Linear(WIDTH, 3 * WIDTH),
+            out=nn.Linear(WIDTH, WIDTH, bias=False),
+        ),
+        nn.LayerNorm(WIDTH),
+        Net(
+            convolutions,
+            first=nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=4),
+            second=nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1, bias=False),
+        ),
+    )
 
 
 def step(model, run):

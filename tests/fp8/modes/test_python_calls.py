@@ -88,18 +88,7 @@ def test_a_step_of_a_model_calls_few_functions(monkeypatch):
     assert 0 < calls(step, ("",)) <= 2600
 
 
-ARITHMETIC = {
-    "abs",
-    "add",
-    "amax",
-    "clamp",
-    "clamp_",
-    "div",
-    "mul",
-    "mul_",
-    "reciprocal",
-    "where",
-}
+ARITHMETIC = set("abs add amax clamp clamp_ div mul mul_ reciprocal where".split())
 
 
 def test_modes_see_a_product_as_a_whole():

@@ -9,7 +9,16 @@ from torch import nn
 import fp8
 from fp8.casts.scaled_tensor import ScaledTensor, dequantized, scaled
 from fp8.training.stored_weights import scale_weights
-from tests.shared import Net, assert_same, both, parametrize, proves, refuses, seeded
+from tests.shared import (
+    Net,
+    assert_same,
+    both,
+    parametrize,
+    proves,
+    refuses,
+    seeded,
+    tied,
+)
 
 
 def loss(m, ids):
@@ -20,16 +29,16 @@ def loss(m, ids):
 
 def plain():
     """A tied embedding, a convolution, attention, linear layers, norms."""
-    model = Net(
-        loss,
-        embed=nn.Embedding(24, 16),
-        conv=nn.Conv1d(16, 16, 3, padding=1),
-        attention=nn.MultiheadAttention(16, 2, batch_first=True),
-        norm=nn.LayerNorm(16),
-        head=nn.Linear(16, 24, bias=False),
+    return tied(
+        Net(
+            loss,
+            embed=nn.Embedding(24, 16),
+            conv=nn.Conv1d(16, 16, 3, padding=1),
+            attention=nn.MultiheadAttention(16, 2, batch_first=True),
+            norm=nn.LayerNorm(16),
+            head=nn.Linear(16, 24, bias=False),
+        )
     )
-    model.head.weight = model.embed.weight
-    return model
 
 
 def weights(model):

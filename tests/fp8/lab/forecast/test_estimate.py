@@ -2,10 +2,10 @@
 properties."""
 
 import re
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import pytest
 
@@ -38,18 +38,11 @@ def one(product, recipe, device=H100):
 # Published measurements
 
 
-class Speedup(NamedTuple):
-    """A measured speedup of the forward and backward pass of a linear layer, over bfloat16.
+Speedup = namedtuple("Speedup", "m k n recipe speedup norms", defaults=(False,))
+"""A measured speedup of the forward and backward pass of a linear layer, over bfloat16.
 
-    norms: whether a layer norm before it and a sigmoid after it are part of both times.
-    """
-
-    m: int
-    k: int
-    n: int
-    recipe: str
-    speedup: float
-    norms: bool = False
+norms: whether a layer norm before it and a sigmoid after it are part of both times.
+"""
 
 
 def squares(recipe, *speedups):
