@@ -22,6 +22,9 @@ FACTOR = 2.0
 data and a bad batch every 41 steps, none has four successive losses above the limit, nor above
 that of 4 sigmas, nor three; most have single ones. None has eight successive gradient norms above
 it, nor above that of 4 sigmas."""
+FLOOR = 0.01
+"""A quantity below this share of its first values is usual: a square error that reaches zero moves
+by orders of magnitude there, with its gradient (to 6e-7, of 0.1 at the start, with AdamW)."""
 NORMAL = 1.4826
 """The standard deviation of a normal distribution over its median absolute deviation."""
 
@@ -47,7 +50,7 @@ class Band:
     def clear(self) -> None:
         """Begins anew."""
         self._values: deque[float] = deque(maxlen=WINDOW)
-        self._lowest = math.inf
+        self._lowest, self._first = math.inf, 0.0
 
     @property
     def limit(self) -> float:
@@ -60,7 +63,8 @@ class Band:
             return usual + max(SIGMAS * spread, (FACTOR - 1) * abs(usual))
         spread = self._deviation([math.log(x) for x in self._values])
         # The exponential of more is no float.
-        return usual * max(FACTOR, math.exp(min(SIGMAS * spread, 700.0)))
+        limit = usual * max(FACTOR, math.exp(min(SIGMAS * spread, 700.0)))
+        return max(limit, FLOOR * self._first)
 
     def _deviation(self, values: list[float]) -> float:
         """The robust standard deviation."""
@@ -76,6 +80,8 @@ class Band:
         above = value > self.limit
         self._values.append(value)
         if len(self._values) >= LEAST:
-            recent = list(self._values)[-RECENT:]
-            self._lowest = min(self._lowest, statistics.median(recent))
+            recent = statistics.median(list(self._values)[-RECENT:])
+            if self._lowest == math.inf:
+                self._first = recent
+            self._lowest = min(self._lowest, recent)
         return above

@@ -235,6 +235,7 @@ def test_bands():
     """Falls do not widen that of a loss, which a slow rise leaves; negative losses have one."""
     for values, high in (
         ([0.98**i for i in range(200)], 0),
+        ([*[0.9**i for i in range(200)], 1e-6, 1e-5], 0),
         ([1.003**i for i in range(600)], 300),
         ([-5.0, *[-5.1, -4.9] * 20, 1.0], 1),
     ):
