@@ -23,8 +23,8 @@ data and a bad batch every 41 steps, none has four successive losses above the l
 that of 4 sigmas, nor three; most have single ones. None has eight successive gradient norms above
 it, nor above that of 4 sigmas."""
 FLOOR = 0.01
-"""A quantity below this share of its first values is usual: a square error that reaches zero moves
-by orders of magnitude there, with its gradient (to 6e-7, of 0.1 at the start, with AdamW)."""
+"""A quantity below this share of its largest first value is usual: a square error that reaches
+zero moves by orders of magnitude there, with its gradient (from 1e-8 to 6e-7, with AdamW)."""
 NORMAL = 1.4826
 """The standard deviation of a normal distribution over its median absolute deviation."""
 
@@ -82,6 +82,6 @@ class Band:
         if len(self._values) >= LEAST:
             recent = statistics.median(list(self._values)[-RECENT:])
             if self._lowest == math.inf:
-                self._first = recent
+                self._first = max(self._values)
             self._lowest = min(self._lowest, recent)
         return above
