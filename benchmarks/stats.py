@@ -7,6 +7,7 @@ python -m benchmarks.stats
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -108,7 +109,9 @@ def rows(name: str, kind: Kind, mode: str) -> list[Row]:
     torch.compiler.reset()
     names = {f"{name}, {mode}, looks": 1, f"{name}, {mode}, does not look": NEVER}
     steps = {label: kind.make(mode, every) for label, every in names.items()}
-    found = compare(kind.make(mode, None), steps, rounds=20)
+    # Of one thread, so that other load on the machine does not count.
+    plain = kind.make(mode, None)
+    found = compare(plain, steps, rounds=20, clock=time.process_time)
     cost = (found[0]["ratio"] - 1) / kind.every
     found[0] |= {
         "every": kind.every,
@@ -121,6 +124,7 @@ def rows(name: str, kind: Kind, mode: str) -> list[Row]:
 
 if __name__ == "__main__":
     fix_allocator("benchmarks.stats")
+    torch.set_num_threads(1)
     found: list[Row] = []
     for mode in COMPILERS:
         for name, kind in KINDS.items():
