@@ -107,12 +107,13 @@ def rotation(size):
     return matrix * signs.double() / size**0.5
 
 
-def cast(x, how, axis=-1):
+def cast(x, how, axis=-1, scale=None):
     """What a cast (nearest, saturating) makes of an operand (..., rows, columns), in float64.
 
     Scales are those of what is finite; one that is stored in eight bits (MX, NV) is NaN where its
     tile has anything else, and such a tile does not count in the scale of the tensor.
-    axis: the one that is summed over. A rotated operand stays so, filled up with zeros.
+    axis: the one that is summed over. A rotated operand stays so, filled up with zeros. scale: of a
+    tile, in place of that of the rule.
     """
     x = x.detach()
     if how is None:
@@ -129,12 +130,12 @@ def cast(x, how, axis=-1):
     if how.scaling == "unit":
         return rounded(x, format)
     real = np.float64 if x.dtype == torch.float64 else np.float32
-    if how.scaling == "tensor":
+    if how.scaling == "tensor" and scale is None:
         return _tile(x, format, scale_of(_largest(x), format, how.rule, real=real))
     invalid = how.scaling in ("mx", "nv")
     scales = torch.full(x.shape, math.nan, dtype=torch.float64)
-    across, along = how.tile
-    along = along or x.shape[-1]
+    sizes = zip(how.tile, x.shape[-2:], strict=True)
+    across, along = (by or size for by, size in sizes)
     tiles = [
         (*batch, slice(i, i + across), slice(j, j + along))
         for batch in itertools.product(*map(range, x.shape[:-2]))
@@ -150,13 +151,16 @@ def cast(x, how, axis=-1):
         min(by, max(n, 2)) for by, n in zip((across, along), x.shape[-2:], strict=True)
     ]
     for at, amax in zip(kept, largest, strict=True):
-        if how.rule == "quest" or how.rule.startswith("e4m3_4_6"):
-            # At the end.
-            missing = [by - n for by, n in zip(full, x[at].shape, strict=True)]
-            tile = torch.nn.functional.pad(x[at], (0, missing[1], 0, missing[0]))
+        if scale is None and not how.rule.startswith("e4m3_4_6"):
+            scales[at] = scale_of(amax, format, how.rule, whole, real, least)
+            continue
+        missing = [by - n for by, n in zip(full, x[at].shape, strict=True)]
+        # At the end.
+        tile = torch.nn.functional.pad(x[at], (0, missing[1], 0, missing[0]))
+        if scale is None:
             scales[at] = scale_by_error(tile, format, how.rule, whole, real, least)
         else:
-            scales[at] = scale_of(amax, format, how.rule, whole, real, least)
+            scales[at] = scale(tile)[..., : x[at].shape[-1]]
     return _tile(x, format, scales)
 
 

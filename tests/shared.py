@@ -15,12 +15,14 @@ from fp8.casts.watch import watch_of
 from tests.fp8 import operands
 
 parametrize = pytest.mark.parametrize
+sampled = pytest.mark.sampled
+filterwarnings = pytest.mark.filterwarnings
 normal, randn = operands.normal, operands.randn
 pairs = functools.partial(zip, strict=True)
 assert_close = torch.testing.assert_close
 
 #: Warnings of other libraries are theirs to fix.
-theirs = pytest.mark.filterwarnings("ignore")
+theirs = filterwarnings("ignore")
 
 
 def proves(system, *features, how="own"):

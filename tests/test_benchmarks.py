@@ -34,14 +34,12 @@ from fp8.lab.hardware import BF16
 from fp8.lab.preflight.training import loss_of
 from notebooks.nanogpt.data import load_corpus
 from notebooks.transfer import COMPLETE, ENDS, PARAMETRISATIONS, Experiment, train
-from tests.shared import assert_same, linears, pairs, parametrize
+from tests.shared import assert_same, filterwarnings, linears, pairs, parametrize
 
 ROOT = Path(__file__).parents[1]
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore:AdamW steps:fp8.warnings.OptimizerWarning"
-    ),  # a sweep
+    filterwarnings("ignore:AdamW steps:fp8.warnings.OptimizerWarning"),  # a sweep
     pytest.mark.usefixtures("one_thread"),  # models this small are slower on several
 ]
 
@@ -241,9 +239,7 @@ def _broken():
     raise RuntimeError("of its own\nand more")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*fork:DeprecationWarning"
-)  # of Python 3.12, with threads
+@filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, with threads
 def test_the_rows_of_strangers():
     rows = []
     examine(Stranger("net", "none", _network), Options(train=True), rows.append)

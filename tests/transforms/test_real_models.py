@@ -6,13 +6,13 @@ import pytest
 
 import unit_scaling as uu
 from benchmarks import zoo
-from tests.shared import parametrize, proves, quietly
+from tests.shared import filterwarnings, parametrize, proves, quietly
 from unit_scaling.transforms import unit_scale
 
 with quietly():
     transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("default")  # theirs to fix
+pytestmark = filterwarnings("default")  # theirs to fix
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ values are set or pending, in each order."""
 import copy
 import inspect
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,10 +12,12 @@ import unit_scaling as uu
 from tests.shared import (
     assert_close,
     assert_same,
+    filterwarnings,
     in_one_graph,
     parametrize,
     proves,
     refuses,
+    sampled,
     seeded,
     warns,
 )
@@ -99,9 +100,9 @@ def test_compiled_or_tracked_in_between(first):
     assert_close(results(model), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*stays in high precision under fp8.autocast")
+@filterwarnings("ignore:.*stays in high precision under fp8.autocast")
 @proves("unit-scaling", "simulate_fp8(model)")
-@pytest.mark.sampled(2)
+@sampled(2)
 @parametrize("name", KINDS)
 def test_it_learns_in_fp8_and_casts_lose_nothing(name):
     """From its first call on, which sets values and then measures scales."""
@@ -274,9 +275,7 @@ def made(name, forward):
     )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # dynamo's
+@filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
 @parametrize("forward", [conditional, region, breaks])
 @parametrize("name", TRANSFORMS)
 def test_control_flow(name, forward):

@@ -17,6 +17,7 @@ from tests.shared import (
     Net,
     assert_close,
     assert_same,
+    filterwarnings,
     in_one_graph,
     parametrize,
     pickled,
@@ -60,9 +61,7 @@ def test_metrics(dtype, shape):
     check(Metrics.from_tensor(x), x)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Sparse invariant checks are implicitly disabled:UserWarning"
-)
+@filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 def test_metrics_of_odd_tensors():
     assert Metrics.from_tensor(torch.zeros(0, 3)).numel == 0
     data = Metrics.from_tensor(torch.zeros(0, 3))

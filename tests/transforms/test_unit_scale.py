@@ -14,6 +14,7 @@ from tests.shared import (
     assert_close,
     assert_same,
     both,
+    filterwarnings,
     linears,
     pairs,
     parametrize,
@@ -335,7 +336,7 @@ def test_what_an_autograd_function_computes_keeps_its_values():
     assert kept == {("last", "weight"), ("last", "bias")}
 
 
-@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@filterwarnings("ignore:Initializing zero-element")
 def test_odd_parameters_are_left_with_a_row():
     model = linears(8, 8, 1, 1)
     nn.init.ones_(model[0].weight)

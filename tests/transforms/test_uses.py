@@ -4,7 +4,6 @@ the plain class computes from the same values, with the same gradients."""
 import copy
 from collections import namedtuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.shared import linears, pairs, parametrize
+from tests.shared import filterwarnings, linears, pairs, parametrize
 from tests.transforms.models import (
     ROWS,
     Net,
@@ -24,9 +23,7 @@ from tests.transforms.models import (
 from unit_scaling.transforms import unit_scale
 
 # torch's own, once a process
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Sparse (invariant checks|CSR):UserWarning"
-)
+pytestmark = filterwarnings("ignore:Sparse (invariant checks|CSR):UserWarning")
 
 IN, HIDDEN, OUT = 8, 16, 4
 

@@ -17,6 +17,7 @@ from benchmarks.strangers.casts import Casts
 from tests.shared import (
     Net,
     assert_same,
+    filterwarnings,
     linears,
     pairs,
     parametrize,
@@ -421,7 +422,7 @@ def test_a_tensor_is_judged_at_the_scale_that_it_is_cast_at():
         assert uu.verify(simulated, 1e-6 * x, loss=loss).share("activation") < 1
 
 
-@pytest.mark.filterwarnings("ignore:.*stays in high precision")
+@filterwarnings("ignore:.*stays in high precision")
 @pytest.mark.sampled(3)
 @parametrize("name", KINDS)
 def test_it_judges_as_the_casts_do(name):

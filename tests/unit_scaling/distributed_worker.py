@@ -22,21 +22,17 @@ from unit_scaling.transforms import unit_scale
 WORLD, CALLS, BATCH, VOCAB, WIDTH = 2, 2, 8, 6, 4
 
 
-class Block(nn.Sequential):
-    def __init__(self):
-        super().__init__(uu.Linear(WIDTH, WIDTH, bias=True), uu.GELU())
+def block():
+    return nn.Sequential(uu.Linear(WIDTH, WIDTH, bias=True), uu.GELU())
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = uu.Embedding(VOCAB, WIDTH)
-        self.blocks = uu.DepthSequential(Block(), Block())
-        self.norm = uu.LayerNorm(WIDTH, elementwise_affine=True)
-        self.readout = uu.LinearReadout(WIDTH, VOCAB, constraint="to_output_scale")
-
-    def forward(self, tokens):
-        return self.readout(self.norm(self.blocks(self.embedding(tokens))))
+def made():
+    return nn.Sequential(
+        uu.Embedding(VOCAB, WIDTH),
+        uu.DepthSequential(block(), block()),
+        uu.LayerNorm(WIDTH, elementwise_affine=True),
+        uu.LinearReadout(WIDTH, VOCAB, constraint="to_output_scale"),
+    )
 
 
 def train(model, batches, steps=2, loss=U.cross_entropy):
@@ -143,10 +139,10 @@ def check_flattened(scaled):
 
 def main(rank, store):
     torch.manual_seed(0)
-    model = Model().double()
+    model = made().double()
     for calls in (1, CALLS):
         check(deepcopy(model), DistributedDataParallel, calls)
-        check(deepcopy(model), lambda m: sharded(m, list(m.blocks)), calls)
+        check(deepcopy(model), lambda m: sharded(m, list(m[1])), calls)
     net = nn.Sequential(
         nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
     )

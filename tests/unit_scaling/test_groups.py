@@ -8,7 +8,15 @@ from torch.optim import lr_scheduler
 
 import unit_scaling as uu
 from tests.launch import python
-from tests.shared import assert_close, assert_same, pairs, parametrize, pickled, refuses
+from tests.shared import (
+    assert_close,
+    assert_same,
+    filterwarnings,
+    pairs,
+    parametrize,
+    pickled,
+    refuses,
+)
 from tests.unit_scaling.test_optim import each_optimizer, lrs, parameters
 from unit_scaling.optim import SGD, Adam, AdamW, scaled_parameters
 from unit_scaling.parameter import tag
@@ -315,7 +323,7 @@ def test_an_optimizer_reads_the_tags_of_its_step(cls, how):
     assert_same(model[3], parameters()[3])
 
 
-@pytest.mark.filterwarnings("ignore:.*its eps of 1e-06")
+@filterwarnings("ignore:.*its eps of 1e-06")
 @parametrize("cls", [Adam, AdamW])
 @parametrize(
     "divisor, given, used", [(0.5, 1e-8, 1e-16), (None, 1e-8, 1e-8), (0.5, 1e-6, 1e-6)]

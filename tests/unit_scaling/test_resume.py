@@ -5,7 +5,6 @@ loaded, in other processes, forms of checkpoints, trainers and levels, and for m
 import itertools
 from copy import deepcopy
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -25,6 +24,7 @@ from tests.shared import (
     assert_close,
     assert_same,
     descend,
+    filterwarnings,
     linears,
     parametrize,
     pickled,
@@ -91,7 +91,6 @@ ORDERS = [
 @each_optimizer
 def test_resumed_in_any_order(cls, order):
     settings = {"weight_decay": 1e-3, **momentum(cls)}
-    torch.manual_seed(0)
     model = unit_scale(plain_net())
     opt = cls(model.parameters(), 0.1, **settings)
     steps(model, opt, range(3))
@@ -144,7 +143,7 @@ def test_a_plain_model_resumes_at_the_saved_rates(cls):
     assert lrs(another)[1:] == lrs(opt)[1:]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@filterwarnings("ignore:torch.distributed is disabled")
 @parametrize("flat", [False, True])
 def test_distributed_checkpoints(flat, tmp_path):
     model = made()

@@ -15,10 +15,12 @@ from tests.shared import (
     assert_close,
     assert_same,
     descend,
+    filterwarnings,
     linears,
     parametrize,
     quietly,
     refuses,
+    sampled,
     seeded,
     warns,
 )
@@ -27,7 +29,7 @@ with quietly():
     peft = pytest.importorskip("peft", reason="the adapters")
 
 # Of transformers, by peft.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = filterwarnings("ignore::FutureWarning")
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -76,7 +78,7 @@ def train(model, steps=3):
     return descend(torch.optim.AdamW(trained, lr=1e-2), losses)
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @each_kind
 @each_way
 def test_adapters_are_trained_saved_loaded_and_merged(way, dora, tmp_path):

@@ -9,7 +9,7 @@ import fp8
 import unit_scaling as uu
 from tests.fp8.adapters.hub_models import gpt2, llama, quiet, transformers  # noqa: F401
 from tests.fp8.adapters.loops import plain_loop
-from tests.shared import parametrize, quietly, seeded, theirs
+from tests.shared import parametrize, quietly, sampled, seeded, theirs
 from unit_scaling.transforms import unit_scale
 
 with quietly():
@@ -78,7 +78,7 @@ def same_weights(one, other):
     return all(torch.equal(value, want[name]) for name, value in one.named_parameters())
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @parametrize("way", WAYS)
 @parametrize("name", MODELS)
 def test_the_same_as_a_plain_loop(name, way, tmp_path):

@@ -17,7 +17,16 @@ from tests.fp8.blocks import block
 from tests.fp8.kernels.scaled_mm import emulated
 from tests.fp8.kernels.test_product import NATIVE, TILED
 from tests.fp8.oracles import flush_denormal
-from tests.shared import assert_close, assert_same, linears, normal, pairs, parametrize
+from tests.shared import (
+    assert_close,
+    assert_same,
+    filterwarnings,
+    linears,
+    normal,
+    pairs,
+    parametrize,
+    sampled,
+)
 
 __all__ = ["emulated"]
 
@@ -102,8 +111,8 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.filterwarnings("ignore:.* has no sums of accumulate")
+@sampled(3)
+@filterwarnings("ignore:.* has no sums of accumulate")
 @parametrize("bad", BAD)
 @parametrize("recipe", KINDS)
 @parametrize("product", PRODUCTS)
@@ -166,7 +175,6 @@ FINITE = torch.tensor([0.0, -0.0, 1.0, -3.3, 1e-7, 3e38, -3e38, 1e30, 440.0, 2.0
 def test_finite_values_saturate_and_others_stay(format, rounding, dtype):
     x = FINITE.to(dtype)
     x = torch.where(x.isinf(), 1.0, x)  # of float16
-    torch.manual_seed(0)
     expected = fp8.quantize(x, format, rounding=rounding)
     torch.manual_seed(0)
     got = quantize_operand(x, format, rounding=rounding)
@@ -200,7 +208,7 @@ def at_every_exponent(how):
     return list(x.split(1)) if how.scaling == "nv" else [x]
 
 
-@pytest.mark.sampled(6)
+@sampled(6)
 @parametrize("cast", SMALL_CASTS)
 def test_flushed_subnormals_change_no_normal_result(cast):
     """2**-127 is a scale of E8M0 and the inverse of another one: no product may use it."""

@@ -19,6 +19,7 @@ from tests.shared import (
     pairs,
     parametrize,
     refuses,
+    sampled,
     seeded,
     theirs,
 )
@@ -124,7 +125,7 @@ def layer(shape):
     return nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @parametrize("block", BLOCKS)
 @parametrize("shape", SHAPES)
 @parametrize("make", LAYOUTS)

@@ -8,7 +8,7 @@ import fp8
 from fp8.common.libraries import ARGUMENTS, LIBRARIES, TAKES
 from fp8.recipes.policy import LayerRule
 from tests.fp8.adapters.te_library import te  # noqa: F401
-from tests.shared import linears, parametrize, quietly, refuses
+from tests.shared import filterwarnings, linears, parametrize, quietly, refuses
 
 
 def of_torchao():
@@ -52,7 +52,7 @@ USES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*:FutureWarning")  # Accelerate's own
+@filterwarnings("ignore:.*:FutureWarning")  # Accelerate's own
 @parametrize("make", TAKERS)
 @parametrize("use", USES)
 def test_a_recipe_object_of_a_library_names_its_adapter(use, make):

@@ -1,12 +1,11 @@
 """The straight-through pair, and compiled code giving the bits of eager code."""
 
-import pytest
 import torch
 
 from fp8 import FORMATS, Format
 from fp8.formats.quantize import quantize, quantize_backward, quantize_forward
 from tests.fp8.oracles import assert_rounded, random_patterns
-from tests.shared import assert_close, assert_same, normal, parametrize
+from tests.shared import assert_close, assert_same, filterwarnings, normal, parametrize
 
 OPTIONS = [
     {},
@@ -23,7 +22,7 @@ OPTIONS = [
 EQUAL = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 # torch's compiler does what torch deprecates.
-TORCH_DEPRECATES = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+TORCH_DEPRECATES = filterwarnings("ignore::DeprecationWarning:torch")
 
 CUSTOM = Format(
     name="custom", exponent_bits=3, mantissa_bits=4, bias=3, max=28.0, infinity=True

@@ -12,7 +12,7 @@ from fp8 import Cast, Recipe
 from fp8.casts.rotation import rotation_signs
 from fp8.formats.quantize import quantize_forward
 from fp8.formats.random_bits import drawn_key
-from tests.shared import assert_same, parametrize
+from tests.shared import assert_same, filterwarnings, parametrize
 
 CPU = torch.device("cpu")
 
@@ -97,9 +97,7 @@ def test_what_restores_the_generator_restores_the_draws(number):
 
 
 @pytest.mark.vmap
-@pytest.mark.filterwarnings(
-    "ignore:There is a performance drop"
-)  # quantize works in place
+@filterwarnings("ignore:There is a performance drop")  # quantize works in place
 @parametrize("randomness", ["error", "different"])
 def test_under_vmap_the_samples_share_their_bits_or_are_refused(randomness):
     """As torch refuses a number that all samples share, unless asked for it."""

@@ -17,7 +17,15 @@ from tests.fp8.blocks import block, keeper
 from tests.fp8.kernels.scaled_mm import emulated, forget
 from tests.fp8.oracles import all_patterns, assert_rounded, random_patterns
 from tests.reference import unrotated
-from tests.shared import assert_same, normal, pairs, parametrize, randn, refuses
+from tests.shared import (
+    assert_same,
+    normal,
+    pairs,
+    parametrize,
+    randn,
+    refuses,
+    sampled,
+)
 
 __all__ = ["emulated"]
 
@@ -109,7 +117,7 @@ def each_case(test):
     return test
 
 
-@pytest.mark.sampled(9)
+@sampled(9)
 @each_case
 def test_native_is_the_simulation(recipe, shape, scales, size, request):
     """Kernels with scales of tiles are emulated from their documents: layouts, gradients and

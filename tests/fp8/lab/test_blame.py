@@ -2,11 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8
 from fp8.casts.watch import watch_of
@@ -56,14 +55,9 @@ UNSCALED = fp8.Recipe(
 """Without scales, and with overflow to NaN or Inf."""
 
 
-class Case(NamedTuple):
-    """inject: changes the network, and may change the batch; before or after the conversion. rules:
-    what is named, as (layer, product)."""
-
-    inject: Callable[[Network, Tensor], Tensor | None]
-    rules: list[tuple[int, str | None]]
-    recipe: Any = UNSCALED
-    is_late: bool = False
+Case = namedtuple("Case", "inject rules recipe is_late", defaults=(UNSCALED, False))
+"""inject: changes the network, and may change the batch; before or after the conversion.
+rules: what is named, as (layer, product)."""
 
 
 def _large_weight(*which, value=1e4):

@@ -172,7 +172,6 @@ def test_a_cache_in_fp8(scaling, axes, monkeypatch):
     """It rounds what attention reads. Its part is what is left without it, and the layers' that
     without each."""
     hub_models = pytest.importorskip("tests.fp8.adapters.hub_models")
-    torch.manual_seed(0)
     model = hub_models.llama(initializer_range=0.1).eval()
     ids = torch.arange(24).reshape(2, 12)
     high = fp8.Policy(None)

@@ -14,6 +14,7 @@ from tests.fp8.blocks import block
 from tests.fp8.calls import CALLS, name_of, operands
 from tests.reference import cast, nearest, unrotated
 from tests.shared import (
+    Net,
     assert_same,
     in_one_graph,
     linears,
@@ -103,19 +104,18 @@ def test_one_inf_is_found_however_few_are_sampled():
         assert "  1  " in str(seen).splitlines()[1]
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Conv1d(5, 5, 1)])
-        self.head = nn.Linear(8, 8, bias=False)
-        self.tied = nn.Linear(8, 8, bias=False)
-        self.tied.weight = self.head.weight
+def several(m, x):
+    for part in m.blocks:
+        x = part(x).tanh()
+    x = nn.functional.scaled_dot_product_attention(x, x, x)
+    return m.tied(m.head(x @ x.mT @ x))
 
-    def forward(self, x):
-        for part in self.blocks:
-            x = part(x).tanh()
-        x = nn.functional.scaled_dot_product_attention(x, x, x)
-        return self.tied(self.head(x @ x.mT @ x))
+
+def made():
+    blocks = nn.ModuleList([nn.Linear(8, 8), nn.Conv1d(5, 5, 1)])
+    head, tied = (nn.Linear(8, 8, bias=False) for _ in range(2))
+    tied.weight = head.weight
+    return Net(several, blocks=blocks, head=head, tied=tied)
 
 
 LAYERS = ["blocks.0", "blocks.1", "attention 1", "matmul 1", "matmul 2", "head"]
@@ -123,7 +123,7 @@ LAYERS = ["blocks.0", "blocks.1", "attention 1", "matmul 1", "matmul 2", "head"]
 
 @parametrize("how", "eager compiled converted whole".split())
 def test_layers_have_their_names_compiled_or_not(how):
-    model, x = Model(), randn(2, 5, 8)
+    model, x = made(), randn(2, 5, 8)
     seen = fp8.stats(model, every=2)
     if how == "converted":
         fp8.convert(model, "unit")
@@ -167,7 +167,7 @@ def test_every_product_is_counted(function):
 
 
 def test_what_is_computed_does_not_change():
-    model, x, results = Model(), randn(2, 5, 8), []
+    model, x, results = made(), randn(2, 5, 8), []
     for seen in (nullcontext(), fp8.stats(model, every=1)):
         for _ in range(2):
             torch.manual_seed(0)

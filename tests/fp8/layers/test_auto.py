@@ -15,7 +15,15 @@ from fp8 import RECIPES
 from fp8.adapters import accelerate, lightning, torchao, transformer_engine
 from fp8.recipes.recipe import needs_unit_scale
 from fp8.training.fsdp import gather_in_fp8
-from tests.shared import assert_same, linears, pairs, parametrize, pickled, warns
+from tests.shared import (
+    assert_same,
+    filterwarnings,
+    linears,
+    pairs,
+    parametrize,
+    pickled,
+    warns,
+)
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 AUTO_BY_DEFAULT = [
@@ -151,7 +159,7 @@ def test_unit_by_name_for_a_plain_model_warns_once():
         fp8.convert(plain(), "unit")
 
 
-@pytest.mark.filterwarnings("error")
+@filterwarnings("error")
 def test_what_fits_does_not_warn():
     fp8.convert(nn.Sequential(uu.Linear(8, 8)), "unit")
     for recipe in RECIPES.values():

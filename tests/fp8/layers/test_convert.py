@@ -14,6 +14,7 @@ from tests.shared import (
     assert_close,
     assert_same,
     by_path,
+    filterwarnings,
     linears,
     pairs,
     parametrize,
@@ -65,7 +66,7 @@ def model():
 TOKENS = torch.arange(12).view(3, 4)
 
 
-@pytest.mark.filterwarnings("ignore:.* has no sums of accumulate")
+@filterwarnings("ignore:.* has no sums of accumulate")
 @parametrize(
     "kind, recipe",
     [

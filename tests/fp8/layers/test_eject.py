@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 import fp8
 from fp8.layers.eject import MAX_LINES, WIDTH
 from tests.launch import ROOT, python
-from tests.shared import linears, normal, parametrize, proves, quietly, refuses
+from tests.shared import linears, normal, pairs, parametrize, proves, quietly, refuses
 from unit_scaling.transforms import unit_scale
 
 from . import eject_models
@@ -166,7 +166,7 @@ def test_kernels(tmp_path, recipe):
         found.append([y, *gradients])
     w = layer.weight.float()
     sums = [x.abs() @ w.abs().t(), g.abs() @ w.abs(), g.abs().t() @ x.abs()]
-    for simulated, native, size in zip(*found, sums, strict=True):
+    for simulated, native, size in pairs(*found, sums):
         assert (
             (simulated.float() - native.float()).abs() <= 2**-7 * size + 2**-7
         ).all()

@@ -2,14 +2,21 @@
 
 from copy import deepcopy
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import parametrize as computed
 
 import fp8
-from tests.shared import Net, assert_same, normal, parametrize, pickled, warns
+from tests.shared import (
+    Net,
+    assert_same,
+    filterwarnings,
+    normal,
+    parametrize,
+    pickled,
+    warns,
+)
 
 X = normal(16, 32)
 
@@ -122,7 +129,7 @@ def test_a_forward_that_was_replaced_after_is_the_plain_one_once_reverted(cls):
     assert_same(plain(x), expected)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_weights_that_no_recipe_casts_are_left_alone():
     sparse = layer(bias=False)
     sparse.weight = nn.Parameter(sparse.weight.detach().to_sparse_csr())

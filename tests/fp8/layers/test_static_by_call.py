@@ -9,8 +9,17 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from tests.fp8.blocks import block, keeper
 from tests.fp8.calls import CALLS, name_of, operands
-from tests.fp8.compare import assert_same, outcome
-from tests.shared import Net, normal, pairs, parametrize, randn, refuses, rms
+from tests.fp8.compare import outcome
+from tests.shared import (
+    Net,
+    assert_same,
+    normal,
+    pairs,
+    parametrize,
+    randn,
+    refuses,
+    rms,
+)
 
 
 @parametrize("function", CALLS, ids=name_of)

@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -10,7 +9,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 from tests.fp8.compare import outcome
-from tests.shared import Net, assert_same, parametrize, randn, refuses, warns
+from tests.shared import (
+    Net,
+    assert_same,
+    filterwarnings,
+    parametrize,
+    randn,
+    refuses,
+    warns,
+)
 
 OFF = fp8.autocast(enabled=False)
 REFUSED = refuses(r"outside of fp8\.autocast\(enabled=False\)", RuntimeError)
@@ -52,7 +59,7 @@ def same(got, expected):
 
 
 @parametrize("recipe", ["mxfp4", "static", "delayed"])
-@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
+@filterwarnings("ignore::fp8.warnings.RecipeWarning")
 def test_it_is_the_plain_model(recipe):
     plain, model = both(recipe)
     expected = results(plain)

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import fp8
-from tests.shared import Net, normal, parametrize, randn, refuses
+from tests.shared import Net, filterwarnings, normal, parametrize, randn, refuses
 
 
 def inner(net):
@@ -57,7 +57,7 @@ def test_what_would_be_stored_is_refused_by_name(name):
 
 @pytest.mark.vmap
 @each_model
-@pytest.mark.filterwarnings(
+@filterwarnings(
     "ignore:There is a performance drop", "ignore::fp8.warnings.RecipeWarning"
 )
 def test_scales_that_are_set_are_used(name):
@@ -72,7 +72,7 @@ def test_scales_that_are_set_are_used(name):
 
 
 @parametrize("recipe", "unit tensor row bf16".split())
-@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
+@filterwarnings("ignore::fp8.warnings.RecipeWarning")
 def test_forward_mode_is_refused_without_gradients_too(recipe):
     """Where no backward pass is recorded, a cast is no autograd function, and loses the tangent."""
     layer, x = fp8.convert(nn.Linear(8, 8), recipe), randn(4, 8)

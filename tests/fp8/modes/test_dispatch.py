@@ -21,7 +21,15 @@ from tests.fp8.calls import (
     operands,
 )
 from tests.fp8.compare import outcome
-from tests.shared import assert_close, assert_same, normal, parametrize, randn, refuses
+from tests.shared import (
+    assert_close,
+    assert_same,
+    filterwarnings,
+    normal,
+    parametrize,
+    randn,
+    refuses,
+)
 
 # --- addmm and its kin
 
@@ -199,7 +207,7 @@ def test_an_einsum_that_sums_no_products_is_left_alone(equation, shapes):
 # --- what is left alone
 
 
-@pytest.mark.filterwarnings("ignore:a product of complex numbers")
+@filterwarnings("ignore:a product of complex numbers")
 @parametrize("dtype", [torch.int64, torch.int32, torch.complex64])
 def test_integers_and_complex_numbers_are_left_alone(dtype):
     a, b = (torch.arange(n).reshape(s).to(dtype) * 100 for n, s in ((40, A), (48, B)))
@@ -245,7 +253,7 @@ def test_sparse_products_are_left_alone():
 # --- flex_attention, which has no gradients on CPUs
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+@filterwarnings("ignore:flex_attention called without:UserWarning")
 @parametrize(
     "recipe, is_causal, compiled", [("mxfp8", True, False), ("tensor", False, True)]
 )

@@ -5,7 +5,6 @@ import functools
 import json
 import pickle
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from fp8 import Cast, Recipe
 from tests.fp8.blocks import block, keeper
-from tests.shared import Net, in_one_graph, pairs, parametrize
+from tests.shared import Net, in_one_graph, pairs, parametrize, sampled
 
 WIDTH = 32
 
@@ -123,7 +122,7 @@ def in_float16(cast):
     return dataclasses.replace(cast, format="fp16", **scaling)
 
 
-@pytest.mark.sampled(6)
+@sampled(6)
 @parametrize("name", OWN_SUMS)
 def test_a_recipe(name):
     recipe = OWN_SUMS[name]
@@ -141,7 +140,7 @@ def test_a_recipe(name):
             assert (ours - theirs).norm() <= 1e-5 * theirs.norm(), path
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @parametrize("name", [n for n, r in OWN_SUMS.items() if is_random(r)])
 def test_random_numbers_of_a_graph(name):
     """Both operands of a product have the same signs, however a graph is divided."""

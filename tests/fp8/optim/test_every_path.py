@@ -4,13 +4,21 @@ or copied, near to those of torch's optimizers in float64."""
 import random
 from copy import deepcopy
 
-import pytest
 import torch
 from torch import nn
 
 from fp8.optim import Adam, AdamW
 from fp8.optim.encodings import MOMENTS
-from tests.shared import assert_same, pairs, parametrize, pickled, saved, seeded
+from tests.shared import (
+    assert_same,
+    filterwarnings,
+    pairs,
+    parametrize,
+    pickled,
+    sampled,
+    saved,
+    seeded,
+)
 
 SHAPES = ((8,), (3, 5), (), (0,), (64, 80), (5000,), (4, 2, 3, 3), (70, 70))
 STEPS = 8
@@ -77,8 +85,8 @@ def resumed(optimizer, kind, settings):
     return other
 
 
-@pytest.mark.filterwarnings("ignore:stochastic_weights=True rounds no weight")
-@pytest.mark.sampled(8)
+@filterwarnings("ignore:stochastic_weights=True rounds no weight")
+@sampled(8)
 @parametrize("seed", range(80))
 def test_steps(seed):
     kind, settings, low, parameters = drawn(seed)

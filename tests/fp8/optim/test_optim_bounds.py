@@ -1,10 +1,9 @@
 """How long the steps are, on gradients made to make them long: within a factor of those of fp32."""
 
-import pytest
 import torch
 
 from fp8.optim import Adam, AdamW
-from tests.shared import parametrize, seeded
+from tests.shared import parametrize, sampled, seeded
 
 STEPS = 300
 SHAPE = (16, 128)
@@ -68,7 +67,7 @@ def longest_step(optimizer, grads, **settings):
     return longest / 1e-3
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @each_format
 @parametrize("gradients", GRADIENTS)
 def test_steps_are_no_longer_than_twice_those_of_float32(gradients, formats):

@@ -1,11 +1,17 @@
-import pytest
 import torch
 from torch.nn import functional as F
 
 import fp8
 from fp8.products.convolution import conv, conv_transpose
 from tests.fp8.products.test_matmul import RECIPES, SCALES, check, every
-from tests.shared import assert_close, parametrize, randn, refuses
+from tests.shared import (
+    assert_close,
+    filterwarnings,
+    parametrize,
+    randn,
+    refuses,
+    sampled,
+)
 
 # (torch's function, ours, input, weight, arguments)
 CASES = [
@@ -51,10 +57,10 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @every
 @parametrize("torchs, ours, input, weight, kwargs", CASES)
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@filterwarnings("ignore:Using padding='same' with even kernel")
 def test_against_float64(torchs, ours, input, weight, kwargs, dtype, recipe):
     operands = randn(*input, dtype=dtype), randn(*weight, dtype=dtype)
 

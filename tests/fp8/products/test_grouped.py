@@ -30,6 +30,7 @@ from tests.shared import (
     randn,
     refuses,
     rms,
+    sampled,
 )
 
 K, N, GROUPS = 40, 24, 4
@@ -93,7 +94,7 @@ def both(call, a, b):
     return outcome(lambda: y, (a, b), normal(*y.shape, seed=2, dtype=y.dtype))
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @proves("the field", "grouped products of experts")
 @parametrize("dtype", [torch.float32, BF16])
 @parametrize("name", DYNAMIC)
@@ -230,7 +231,7 @@ def test_other_stacks_are_no_experts():
     assert "2.gate" in paths(report, "converted")
 
 
-@pytest.mark.sampled(2)
+@sampled(2)
 @parametrize("name", "row block nvfp4 static".split())
 def test_compiled_is_eager(name):
     """Also in float32, which torch itself does not compile."""

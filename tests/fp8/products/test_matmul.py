@@ -23,12 +23,14 @@ from tests.reference import (
 from tests.shared import (
     assert_close,
     assert_same,
+    filterwarnings,
     normal,
     pairs,
     parametrize,
     proves,
     randn,
     refuses,
+    sampled,
 )
 
 SCALES = (0.3, 2.5, 0.7)
@@ -80,7 +82,7 @@ def check(function, plain, operands, recipe, scales=SCALES, layer=True):
         assert_within(one, value, magnitude, dtype)
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @every
 @parametrize("shape", [(7,), (5, 7), (2, 3, 7), (0, 7), (5, 1)])
 def test_linear(shape, dtype, recipe):
@@ -88,7 +90,7 @@ def test_linear(shape, dtype, recipe):
     check(linear, F.linear, operands, recipe)
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @every
 @parametrize(
     "left, right",
@@ -109,7 +111,7 @@ def test_matmul(left, right, dtype, recipe):
     check(matmul, torch.matmul, operands, recipe, layer=False)
 
 
-@pytest.mark.sampled(2)
+@sampled(2)
 @parametrize("name", RECIPES)
 @parametrize("shape", [(37, 131, 66), (16, 128, 32)])
 def test_operands_of_more_than_one_tile(shape, name):
@@ -243,9 +245,7 @@ def test_a_rotation_cancels_in_all_three_products(function, signs):
 
 @pytest.mark.vmap
 @parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
-@pytest.mark.filterwarnings(
-    "ignore:There is a performance drop"
-)  # quantize works in place
+@filterwarnings("ignore:There is a performance drop")  # quantize works in place
 def test_torch_func(recipe):
     x, w = normal(4, 5, 7), normal(6, 7)
 

@@ -3,7 +3,6 @@
 import math
 from copy import deepcopy
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +12,7 @@ from fp8 import RECIPES, Cast, Recipe
 from tests.shared import (
     assert_close,
     assert_same,
+    filterwarnings,
     in_one_graph,
     normal,
     pairs,
@@ -200,7 +200,7 @@ def test_compiled_from_the_first_pass_on():
     assert_close(twin.state_dict(), model.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
+@filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
 @parametrize("recipe", ["static", "delayed"])
 @parametrize("size", [2.0**20, 2.0**-30])
 def test_the_state_of_scales_keeps_its_dtype(recipe, size):

@@ -120,7 +120,6 @@ def test_stochastic_gradients_are_unbiased(name, data):
     else:  # the last scales are subnormal in e4m3
         x = x * torch.logspace(0, -6, 64)[:, None]
     slopes = []
-    torch.manual_seed(0)
     for _ in range(100):
         y, z, _ = cast_with_signs(x, cast)
         slopes.append((y.double() * z).sum(1) / z.double().square().sum(1) - 1)

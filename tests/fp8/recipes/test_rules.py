@@ -25,7 +25,6 @@ from tests.shared import (
     in_one_graph,
     linears,
     normal,
-    pairs,
     parametrize,
     refuses,
 )
@@ -68,38 +67,22 @@ def recipe_of(cast, name="own"):
 
 
 def expected(x, cast, magnitude, axis=-1):
-    """The cast by its definition: tile by tile, the rule "up" or "exact" for each magnitude."""
+    """The cast by its definition, with the rule "up" or "exact" for each magnitude."""
     if axis == -2:
         return expected(x.mT, cast, magnitude).mT
-    assert cast.tile is not None
-    rule = "up" if RULES[cast.rule or ""].stored == "power" else "exact"
-    format, least = FORMATS[str(cast.format)], -127 if cast.scaling == "mx" else -126
-    sizes = pairs(cast.tile, x.shape[-2:])
-    across, along = (min(by, max(size, 2)) if by else size for by, size in sizes)
-    y = torch.empty(x.shape, dtype=torch.float64)
-    matrix_of = (1, -1) if cast.tile == (0, 0) else (-1, x.shape[-2])
-    batches, results = (t.reshape(*matrix_of, x.shape[-1]) for t in (x, y))
-    for matrix, result in pairs(batches, results):
-        rows = len(matrix) if cast.tile == (0, 0) else across
-        for i in range(0, len(matrix), rows):
-            for j in range(0, x.shape[-1], along):
-                at = (slice(i, i + rows), slice(j, j + along))
-                size = rows, along
-                result[at] = _tile(matrix[at], format, rule, magnitude, size, least)
-    return y
+    rule = "up" if RULES[cast.rule].stored == "power" else "exact"
+    format, least = FORMATS[cast.format], -127 if cast.scaling == "mx" else -126
 
+    def scale(tile):
+        values = torch.where(tile.isfinite(), tile, 0.0)
+        found = magnitude(values, format)
+        largest = float(values.abs().max())
+        usable = [m if 0 < m < math.inf else largest for m in found.flatten().tolist()]
+        scales = [reference.scale_of(m, format, rule, least=least) for m in usable]
+        return torch.tensor(scales).view(found.shape)
 
-def _tile(x, format, rule, magnitude, size, least):
-    if least == -127 and not bool(x.isfinite().all()):
-        return torch.full_like(x, math.nan)
-    values = torch.zeros(size)
-    values[: x.shape[0], : x.shape[1]] = torch.where(x.isfinite(), x, 0.0)
-    found = magnitude(values, format)
-    largest = float(values.abs().max())
-    usable = [m if 0 < m < math.inf else largest for m in found.flatten().tolist()]
-    scales = [reference.scale_of(m, format, rule, least=least) for m in usable]
-    scale = torch.tensor(scales).view(found.shape)[..., : x.shape[1]]
-    return reference.rounded((x / scale).double(), format) * scale
+    rows = x.flatten(0, -2) if cast.tile == (0, 0) else x
+    return reference.cast(rows, cast, scale=scale).view(x.shape)
 
 
 POWERS = {n: row for n, row in SCALINGS.items() if "power" in row.forms}

@@ -9,7 +9,7 @@ from fp8.casts.rotation import rotated
 from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS, scale_of
 from tests import reference
-from tests.shared import assert_close, assert_same, normal, parametrize, proves
+from tests.shared import assert_close, assert_same, normal, parametrize, proves, sampled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NOW = {name: row for name, row in SCALINGS.items() if row.rules and name != "delayed"}
@@ -20,7 +20,7 @@ E4M3 = FORMATS["e4m3"]
 # --- rules
 
 
-@pytest.mark.sampled(7)
+@sampled(7)
 @parametrize("format", FORMATS.values())
 @parametrize("dtype", DTYPES)
 @parametrize("rule", RULES)

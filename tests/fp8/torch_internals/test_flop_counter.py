@@ -12,7 +12,7 @@ from fp8 import RECIPES
 from fp8.kernels.product import why_not_recipe
 from fp8.torch_internals.flop_counter import _flops
 from tests.launch import python
-from tests.shared import parametrize
+from tests.shared import filterwarnings, parametrize
 
 UNROTATED = [
     name
@@ -35,7 +35,7 @@ def flops(layer, x):
 
 @parametrize("recipe", UNROTATED)
 @parametrize("kind", LAYERS)
-@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
+@filterwarnings("ignore::fp8.warnings.RecipeWarning")
 def test_a_simulated_layer_has_those_of_the_plain_one(kind, recipe):
     layer, shape = LAYERS[kind]
     if kind == "conv" and RECIPES[recipe].accumulate:
@@ -48,7 +48,7 @@ def test_a_simulated_layer_has_those_of_the_plain_one(kind, recipe):
 @pytest.mark.native
 @parametrize("recipe", NATIVE)
 @parametrize("kind", ["linear", "without bias"])
-@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
+@filterwarnings("ignore::fp8.warnings.RecipeWarning")
 def test_a_native_layer_has_those_of_the_plain_one(kind, recipe):
     layer, shape = LAYERS[kind]
     x = torch.randn(shape)

@@ -22,6 +22,7 @@ from tests.shared import (
     assert_same,
     both,
     descend,
+    filterwarnings,
     linears,
     normal,
     pairs,
@@ -192,11 +193,11 @@ def check_bytes():
 def check_unit_scaled():
     """Tags, learning rates and training of the library's modules, cut by columns."""
     torch.manual_seed(0)
-    model = fp8.convert(unit_scaled.Model().double(), "unit")
+    model = fp8.convert(unit_scaled.made().double(), "unit")
 
     def by_columns(m):
         gather_in_fp8(m, "unit")
-        return unit_scaled.sharded(m, list(m.blocks))
+        return unit_scaled.sharded(m, list(m[1]))
 
     unit_scaled.check(model, by_columns, 1)
 
@@ -282,9 +283,7 @@ def check_ranks(rank, store):
 @proves("the field", "FSDP2, weights gathered in FP8")
 @needs_gloo
 # torch's own: there is no process group in this process, and none is needed
-@pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled, unavailable or uninitialized"
-)
+@filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 @pytest.mark.usefixtures("one_thread")
 def test_two_processes(tmp_path):
     """And a checkpoint of one process is loaded by two, and theirs by one."""

@@ -22,6 +22,7 @@ from tests.shared import (
     parametrize,
     proves,
     refuses,
+    sampled,
 )
 
 # What code is compiled to depends on it.
@@ -84,7 +85,7 @@ def formula(x, weight, bias, eps=1e-6):
     return apply(module._LayerNorm2d, x, weight, bias, eps)[0]
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @parametrize("shape", [(2, 24, 7, 5), (3, 24), (2, 24, 7), (2, 24, 3, 2, 2)])
 @each_layout
 @each_dtype
@@ -114,7 +115,7 @@ STORED = {
 }
 
 
-@pytest.mark.sampled(2)
+@sampled(2)
 @proves("timm", "contiguous stays contiguous", "one operation over the channels")
 @parametrize("dtype", DTYPES[1:3])
 @parametrize("stored", STORED)
@@ -144,7 +145,7 @@ MODES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @each_layout
 @parametrize("how, dtype", MODES)
 def test_output_and_gradients_are_those_of_float64_rounded_once(how, layout, dtype):

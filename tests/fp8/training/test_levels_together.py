@@ -25,6 +25,7 @@ from tests.shared import (
     pickled,
     proves,
     refuses,
+    sampled,
 )
 
 unit_adamw = partial(uu.optim.AdamW, allow_non_unit_scaling_params=True)
@@ -52,7 +53,7 @@ def _one_process():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.sampled(4)
+@sampled(4)
 @proves("MS-AMP", "communication in FP8")
 @each_level
 @pytest.mark.usefixtures("_one_process")
@@ -104,7 +105,7 @@ def test_ddp_sends_weights_that_are_not_rounded():
     assert torch.equal(model[0].weight.dequantize(), before)
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @each_level
 @pytest.mark.usefixtures("_one_process")
 @parametrize("before", [0, 1])

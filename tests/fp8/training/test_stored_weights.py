@@ -138,7 +138,7 @@ def test_files_are_plain_and_exact(format, tmp_path):
         assert {type(value) for value in read.values()} == {torch.Tensor}
         other.load_state_dict(read, strict=len(read) > len(state))
         assert isinstance(other.head.weight, ScaledTensor)
-        values = (map(dequantized, m.parameters()) for m in (model, other))
+        values = ([*map(dequantized, m.parameters())] for m in (model, other))
         assert_same(*values)
 
 

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import unit_scaling as uu
-from tests.shared import assert_close, normal, parametrize, pickled, proves, rms
+from tests.shared import (
+    assert_close,
+    normal,
+    parametrize,
+    pickled,
+    proves,
+    rms,
+    sampled,
+)
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import has_parameter_data
 
@@ -207,7 +215,7 @@ def test_gradients_of_parameters_follow_the_batch(plain):
     assert_close(after, {name: g / 3 for name, g in before.items()})
 
 
-@pytest.mark.sampled(3)
+@sampled(3)
 @each_row
 def test_exports(plain):
     """torch.export gives a program with the same result."""

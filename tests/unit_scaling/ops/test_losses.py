@@ -5,7 +5,15 @@ import torch
 from torch.nn import functional as F
 
 import unit_scaling.functional as U
-from tests.shared import assert_close, parametrize, proves, refuses, rms, seeded
+from tests.shared import (
+    assert_close,
+    filterwarnings,
+    parametrize,
+    proves,
+    refuses,
+    rms,
+    seeded,
+)
 from unit_scaling.rules.table import OPS, find_op
 
 GENERATOR = seeded(0)
@@ -47,8 +55,8 @@ LOSSES = [  # (torch's function, arguments, settings)
 
 
 @proves("unit-scaling", "losses")
-@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
-@pytest.mark.filterwarnings("ignore:Using a target size")
+@filterwarnings("ignore:reduction. 'mean' divides")
+@filterwarnings("ignore:Using a target size")
 @parametrize("reduction", "mean sum none batchmean".split())
 @parametrize("case", LOSSES, ids=lambda c: f"{c[0].__name__} {[*c[2]]}")
 def test_loss(case, reduction):
@@ -77,7 +85,7 @@ def test_rules_of_losses():
     assert OPS["mse_loss"].rule(X, Y)["input"] == pytest.approx(8**-0.5)
 
 
-@pytest.mark.filterwarnings("ignore:Using a target size")
+@filterwarnings("ignore:Using a target size")
 def test_broadcast_target_collects_gradients():
     y = Y[:1].clone().requires_grad_()
     U.l1_loss(X, y, reduction="sum").backward()

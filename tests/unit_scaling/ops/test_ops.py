@@ -14,7 +14,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import unit_scaling.functional as U
-from tests.shared import assert_close, in_one_graph, parametrize, proves, rms
+from tests.shared import (
+    assert_close,
+    filterwarnings,
+    in_one_graph,
+    parametrize,
+    proves,
+    rms,
+    sampled,
+)
 from tests.unit_scaling.ops.calls import (
     FITTED,
     PLAIN,
@@ -77,7 +85,7 @@ def test_constrained_gradient_is_parallel_to_torch(op):
         assert_close(ours[name], theirs[name] * s[name], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(4)
+@sampled(4)
 @proves("unit-scaling", "FP16 and FP8")
 @each_op
 @parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -131,9 +139,7 @@ def test_double_backward(op):
     assert any(leaf.grad.any() for leaf in leaves)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:There is a performance drop because we have not yet"
-)
+@filterwarnings("ignore:There is a performance drop because we have not yet")
 @each_op
 def test_func_grad_and_vmap(op):
     """torch.func gives what autograd gives, one example at a time or all at once."""
@@ -171,7 +177,7 @@ def test_tie():
 
 #: Ops that compile as another does, line for line.
 COMPILE_ALIKE = {"conv3d", "conv_transpose2d", "conv_transpose3d"}
-SAMPLED = pytest.mark.sampled(8)
+SAMPLED = sampled(8)
 
 
 def run_all(settings, **calls):

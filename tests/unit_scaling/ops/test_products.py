@@ -9,7 +9,7 @@ import unit_scaling.functional as U
 from fp8.products.grouped import grouped_mm
 from tests import reference
 from tests.fp8.compare import outcome
-from tests.shared import assert_close, pairs, parametrize
+from tests.shared import assert_close, filterwarnings, pairs, parametrize
 from unit_scaling.rules.table import OPS
 
 
@@ -146,7 +146,7 @@ TRANSPOSED = [{}, {"stride": 2}, {"dilation": 2}]
 TRANSPOSED += [{"stride": 2, "padding": 1, "output_padding": 1, "groups": 2}]
 
 
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @parametrize("dims", [1, 2, 3])
 @parametrize(
     "kind, setting",

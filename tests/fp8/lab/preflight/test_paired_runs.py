@@ -22,7 +22,7 @@ from fp8.lab.preflight.paired_runs import (
     student,
     train_pairs,
 )
-from tests.shared import parametrize, seeded
+from tests.shared import pairs, parametrize, seeded
 
 TARGET = 0.01
 
@@ -85,11 +85,10 @@ def said(differences, looks=(3, 4, 6, 8, 12), chance=None):
     for n in looks:
         half = student(n - 1, LOOKS[n]) * differences[:, :n].std(1) / math.sqrt(n)
         limits = 0 * half if chance is None else chance
-        rows = zip(
+        rows = pairs(
             differences[:, :n].mean(1).tolist(),
             half.tolist(),
             limits.tolist(),
-            strict=True,
         )
         for i, (mean, h, limit) in enumerate(rows):
             if words[i] == "not decided":

@@ -8,7 +8,7 @@ from fp8.formats.quantize import quantize
 from fp8.lab.sums import dot as dot_module
 from fp8.lab.sums.dot import dot
 from fp8.recipes.tensor_cores import FORMATS, TENSOR_CORES
-from tests.shared import parametrize, proves
+from tests.shared import parametrize, proves, sampled
 
 nvidia = pytest.importorskip("mmasim.nv_ptx.sim")
 
@@ -86,7 +86,7 @@ def check(chip, first, second, op, kind, k, seed=0):
     assert same_bits(dot(a, b, lows, TENSOR_CORES[chip]), c)
 
 
-@pytest.mark.sampled(6)
+@sampled(6)
 @proves("the field", "sums of tensor cores", how="library")
 @parametrize("chip, first, second, made", plain_instructions(), ids=ids)
 @parametrize("kind", MAGNITUDES)
