@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8 import Cast, Recipe
 from fp8.formats.format import get_format
 from fp8.recipes.recipe import get_recipe
+from tests.shared import pairs
 
 Product = Callable[..., Tensor]
 
@@ -134,7 +135,7 @@ def cast(x, how, axis=-1, scale=None):
         return _tile(x, format, scale_of(_largest(x), format, how.rule, real=real))
     invalid = how.scaling in ("mx", "nv")
     scales = torch.full(x.shape, math.nan, dtype=torch.float64)
-    sizes = zip(how.tile, x.shape[-2:], strict=True)
+    sizes = pairs(how.tile, x.shape[-2:])
     across, along = (by or size for by, size in sizes)
     tiles = [
         (*batch, slice(i, i + across), slice(j, j + along))
@@ -147,14 +148,12 @@ def cast(x, how, axis=-1, scale=None):
     largest = [float(magnitudes[at].max()) for at in kept]
     whole = max(largest, default=0.0)
     least = -127 if how.scaling == "mx" else -126
-    full = [
-        min(by, max(n, 2)) for by, n in zip((across, along), x.shape[-2:], strict=True)
-    ]
-    for at, amax in zip(kept, largest, strict=True):
+    full = [min(by, max(n, 2)) for by, n in pairs((across, along), x.shape[-2:])]
+    for at, amax in pairs(kept, largest):
         if scale is None and not how.rule.startswith("e4m3_4_6"):
             scales[at] = scale_of(amax, format, how.rule, whole, real, least)
             continue
-        missing = [by - n for by, n in zip(full, x[at].shape, strict=True)]
+        missing = [by - n for by, n in pairs(full, x[at].shape)]
         # At the end.
         tile = torch.nn.functional.pad(x[at], (0, missing[1], 0, missing[0]))
         if scale is None:
@@ -224,7 +223,7 @@ def product(function, operands, grad, scales=(1.0, 1.0, 1.0), recipe=NONE, layer
     else:
         six = _matrices(a, b, grad, recipe, layer)
     shapes = (grad.shape, a.shape, b.shape)
-    for scale, shape, compute, pair in zip(scales, shapes, *six, strict=True):
+    for scale, shape, compute, pair in pairs(scales, shapes, *six):
         values.append(scale * compute(*pair).sum_to_size(shape))
         sizes = [t.abs() for t in pair]
         magnitudes.append(abs(scale) * compute(*sizes).sum_to_size(shape))

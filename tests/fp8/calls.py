@@ -1,7 +1,7 @@
 """One call of every function in PRODUCTS, and what is cast in it."""
 
 import operator
-from dataclasses import dataclass, field
+from collections import namedtuple
 
 import torch
 from torch.nn import functional as F
@@ -34,15 +34,10 @@ COARSE = Recipe(
 )
 
 
-@dataclass
-class Row:
-    """How to call one function of PRODUCTS: the operands that are cast, and as what."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ("input", "input")
-    before: tuple[object, ...] = ()  # positional arguments before the operands
-    kwargs: dict = field(default_factory=dict)
+PLAIN = (), ("input", "input"), (), {}
+Row = namedtuple("Row", "shapes names kinds before kwargs", defaults=PLAIN)
+"""How to call one function of PRODUCTS: the operands that are cast, and as what; before: positional
+arguments before the operands."""
 
 
 def _added(shape, *shapes, names, **kw):

@@ -13,7 +13,6 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -24,7 +23,7 @@ from fp8.common.libraries import probe
 from tests.wheels import unpacked
 
 VERSION = "2.20.2"
-RAN: list[Any] = []
+RAN = []
 """The recipe in force in each product that was called; None: high precision."""
 
 ABSENT = ("transformer_engine_torch", "triton", "onnx", "onnxscript", "nvdlfw_inspect")
@@ -40,7 +39,7 @@ ENUMS = {
 }
 """Enumeration of the compiled part -> file, name and prefix of its copy in Python, which is
 compared with it at import."""
-MODULES: dict[str, types.ModuleType] = {}
+MODULES = {}
 """The imported modules of the wheel."""
 
 

@@ -9,7 +9,6 @@ with the Triton of its wheel.
 import json
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import triton
@@ -34,7 +33,7 @@ SIZES = dict(
     zip(_SIZES.split(), (132, 32, 2048, 1024, 65536, 80 << 30, 232448), strict=True)
 )
 CARD = SimpleNamespace(name="H100", major=9, minor=0, **SIZES)
-ANSWERS: dict[str, Any] = {
+ANSWERS = {
     **dict.fromkeys(("is_available", "device_count"), 1),
     **dict.fromkeys(
         ("current_device", "_exchange_device", "_maybe_exchange_device"), 0
@@ -45,7 +44,7 @@ ANSWERS: dict[str, Any] = {
     "get_compute_capability": 90,
     "get_rng_state": torch.zeros(16, dtype=torch.uint8),
 }
-EMITTED: list[str] = []
+EMITTED = []
 
 
 def emit(tuner, *args, **kwargs):

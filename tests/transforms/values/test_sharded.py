@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 import unit_scaling as uu
 from fp8.common.dtensor import whole
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import assert_close, both, parametrize, refuses, seeded
+from tests.shared import Net, assert_close, both, parametrize, refuses, seeded
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import unit_scale
 
@@ -27,28 +27,20 @@ LAYERS = 6
 pytestmark = needs_gloo
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+def residual(m, x):
+    return x + m.down(nn.functional.gelu(m.up(m.norm(x))))
 
 
-class Model(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.embed = nn.Embedding(65, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 65)
+def block():
+    up, down = nn.Linear(32, 128), nn.Linear(128, 32)
+    return Net(residual, norm=nn.LayerNorm(32), up=up, down=down)
 
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+
+def logits(m, ids):
+    x = m.embed(ids)
+    for block in m.blocks:
+        x = block(x)
+    return m.head(m.norm(x))
 
 
 def batch(rank):
@@ -57,7 +49,9 @@ def batch(rank):
 
 def model():
     torch.manual_seed(0)
-    return Model()
+    blocks = nn.ModuleList(block() for _ in range(LAYERS))
+    ends = {"norm": nn.LayerNorm(32), "head": nn.Linear(32, 65)}
+    return Net(logits, embed=nn.Embedding(65, 32), blocks=blocks, **ends)
 
 
 def check_equal(ours, reference):

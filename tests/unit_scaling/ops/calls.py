@@ -231,7 +231,7 @@ TORCH_FORM = {
 RANDOM = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
 
 #: Their arguments or results are tuples: see test_recurrent.py and test_arithmetic.py.
-TUPLES = {"cat", "stack", "gru", "lstm", "rnn_relu", "rnn_tanh"}
+TUPLES = set("cat stack gru lstm rnn_relu rnn_tanh".split())
 
 
 def op_kwargs(op, dtype=torch.float64):

@@ -68,6 +68,12 @@ def test_unit_scale_without_constraint(op):
         assert 1 / (factor * error) < rms(x) < factor * error, (op.name, name, rms(x))
 
 
+def rule_of(op, kwargs):
+    """Its factors: it reads some of the arguments."""
+    read = inspect.signature(op.rule).parameters
+    return op.rule(**{k: v for k, v in kwargs.items() if k in read})
+
+
 def torch_kwargs(op):
     return {**op_kwargs(op), **TORCH_FORM.get(op.name, {})}
 
@@ -75,11 +81,10 @@ def torch_kwargs(op):
 @each_op
 def test_constrained_gradient_is_parallel_to_torch(op):
     """With the default constraint: the same function and gradients up to a factor per tensor."""
-    plain = PLAIN[op.name] if op.name in PLAIN else op.replaces[0]
+    plain = PLAIN.get(op.name) or op.replaces[0]
     kwargs = torch_kwargs(op)
     ours, theirs = results(op.fn, kwargs), results(plain, kwargs)
-    read = inspect.signature(op.rule).parameters
-    s = op.rule(**{k: v for k, v in op_kwargs(op).items() if k in read})
+    s = rule_of(op, op_kwargs(op))
     for name in theirs.keys() - SUMS.get(op.name, set()):
         # An op with mult=1 is the plain one times its factor; float64, so 1e-9 is rounding.
         assert_close(ours[name], theirs[name] * s[name], rtol=1e-9, atol=1e-9)
@@ -101,7 +106,7 @@ def test_dtype_is_kept(op, dtype):
 def test_autocast(op):
     """The dtype of the output is that of the torch function under the same autocast."""
     kwargs = op_kwargs(op, torch.float32)
-    plain = PLAIN[op.name] if op.name in PLAIN else op.replaces[0]
+    plain = PLAIN.get(op.name) or op.replaces[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = plain(**kwargs | TORCH_FORM.get(op.name, {}))
         got = results(op.fn, kwargs)
@@ -113,9 +118,8 @@ def test_autocast(op):
 def test_rule_reads_shapes_only(op):
     kwargs = op_kwargs(op)
     meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    names = inspect.signature(op.rule).parameters
-    expected = op.rule(**{k: v for k, v in kwargs.items() if k in names})
-    assert op.rule(**{k: v for k, v in meta.items() if k in names}) == expected
+    expected = rule_of(op, kwargs)
+    assert rule_of(op, meta) == expected
     assert all(isinstance(scale, float | int) for scale in expected.values())
     assert "output" in expected
     assert set(expected) - {"output"} <= set(inspect.signature(op.fn).parameters)
@@ -177,7 +181,6 @@ def test_tie():
 
 #: Ops that compile as another does, line for line.
 COMPILE_ALIKE = {"conv3d", "conv_transpose2d", "conv_transpose3d"}
-SAMPLED = sampled(8)
 
 
 def run_all(settings, **calls):
@@ -230,7 +233,7 @@ def groups():
     ]
 
 
-@parametrize("backend", ["eager", pytest.param("aot_eager", marks=SAMPLED)])
+@parametrize("backend", ["eager", pytest.param("aot_eager", marks=sampled(8))])
 @parametrize("ops, settings, dynamic", groups())
 def test_compiles_whole(ops, settings, dynamic, backend):
     calls = {op.name: op_kwargs(op, torch.float32) for op in ops}

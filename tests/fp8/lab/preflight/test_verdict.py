@@ -1,10 +1,9 @@
 """The first line of a verdict, what it saves and why, of candidates made by hand."""
 
-import pytest
-
 from fp8.lab.forecast.result import Forecast, Variant
 from fp8.lab.preflight.findings import Candidate, Findings, Run
 from fp8.lab.preflight.verdict import bytes_in_words, decide, recipe_in_words
+from tests.shared import parametrize
 
 ROW = "recipe row (8-bit numbers with one scale factor for each row of a matrix)"
 
@@ -59,8 +58,8 @@ def test_yes():
     ]
 
 
-@pytest.mark.parametrize(
-    ("kept", "words"),
+@parametrize(
+    "kept, words",
     [
         (1, "layer0"),
         (3, "layer0, layer1 and layer2"),
