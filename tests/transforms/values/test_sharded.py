@@ -49,9 +49,13 @@ def batch(rank):
 
 def model():
     torch.manual_seed(0)
-    blocks = nn.ModuleList(block() for _ in range(LAYERS))
-    ends = {"norm": nn.LayerNorm(32), "head": nn.Linear(32, 65)}
-    return Net(logits, embed=nn.Embedding(65, 32), blocks=blocks, **ends)
+    return Net(
+        logits,
+        embed=nn.Embedding(65, 32),
+        blocks=nn.ModuleList(block() for _ in range(LAYERS)),
+        norm=nn.LayerNorm(32),
+        head=nn.Linear(32, 65),
+    )
 
 
 def check_equal(ours, reference):
