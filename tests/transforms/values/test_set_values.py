@@ -270,6 +270,23 @@ def test_sums_that_are_no_streams_keep_their_terms(name):
     assert all(abs(math.log2(size)) < 0.3 or size < 0.35 for size in sizes_of(rows))
 
 
+@parametrize("gain", [1e-3, 1.0])
+def test_a_branch_of_coordinates_begins_with_the_size_that_it_has(gain):
+    """As an equivariant network with a small last layer. The rate is that of any other weight."""
+    layers = {name: nn.Linear(1, 16) for name in ("a", "b")}
+    model = Net(coordinates, **layers, out=nn.Linear(16, 1))
+    model.out.weight.data.mul_(gain)
+    model.out.bias.data.mul_(gain)
+    x = torch.randn(16, 3)
+    for ours in unit_scale(model, batch=x), unit_scale(model):
+        moved = ours(x) - x
+        assert moved.norm() <= 2 * gain * x.norm()
+        assert_same(ours.out.weight, model.out.weight)
+        assert_same(ours.out.bias, model.out.bias)
+        assert ours.out.weight.mup_scale == pytest.approx(1 / 4, rel=0.5)
+        assert not uu.report(ours).left_alone
+
+
 def test_a_bias_that_carries_information_is_kept():
     """As that of a spatial transformer beside a weight of zeros, and that of rare classes; not the
     noise of an initialization."""

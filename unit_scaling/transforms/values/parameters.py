@@ -34,7 +34,8 @@ class Change:
     tags.
 
     start: brings a weight to RMS 1. number: what its learning rate is in proportion to. done, why:
-    what the report says of the start; "" for no row.
+    what the report says of the start; "" for no row. keeps: whether the values stay, and only the
+    learning rate has the number.
     """
 
     tags: Tags
@@ -43,15 +44,18 @@ class Change:
     why: str = ""
     number: float = 1.0
     shift: float = 0.0
+    keeps: bool = False
 
     @property
     def is_set(self) -> bool:
         """Whether the values change."""
-        return self.start * self.number != 1.0
+        return not self.keeps and self.start * self.number != 1.0
 
     @torch.no_grad()
     def values(self, plain: Tensor) -> Tensor:
         """The new values, rounded once."""
+        if self.keeps:
+            return plain
         wide = in_double(plain)
         if self.shift:
             wide = (wide * self.start + self.shift) * self.number - self.shift

@@ -160,7 +160,12 @@ class _Setter:
     def _find_targets(self, outputs: Collection[int]) -> None:
         """Finds the branches of residual streams, and the operands of products with tables."""
         flow = self.flow
-        targets = weighted_branches(flow, self.classes.branches, outputs)
+        targets = []
+        for target in weighted_branches(flow, self.classes.branches, outputs):
+            if target.rms is None:
+                self._keep_sizes(target)
+            else:
+                targets.append(target)
         for index, weight in self.weights.items():
             factors = [i for i in self.nodes[index].factors if i is not weight]
             if flow.origin(weight) in self.tables and len(factors) == 1:
@@ -245,6 +250,15 @@ class _Setter:
         self._write(name)
         self._row(name, "keeps its values", why)
 
+    def _keep_sizes(self, target: Target) -> None:
+        """Keeps the values of what holds the scale of a branch in units of data. The rates are
+        those of other parameters."""
+        for holder in self.sources.holders(target.end, target.reader) or ():
+            name = holder.parameter
+            self.changes[name].keeps = True
+            self._write(name)
+            self._row(name, "keeps its values", "ends a sum in units of data")
+
     @torch.no_grad()
     def _keep_information(self, name: str, weight: Tensor) -> None:
         """Keeps a bias that carries information: one of a layer of zeros, or one that no
@@ -277,6 +291,7 @@ class _Setter:
         name = f"{self.passes} bring {target.reader} {target.end}"
         end = tensors[slots[target.end]]
         wanted = target.rms
+        assert wanted is not None
         if target.stream is not None:
             stream = tensors[slots[target.stream]]
             wanted *= self._agreed(f"{name} stream", read_size(stream))
@@ -303,7 +318,8 @@ class _Setter:
         self._tag_fan_in(name, index)
         moved = tensors[weight.slot]
         parameter = self.parameters[name]
-        if _storage(moved) != _storage(parameter):
+        is_copy = _storage(moved) != _storage(parameter)
+        if is_copy and not self.changes[name].keeps:
             # A copy in another dtype or order, or what FSDP has gathered.
             moved.data.mul_(number)
         for bias in map(self.flow.origin, node.added):
@@ -362,7 +378,8 @@ class _Setter:
             key = f"{node.path}.{node.name} {kind}"
             self.rows[key] = Row(node.path, node.name, LEFT_ALONE, why)
             return 1.0
-        if not self.multiplied.isdisjoint(holders):
+        is_kept = any(self.changes[holder.parameter].keeps for holder in holders)
+        if is_kept or not self.multiplied.isdisjoint(holders):
             return 1.0
         self.multiplied.update(holders)
         for holder in holders:
@@ -407,6 +424,10 @@ class _Setter:
                 "gives values that are not finite. The model is as it was"
             )
         self._tag(name, mup_scale=change.tags.mup_scale * number)
+        if change.keeps:
+            if change.tags.mup_divisor:
+                self._tag(name, mup_divisor=change.tags.mup_scale)
+            return
         is_kept = name in self.kept_biases or not is_any(values)
         if is_kept or not (change.tags.mup_divisor or number != 1.0):
             return

@@ -7,7 +7,8 @@ one. Updates of a state by products of values alone (the delta rule) have the co
 formula.
 
 Two kinds of such sums are no branches. A sum that a softmax reads is a logit: its terms have a
-meaning to it. A sum of data that the model returns is in the units of the data, as coordinates are.
+meaning to it. A sum of data that the model returns is in the units of the data, as coordinates are:
+a branch of it begins with the size that it has, often a small one (1e-3 in EGNN, arXiv 2102.09844).
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class Target:
     """The result of a call, as another one reads it, that has to have an RMS.
 
     reader, end: the indices of these calls. stream: the call whose RMS it is relative to, which
-    the reader adds; None for 1.
+    the reader adds; None for 1. rms: None where the result keeps the size that it has.
     """
 
     reader: int
     end: int
-    rms: float
+    rms: float | None
     stream: int | None = None
 
 
@@ -110,20 +111,22 @@ def _number(flow: Flow, adds: dict[int, Branch]) -> None:
 def weighted_branches(
     flow: Flow, branches: Sequence[Branch], outputs: Collection[int]
 ) -> list[Target]:
-    """The ends of the branches that have a weight. outputs: the nodes of what the model returns."""
+    """The ends of the branches but for logits. outputs: the nodes of what the model returns."""
     # CompleteP (arXiv 2505.01618), table 1: the best rate does not depend on the depth.
     tau = completep_residual_scaling_rule()
     adds = {branch.add: branch for branch in branches}
     returned = {add for add in adds if _is_returned(flow, add, outputs)}
     found = []
     for branch in branches:
-        is_data = _in_units_of_data(flow, branch, adds, returned)
-        if not (is_data or _is_logit(flow, branch.add)):
+        if _is_logit(flow, branch.add):
+            continue
+        weight = None
+        if not _in_units_of_data(flow, branch, adds, returned):
             count = max(other.number for other in branch.stream) + 1
             weight = tau(branch.number, count)
-            end = branch.end.node
-            stream = branch.skip.node
-            found.append(Target(branch.add, end, weight, stream))
+        end = branch.end.node
+        stream = branch.skip.node
+        found.append(Target(branch.add, end, weight, stream))
     return found
 
 
