@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 
-from ..common.compiler import eager_only, in_memory, updates_states
+from ..common.compiler import eager_only, in_memory
 from ..common.dtensor import (
     as_shard,
     check_whole,
@@ -35,7 +35,15 @@ from ..recipes.scaling import scaled_tiles, scales_and_unit
 from ..torch_internals import Arguments, Context
 from ..torch_internals.autograd_functions import apply, same, unaliased
 from ..torch_internals.decorators import in_graph
-from .counts import Label, Observed, Row, observe
+from .counts import (
+    Label,
+    Observed,
+    Row,
+    observe,
+    passes,
+    range_of_spots,
+    write_spot,
+)
 from .rotation import rotated
 from .scaled_tensor import dequantized
 
@@ -148,24 +156,41 @@ def cast_values(
         x = rotated(x, spec.hadamard, axis, signs)
     scale = None
     if label:
-        label = _with_before(label, spec, history)
-    if spec.tile == (0, 0):
+        scale, label = _scale_and_label(x, spec, history, record, label)
+    elif spec.tile == (0, 0):
         scale = whole_scale(x, spec, history, record)
     if differentiable:
         return apply(_Round, x, scale, spec, axis, label), scale
     return _rounded(x, scale, spec, axis, label), scale
 
 
-def _with_before(label: Label, spec: Cast, history: Tensor | None) -> Label:
-    """``label`` with the static scale before the pass, which may set it anew. Scales of this pass
-    are in range, without a check."""
+def _scale_and_label(
+    x: Tensor,
+    spec: Cast,
+    history: Tensor | None,
+    record: bool | None,
+    label: Label,
+) -> tuple[Tensor | None, Label]:
+    """`whole_scale`, and where the cast is reported. In a pass that is not looked at that is
+    nowhere, unless the scale is of an earlier pass and the spots of ``x`` are out of its range."""
     if not isinstance(label, Row):
-        return label
-    if label.look.is_spot:
-        return "" if history is None else label
-    if history is None or spec.stored_rule is not None:
-        return label
-    return label._replace(before=history.detach().float().sum())  # of one element
+        return whole_scale(x, spec, history, record), label
+    if not label.look.is_spot:
+        # A pass that is looked at may set a static scale anew.
+        if history is not None and spec.stored_rule is None:
+            before = history.detach().float().sum()  # of one element
+            label = label._replace(before=before)
+        return whole_scale(x, spec, history, record), label
+    scale = whole_scale(x, spec, history, record)
+    if history is None or not x.numel():
+        return scale, ""
+    if type(x) not in PLAIN and is_dtensor(x):
+        x = part_of(x)
+    if label.look.in_graph:
+        write_spot(label, x, scale)
+    elif not passes(x, scale, range_of_spots(spec.number_format)):
+        return scale, label
+    return scale, ""
 
 
 @eager_only(False)
@@ -186,8 +211,6 @@ def whole_scale(
     if whole and type(x) is not Tensor and is_dtensor(x):
         x = _amax_of(x)
     if history is not None:
-        if record is None:
-            record = updates_states()
         scale = scaling.history_scale(x, history, format, rule, record)
     elif rule is None or not whole or not x.numel():
         return None
@@ -460,7 +483,6 @@ def quantized(
 ) -> QuantizedOperand:
     """``x``, or with axis -2 its transpose, in numbers of the format, as `cast_values` rounds it.
     converts: whether a conversion to the dtype of the format rounds the values."""
-    converts = converts and spec.number_format.dtype is not None and not label
     if spec.is_simulated:
         raise ValueError(
             f"products under rule {spec.rule!r}, which reads the values of tiles, are simulated"
@@ -468,9 +490,9 @@ def quantized(
     if spec.hadamard:
         x = rotated(dequantized(x), spec.hadamard, axis, signs)
     x = dequantized(x, torch.float32)
-    if label:
-        label = _with_before(label, spec, history)
-    scale, unit = whole_scale(x, spec, history, record), None
+    scale, label = _scale_and_label(x, spec, history, record, label)
+    converts = converts and spec.number_format.dtype is not None and not label
+    unit = None
     if spec.stored_rule is not None and scale is None:
         tiles = _in_tiles(x, spec, axis, converts=converts)
         values, scale, unit, dims = tiles

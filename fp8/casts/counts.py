@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -180,11 +181,17 @@ def statistics(cast: Observed) -> Tensor:
 
 
 class Look(NamedTuple):
-    """Where the casts of a product write their statistics. is_spot: whether they do so only if a
-    few elements are out of the range of the format."""
+    """Where the casts of a product write their statistics.
+
+    Attributes:
+        table: of the product.
+        is_spot: whether casts write only if a few elements are out of the range of the format.
+        in_graph: whether a graph is traced, which writes the largest of these elements.
+    """
 
     table: Tensor
     is_spot: bool
+    in_graph: bool
 
 
 class Row(NamedTuple):
@@ -203,8 +210,6 @@ def _operand(row: Row) -> str:
 
 def note(row: Row, cast: Observed) -> None:
     """Writes the statistics of a cast."""
-    if row.look.is_spot and _passes(row, cast):
-        return
     operand = _operand(row)
     before = row.before
     if before is not None and cast.scale is not None:
@@ -222,53 +227,59 @@ MARGIN = 2.0
 earlier one, as under recipe "delayed"."""
 
 
-def _steps(x: Tensor) -> list[int]:
+def _steps(shape: torch.Size) -> list[int]:
     """The steps of the grid of `spots`, also for sizes that a graph does not know. They are odd, to
     reach the columns of all heads and groups, whose sizes are powers of two."""
-    count = 2 * math.ceil(SPOTS ** (1 / max(x.ndim, 1)))
-    return [2 * (size // count) + 1 for size in x.shape]
+    count = 2 * math.ceil(SPOTS ** (1 / max(len(shape), 1)))
+    return [2 * (size // count) + 1 for size in shape]
 
 
-# A graph would store all of ``x`` for as_strided, the fastest view in eager code.
-@compiled_as(lambda x: x[tuple(slice(None, None, step) for step in _steps(x))])
 def spots(x: Tensor) -> Tensor:
     """Some elements of ``x``, on a grid; a view."""
-    steps = _steps(x)
-    sizes = [-(-size // step) for size, step in zip(x.shape, steps, strict=True)]
-    strides = [stride * step for stride, step in zip(x.stride(), steps, strict=True)]
-    return x.as_strided(sizes, strides, x.storage_offset())
+    return x[tuple(slice(None, None, step) for step in _steps(x.shape))]
 
 
-def _write_spot(row: Row, cast: Observed) -> bool:
-    """Writes the largest of the spots in units of the scale, which the host compares."""
-    largest = spots(cast.x.detach()).abs().amax().float()
-    if cast.scale is not None:
-        largest = largest / cast.scale
+@cache
+def _grid(
+    shape: torch.Size, stride: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and the strides of `spots`."""
+    few = spots(torch.empty_strided(shape, stride, device="meta"))
+    return few.shape, few.stride()
+
+
+def write_spot(row: Row, x: Tensor, scale: Tensor | None) -> None:
+    """Writes the largest of the spots of ``x``, not empty, in units of the scale; in a graph."""
+    largest = spots(x.detach()).abs().amax().float()
+    if scale is not None:
+        largest = largest / scale
     spot = row.look.table[OPERANDS.index(_operand(row))][len(STATISTICS)]
     # NaN stands for what is not written.
     spot.copy_(torch.fmax(spot, largest.nan_to_num(nan=math.inf, posinf=math.inf)))
-    return True
 
 
-@compiled_as(_write_spot)
-def _passes(row: Row, cast: Observed) -> bool:
-    """Whether the spots of a cast with one scale are in its range."""
-    x, scale = cast.x.detach(), cast.scale
-    # On another device a comparison would wait for it.
-    if x.device.type != "cpu" or _is_transformed(x):
+def passes(x: Tensor, scale: Tensor | None, range: tuple[float, float]) -> bool:
+    """Whether the spots of ``x``, not empty, in units of the scale, are in a range of
+    `range_of_spots`; in eager code, each training pass of a cast with a scale of an earlier pass.
+    Reading them would wait for another device than a CPU."""
+    if x.device.type != "cpu":
         return True
-    largest = float(spots(x).abs().amax())
-    if scale is not None:
-        largest /= float(scale)
-    return is_in_range(largest, cast.format)
-
-
-def is_in_range(largest: float, format: Format) -> bool:
-    """Whether the largest of the spots, in units of the scale, is neither saturated, nor zero
-    after the cast with all others, nor NaN."""
-    if largest == 0:
+    try:
+        grid = _grid(x.shape, x.stride())
+        # A third of the time of slices.
+        largest = float(x.detach().as_strided(*grid, x.storage_offset()).abs().amax())
+        if scale is not None:
+            largest /= float(scale)
+    except RuntimeError:  # under vmap
         return True
-    return format.min_normal <= largest <= MARGIN * format.max
+    return range[0] <= largest <= range[1] or largest == 0
+
+
+@cache
+def range_of_spots(format: Format) -> tuple[float, float]:
+    """What the largest of the spots is in between, in units of the scale, unless it is 0: below,
+    all of them become zero; above, or for a NaN, there is more to be seen."""
+    return format.min_normal, MARGIN * format.max
 
 
 @eager_only(False)

@@ -39,7 +39,7 @@ from .counts import (
     STATISTICS,
     Look,
     decibels,
-    is_in_range,
+    range_of_spots,
 )
 
 LONGEST = 128
@@ -336,7 +336,9 @@ class LayerWatch:
         for product, _ in self.tables():
             delattr(self, _TABLE + product)
 
-    def look(self, product: str, x: Tensor, is_spot: bool) -> Look | None:
+    def look(
+        self, product: str, x: Tensor, is_spot: bool, in_graph: bool
+    ) -> Look | None:
         """Where a product of ``x`` writes its statistics; None in a graph that would have to add
         them."""
         table: Tensor | None = getattr(self, _TABLE + product, None)
@@ -344,7 +346,7 @@ class LayerWatch:
             table = self._added(product, x)
         if table is None:
             return None
-        return Look(table, is_spot)
+        return Look(table, is_spot, in_graph)
 
     @eager_only()
     def _added(self, product: str, x: Tensor) -> Tensor | None:
@@ -369,9 +371,10 @@ class LayerWatch:
                 rows.append(self.saw(product, operand, values))
                 continue
             format = self.formats.get(operand)
-            # NaN: nothing was written.
-            if format is not None and spot >= 0 and not is_in_range(spot, format):
-                self.watch.ask()
+            if format is not None and spot > 0:  # NaN: nothing was written
+                low, high = range_of_spots(format)
+                if not low <= spot <= high:
+                    self.watch.ask()
         return rows
 
     def saw(self, product: str, operand: str, values: list[float]) -> Seen:

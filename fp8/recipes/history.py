@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.compiler import updates_states
 from ..common.dtensor import part_of
 from ..common.validation import check_module
 from ..torch_internals import Keywords, Layer
@@ -45,7 +44,7 @@ class LayerState:
         self._traced = torch.compiler.is_dynamo_compiling()
         watched = layer.fp8_watch
         # Scales and statistics are those of training.
-        if not updates_states() or torch.compiler.is_exporting():
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
             self.looks = self.checks = False
             return
         if self._traced:
@@ -76,7 +75,9 @@ class LayerState:
         `fp8.casts.counts.Look`; None outside of training."""
         if not self.checks:
             return None
-        return self._layer.fp8_watch.look(name, x, not self.looks)
+        return self._layer.fp8_watch.look(
+            name, x, is_spot=not self.looks, in_graph=self._traced
+        )
 
     def scales(self, product: str, *operands: Tensor) -> dict[str, Tensor]:
         """Role -> the static scale that the next product of these operands reads, 0 until it is

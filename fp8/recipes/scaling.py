@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.compiler import compiled_as, eager_only, reads_values
+from ..common.compiler import compiled_as, eager_only, reads_values, updates_states
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format
@@ -381,12 +381,20 @@ def _is_finite(moment: Tensor) -> bool:
         return False
 
 
-def _static_scale(x: Tensor, state: Tensor, format: Format, record: bool) -> Tensor:
+def _static_scale(
+    x: Tensor, state: Tensor, format: Format, record: bool | None
+) -> Tensor:
     """The scale in ``state``. If that has a dimension, (1,), it is measured of ``x`` as in
     `_measured_scale`, and stored (record) if finite."""
     scale = state.float()
     if not state.dim():
-        return _read(scale)
+        if type(state) is Tensor:
+            # Products save their scales, and the state may change before their backward pass. A
+            # graph, which has another type here, stores what it saves.
+            scale = scale.clone()
+        return scale
+    if record is None:
+        record = updates_states()
     if x.numel():
         x = x.detach()
         moment = second_moment(x)
@@ -405,12 +413,6 @@ def _static_scale(x: Tensor, state: Tensor, format: Format, record: bool) -> Ten
     return torch.where(scale > 0, scale, 1.0)
 
 
-@compiled_as(lambda state: state)
-def _read(state: Tensor) -> Tensor:
-    """A copy: products save their scales, and the state may change before their backward pass."""
-    return state.clone()
-
-
 @eager_only(False)
 def _is_set_outside(state: Tensor, stored: Tensor) -> bool:
     """Whether ``state`` is set outside of a transform of `torch.func` that computes ``stored``."""
@@ -424,11 +426,14 @@ def history_scale(
     history: Tensor,
     format: Format,
     rule: str | None,
-    record: bool,
+    record: bool | None,
 ) -> Tensor:
-    """The scale of ``x``, 0-dim: by a rule from the history of "delayed", or that of "static"."""
+    """The scale of ``x``, 0-dim: by a rule from the history of "delayed", or that of "static".
+    record: whether ``x`` changes the state; None: if gradients are recorded."""
     if rule is None:
         return _static_scale(x, history, format, record)
+    if record is None:
+        record = updates_states()
     return _delayed_scale(x, history, format, rule, record)
 
 

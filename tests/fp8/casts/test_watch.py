@@ -12,7 +12,7 @@ from torch._guards import TracingContext
 from torch.distributed.fsdp import fully_shard
 
 import fp8
-from fp8.casts.counts import MARGIN, SPOTS, is_in_range, spots
+from fp8.casts.counts import MARGIN, SPOTS, passes, range_of_spots, spots
 from fp8.casts.watch import LONGEST, watch_of
 from fp8.formats.format import get_format
 from fp8.warnings import PitfallWarning
@@ -66,12 +66,12 @@ def test_spots_are_a_grid_and_a_view(shape):
 
 @parametrize("name", ["e4m3", "e5m2", "e2m1"])
 def test_range_of_spots(name):
-    format = get_format(name)
+    format, scale = get_format(name), torch.tensor(8.0)
     inside = [0.0, format.min_normal, 1.0, MARGIN * format.max]
     outside = [format.min_normal / 2, 3 * format.max, float("inf"), float("nan")]
-    assert [is_in_range(x, format) for x in inside + outside] == [True] * 4 + [
-        False
-    ] * 4
+    for largest in inside + outside:
+        x = torch.full((40, 70), 8 * largest).mT
+        assert passes(x, scale, range_of_spots(format)) == (largest in inside)
 
 
 @parametrize("factor", [2.0**20, 2.0**-20, float("nan")])

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import fp8
 import unit_scaling.functional as U
+from tests.shared import settle
 from tests.transforms.models import GPT
 from unit_scaling.transforms import unit_scale
 
@@ -38,8 +39,8 @@ def calls(run, where=OWN):
 LAYER = nn.Linear(16, 16)
 CASES = {
     "tensor": (fp8.convert(nn.Linear(16, 16), "tensor"), nullcontext(), 55, 25),
-    "static": (fp8.convert(nn.Linear(16, 16), "static"), nullcontext(), 65, 25),
-    "delayed": (fp8.convert(nn.Linear(16, 16), "delayed"), nullcontext(), 75, 25),
+    "static": (fp8.convert(nn.Linear(16, 16), "static"), nullcontext(), 70, 25),
+    "delayed": (fp8.convert(nn.Linear(16, 16), "delayed"), nullcontext(), 85, 30),
     "row": (fp8.convert(nn.Linear(16, 16), "row"), nullcontext(), 45, 45),
     "autocast": (LAYER, fp8.autocast("tensor"), 55, 25),
     "U.linear": (lambda x: U.linear(x, LAYER.weight, None), nullcontext(), 18, 5),
@@ -54,8 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_product_calls_few_functions(name):
-    """In the steady state, forward and backward. The 4th and the 8th pass are looked at
-    (`fp8.casts.watch`)."""
+    """In the steady state, forward and backward."""
     layer, block, most, most_back = CASES[name]
     x = torch.randn(
         8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True
@@ -64,6 +64,8 @@ def test_a_product_calls_few_functions(name):
         for _ in range(5):
             y = layer(x)
             y.backward(torch.ones_like(y))
+        if "fp8_watch" in getattr(layer, "__dict__", {}):
+            settle(layer)
         assert 0 < calls(lambda: layer(x)) <= most
         y = layer(x)
         assert 0 < calls(lambda: y.backward(torch.ones_like(y))) <= most_back
@@ -82,8 +84,9 @@ def test_a_step_of_a_model_calls_few_functions(monkeypatch):
         _, loss = model(ids, ids)
         loss.backward()
 
-    for _ in range(5):  # the 1st, 2nd and 4th are looked at
+    for _ in range(5):
         step()
+    settle(model)
     assert 0 < calls(step, ("",)) <= 2600
 
 
