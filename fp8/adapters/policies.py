@@ -249,7 +249,7 @@ def _precision_file(policy: Policy, base: dict[str, str]) -> str:
         match("keep_residual_1", "*.linear_proj", {})
         match("keep_residual_2", "*.linear_fc2", {})
     enable: dict[str, object] = {}
-    if not base:  # else Megatron quantizes nothing
+    if not base:  # else Megatron skips the rules, outside of its own autocast
         enable = {"override_nonquantized_autocast": True}
     for index, rule in reversed(list(enumerate(policy.rules, 1))):
         what = f"rule {index} ({rule})"

@@ -152,7 +152,8 @@ def _dynamic(cast: Cast, format: str) -> TERecipe:
         kind, options = "Float8BlockScaling", {"use_f32_scales": not powers}
         for operand, dimensions in (("x", 1), ("w", 2), ("grad", 1)):
             options[f"{operand}_block_scaling_dim"] = dimensions
-    # TransformerEngine's own choice: fast accumulation in the forward product of tensors alone.
+    # The defaults of its recipes: fast accumulation in the forward product of Float8CurrentScaling
+    # alone; Float8BlockScaling refuses it.
     for product, split in (("fprop", block), ("dgrad", True), ("wgrad", True)):
         options[f"fp8_gemm_{product}"] = library.MMParams(use_split_accumulator=split)
     recipe = _make(kind, fp8_format=format_of(format), **options)

@@ -88,7 +88,7 @@ def _write(
 ) -> None:
     model: Any = stream.model
     if hasattr(model, "save_pretrained"):
-        # Which leaves out tied names by itself.
+        # Which leaves out the tied names that the model declares, and refuses others.
         tensors |= {name: tensors[first] for name, first in stream.tied.items()}
         model.save_pretrained(folder, state_dict=tensors)
         path = folder / "config.json"

@@ -1,4 +1,4 @@
-"""Casts by blocks, and layers, against microxcaling, torchao and TransformerEngine."""
+"""Casts by blocks, and layers, against torchao."""
 
 import math
 
@@ -70,8 +70,8 @@ def blocks():
 @parametrize("rule", MODES)
 @each_format
 def test_mx_is_torchao_s_at_every_magnitude_and_for_nan(format, rule, dtype):
-    """Values are equal where its scale is not 2**-127, which it stores and does not divide by; Inf
-    it takes for a large number, and so loses it by all rules but "up"."""
+    """Values are equal where its scale is not 2**-127, which torchao 0.18 stores but does not
+    divide by. Inf is a large number to it, which all rules but "up" lose. Its main does as we."""
     x = blocks().to(dtype)
     x[50, 3] = x[200, 40] = math.nan
     theirs = MXTensor.to_mx(x, ELEMENTS[format], 32, ScaleCalculationMode[MODES[rule]])

@@ -264,8 +264,9 @@ def _product(
         left, right = x[:, columns], w[:, columns]
         piece = dot(left, right, lows, TENSOR_CORES[chip])
         factor = _scale_at(start, a, of_a) * _scale_at(start, b, of_b).mT
-        # Products of float32 are exact in float64, where the sum of two float32 numbers is rounded
-        # as in float32 (Figueroa 1995, "When is double rounding innocuous?").
+        # A fused multiply-add: float64 has the exact product. The sum is rounded twice, as once for
+        # factors that are powers of two (Figueroa 1995, "When is double rounding innocuous?": two
+        # float32 numbers, 53 >= 2 * 24 + 2 bits); for others, one in about 2**29 may differ.
         exact = total.double() + piece.double() * factor.double()
         total = exact.float()
     return total * (_scale_of_rows(a, of_a) * _scale_of_rows(b, of_b).mT)
