@@ -114,7 +114,6 @@ def scaled_parameters(
     >>> torch.optim.Muon(groups).param_groups[0]["lr"]
     2.0
     """
-    rule = lr_scale_func
     factors = _factors(lr_scale_func, lr_mult)
     groups = _as_groups(params)
     without_lr = []
@@ -124,7 +123,9 @@ def scaled_parameters(
             raise ValueError(f"scaled_parameters: {_PENDING}")
         if group.get("lr", lr) is None:
             without_lr += parameters
-    default = _default_rate(rule, without_lr) if without_lr else lr
+    default = lr
+    if without_lr:
+        default = _default_rate(lr_scale_func, without_lr)
     result = []
     for group in groups:
         base: Any = group.setdefault("lr", default)

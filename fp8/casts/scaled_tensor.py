@@ -253,11 +253,13 @@ class ScaledTensor(Tensor):
         return f"ScaledTensor({self.dequantize()}, format={self.format!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Arguments]:
-        names = ["stored"] if self.scale is None else ["stored", "scale"]
         if not self.is_scaled():
             raise NotImplementedError(
                 "a view of scaled tiles leaves a graph as x.dequantize()"
             )
+        names = ["stored"]
+        if self.scale is not None:
+            names.append("scale")
         return names, (self.dtype, self.format, self.memory.tile)
 
     @staticmethod

@@ -147,11 +147,16 @@ def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
 
 def _counts(parent: nn.Module, but: nn.Module) -> set[int]:
     """The lengths of lists of modules and of stacks in ``parent`` and its children but ``but``."""
-    modules = (parent, *parent.children())
-    stacks = [p for m in modules if m is not but for p in m.parameters(recurse=False)]
-    lists = [m for m in modules if isinstance(m, nn.ModuleList)]
-    stacks = [p for p in stacks if not is_lazy(p) and p.dim() == 3]
-    return {*map(len, lists), *map(len, stacks)}
+    lengths = set()
+    for module in (parent, *parent.children()):
+        if isinstance(module, nn.ModuleList):
+            lengths.add(len(module))
+        if module is but:
+            continue
+        for parameter in module.parameters(recurse=False):
+            if not is_lazy(parameter) and parameter.dim() == 3:
+                lengths.add(len(parameter))
+    return lengths
 
 
 _FINDERS: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {

@@ -221,6 +221,7 @@ def add_initial_histories(layer: Layer, state: Keywords, prefix: str) -> None:
     buffers = {
         prefix + n: b for n, b in layer.named_buffers(recurse=False) if is_history(n)
     }
+    # A layer of several products learns which they are when it runs: those of the file are added.
     if "fp8_measured" in vars(layer) and layer.fp8_settings.by_call:
         for key in state:
             name = key.removeprefix(prefix)

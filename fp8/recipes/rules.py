@@ -44,8 +44,8 @@ class Form:
     Attributes:
         is_power: whether they are powers of two, by which every division is exact.
         is_narrow: whether they have eight bits. The scale of a tile with Inf or NaN is NaN then,
-            and so becomes the tile, as in microxcaling; torchao treats Inf as a large number (MX
-            1.0, section 5.1: NaN). Other scales are those of the finite values.
+            and so becomes the tile (MX 1.0, section 5.1), as in microxcaling and in torchao after
+            0.18, which treats Inf as a large number. Other scales are those of the finite values.
         largest: the exponent of the largest one; that of the smallest is its negative.
     """
 
@@ -334,14 +334,13 @@ class Rule:
             raise ValueError(
                 f"rule {self.name!r} is registered already; choose another name"
             )
+        format = get_format("e4m3")
         values = torch.linspace(-3.0, 3.0, 192, dtype=torch.float32).view(2, 3, 32)
         amax = values.abs().amax((-2, -1), keepdim=True)
         if self.magnitude is not None:
-            amax = self.magnitude(values, get_format("e4m3"))
+            amax = self.magnitude(values, format)
             self._check_result("magnitude", amax, [(2, 1, 1), (2, 1, 32)])
-        scale = self.scale_of(
-            amax, get_format("e4m3"), self.unit_of(amax, get_format("e4m3"))
-        )
+        scale = self.scale_of(amax, format, self.unit_of(amax, format))
         self._check_result("scale", scale, [tuple(amax.shape)])
         if self.form.is_power and bool((scale.frexp().mantissa != 0.5).any()):
             power = f"has scales that are no powers of two, got {scale.flatten()[0]:g}"
@@ -389,11 +388,13 @@ FORM_OF: dict[str | None, Form] = {None: FORMS["power"]}
 
 
 def _add(rule: Rule) -> None:
-    RULES[rule.name] = LOWERED[rule.name] = rule
-    FORM_OF[rule.name] = rule.form
+    """Adds a rule to the tables, and the rule that scaling "mx" makes of it."""
+    RULES[rule.name] = rule
+    lowered = {rule.name: rule}
     if rule.form.is_power:
-        narrow = replace(rule, stored="e8m0")
-        LOWERED[rule.name + E8M0], FORM_OF[rule.name + E8M0] = narrow, narrow.form
+        lowered[rule.name + E8M0] = replace(rule, stored="e8m0")
+    LOWERED.update(lowered)
+    FORM_OF.update({name: row.form for name, row in lowered.items()})
 
 
 _nv = partial(Rule, stored="e4m3")

@@ -25,11 +25,11 @@ def function_of(frame: FrameType) -> str:
     name = _name_of(code)
     if not name:
         return ""
-    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    if isinstance(
-        first, BackwardCFunction
-    ):  # ctx, of a class that may have inherited forward
-        name = type(first).__name__.removesuffix("Backward")
+    if code.co_argcount:
+        ctx = frame.f_locals.get(code.co_varnames[0])
+        # The class may have inherited forward.
+        if isinstance(ctx, BackwardCFunction):
+            name = type(ctx).__name__.removesuffix("Backward")
     return f"the autograd function {name}"
 
 

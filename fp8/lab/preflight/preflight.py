@@ -204,7 +204,8 @@ def preflight(
 
 
 def _continued(path: Path | None, settings: Settings) -> Continue:
-    """Without a file, all is measured again."""
+    """The function (seconds, seeds) -> the call that goes on for so long, as Python. Without a file
+    that call measures all again."""
 
     def proceed(seconds: float, seeds: int) -> str:
         again = f"max_seeds={max(seeds, settings.max_seeds)}"

@@ -110,6 +110,7 @@ def _start(
     readout: Tensor | None,
     others: Mapping[str, Change],
 ) -> Change:
+    """What becomes of the values of the parameter ``leaf`` of a module, by its shape and name."""
     parameter = own_parameters(module)[leaf]
     stacked = holds_experts(module)
     if isinstance(module, ParametrizationList):

@@ -276,7 +276,9 @@ class _Hook:
     def pending(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters whose values are not set, by name."""
         module = self.module()
-        for name, parameter in () if module is None else self.parameters(module):
+        if module is None:
+            return
+        for name, parameter in self.parameters(module):
             if tags_of(parameter).mup_pending or not has_parameter_data(parameter):
                 yield name, parameter
 
