@@ -21,7 +21,8 @@ def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
     that descend or exceed its size."""
     if offs is None or x.ndim == 3:
         return list(x.unbind())
-    ends, size = [0, *offs.tolist()], x.shape[axis]
+    size = x.shape[axis]
+    ends = [0, *offs.tolist()]
     if any(a > b for a, b in pairwise(ends)) or ends[-1] > size:
         raise ValueError(f"offs must ascend from 0 to at most {size}, got {ends[1:]}")
     return [x.narrow(axis, start, end - start) for start, end in pairwise(ends)]
@@ -29,10 +30,12 @@ def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
 
 def product_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
     """The shape of ``a @ b`` by groups."""
-    shape = [a.shape[-2], b.shape[-1]]
-    if a.ndim == b.ndim:
-        shape = [a.shape[0] if offs is None else offs.shape[0], *shape]
-    return shape
+    rows, columns = a.shape[-2], b.shape[-1]
+    if a.ndim != b.ndim:
+        return [rows, columns]
+    if offs is None:
+        return [a.shape[0], rows, columns]
+    return [offs.shape[0], rows, columns]
 
 
 def aligned(offs: Tensor | None, spec: Cast | None) -> Tensor | None:
@@ -96,17 +99,22 @@ def _results(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `_cast_groups` returns for empty groups: zeros, padded for a rotation of each along the
     summed axis; a scale of 1 for each group of a stack or each split row; the history."""
-    shape, scales = list(x.shape), [x.shape[0], 1, 1] if x.ndim == 3 else [1, 1]
+    shape = list(x.shape)
     if hadamard and offs is not None and x.ndim == 2 and split == axis:
         shape[axis] += offs.shape[0] * (hadamard - 1)
     elif hadamard:
         shape[axis] = -(-shape[axis] // hadamard) * hadamard
     y = x.new_zeros(shape) if hadamard else torch.zeros_like(x)
-    if x.ndim == 2:
-        scales[split] = y.shape[split]
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    after = x.new_empty((0,)) if history is None else history.clone()
-    return y, torch.ones(scales, dtype=dtype, device=x.device), after
+    if x.ndim == 3:
+        of_groups = [x.shape[0], 1, 1]
+    else:
+        of_groups = [1, 1]
+        of_groups[split] = y.shape[split]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    scales = torch.ones(of_groups, dtype=dtype, device=x.device)
+    if history is None:
+        return y, scales, x.new_empty((0,))
+    return y, scales, history.clone()
 
 
 def cast_groups(
@@ -134,9 +142,9 @@ def cast_groups(
     if record is None:
         record = updates_states()
     # Groups are measured again in a look alone, and have no spots.
-    looks, name = isinstance(label, Row) and not label.look.is_spot, label
+    looks, name = False, label
     if isinstance(label, Row):
-        name = ""
+        looks, name = not label.look.is_spot, ""
     values = dequantized(x).detach()
     y, scales, after = torch.ops.fp8.cast_groups(
         values,

@@ -15,20 +15,25 @@ ABOUT = "what the casts of a training have lost, by files of fp8.record"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fp8 record``."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    page = commands.add_parser("page", help="a map of layers and steps, as one page")
-    page.add_argument("record", help="a file of fp8.record")
-    page.add_argument("-o", "--output", help="an HTML file (run.html for run.jsonl)")
-    diff = commands.add_parser("diff", help="the first step at which two runs part")
-    diff.add_argument("first", help="a file of fp8.record")
-    diff.add_argument("second", help="another one")
-    about = "of lost shares, absolute, and of losses, relative (%(default)s)"
-    diff.add_argument("--tolerance", type=float, default=0.01, help=about)
+    drawn = commands.add_parser("page", help="a map of layers and steps, as one page")
+    drawn.add_argument("record", help="a file of fp8.record")
+    drawn.add_argument("-o", "--output", help="an HTML file (run.html for run.jsonl)")
+    compared = commands.add_parser("diff", help="the first step at which two runs part")
+    compared.add_argument("first", help="a file of fp8.record")
+    compared.add_argument("second", help="another one")
+    compared.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.01,
+        help="of lost shares, absolute, and of losses, relative (%(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """What to print, and the exit code: 1 where two records part. Raises as `read` and `diff`."""
     if options.action == "diff":
-        found = diff(read(options.first), read(options.second), options.tolerance)
+        first, second = read(options.first), read(options.second)
+        found = diff(first, second, options.tolerance)
         return str(found), int(found.parts)
     source = Path(options.record)
     path = Path(options.output or source.with_suffix(".html"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,11 +79,13 @@ def diff(a: Run, b: Run, tolerance: float = 0.01) -> Difference:
     if not both:
         raise ValueError("no step, layer and operand is in both records")
     found: dict[int, list[tuple[Order, str]]] = {}
-    places = {layer: i for i, layer in enumerate(dict.fromkeys(p.layer for p in left))}
+    layers = list(dict.fromkeys(place.layer for place in left))
+    numbers = {layer: number for number, layer in enumerate(layers)}
     for place in both:
-        if by := _row_difference(left[place], right[place], tolerance):
+        by = _row_difference(left[place], right[place], tolerance)
+        if by:
             line = f"{place.layer} {place.operand}: {', '.join(by)}"
-            order = _order(places[place.layer], place.operand)
+            order = _order(numbers[place.layer], place.operand)
             found.setdefault(place.step, []).append((order, line))
     losses = {row.step: row.loss for row in b.losses}
     for row in a.losses:
@@ -95,12 +97,11 @@ def diff(a: Run, b: Run, tolerance: float = 0.01) -> Difference:
     lines: list[str] = []
     if step is not None:
         lines = [line for _, line in sorted(found[step])]
-    casts = [{(p.layer, p.operand) for p in places} for places in (left, right)]
     return Difference(
         step=step,
         lines=lines,
         only=[*_only("first", left, right), *_only("second", right, left)],
-        same_casts=casts[0] == casts[1],
+        same_casts=_casts(left).keys() == _casts(right).keys(),
     )
 
 
@@ -124,7 +125,10 @@ def _order(layer: int, operand: str) -> Order:
 
 
 def _by_place(run: Run) -> dict[Place, Seen]:
-    return {Place(row.step, row.layer, row.operand): row for row in run.rows}
+    rows = {}
+    for row in run.rows:
+        rows[Place(row.step, row.layer, row.operand)] = row
+    return rows
 
 
 def _row_difference(a: Seen, b: Seen, tolerance: float) -> list[str]:
@@ -159,15 +163,15 @@ def _relative(a: float, b: float) -> float:
     return abs(a - b) / max(abs(a), abs(b))
 
 
+def _casts(places: Iterable[Place]) -> dict[str, None]:
+    """The casts, in words and in order."""
+    return dict.fromkeys(f"{place.layer} {place.operand}" for place in places)
+
+
 def _only(name: str, these: dict[Place, Seen], those: dict[Place, Seen]) -> list[str]:
     """What only these have: casts, and steps."""
-    there = {(place.layer, place.operand) for place in those}
-    casts = dict.fromkeys((place.layer, place.operand) for place in these)
-    missing = [
-        f"{layer} {operand}"
-        for layer, operand in casts
-        if (layer, operand) not in there
-    ]
+    there = _casts(those)
+    missing = [cast for cast in _casts(these) if cast not in there]
     seen = {place.step for place in those}
     steps = sorted({place.step for place in these} - seen)
     lines = []

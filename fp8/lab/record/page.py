@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -68,7 +68,8 @@ def page(run: Run, name: str) -> str:
     if not run.rows:
         raise ValueError(f"{name} has no look: the training ended in its first pass")
     steps = sorted({row.step for row in run.rows})
-    first, last = steps[0], max([steps[-1], *(row.step for row in run.losses)])
+    first = steps[0]
+    last = max([steps[-1], *(row.step for row in run.losses)])
     return rendered(
         "record/page.html",
         {},
@@ -93,35 +94,47 @@ def _over_time(run: Run, first: int, last: int) -> Map:
     placed = [((row.step - first) * columns // span, row) for row in run.rows]
     # A look stands until the next one.
     looked = sorted({column for column, _ in placed})
-    shown = [looked[bisect_right(looked, column) - 1] for column in range(columns)]
+    shown = []
+    for column in range(columns):
+        latest = bisect_right(looked, column) - 1
+        shown.append(looked[latest])
     ticks = math.ceil(columns / TICKS)
     heads = []
     for column in range(0, columns, ticks):
         step = first + math.ceil(column * span / columns)
         heads.append((str(step), min(ticks, columns - column)))
-    return Map(columns=columns, heads=heads, layers=_layers(placed, shown))
+    return Map(
+        columns=columns,
+        heads=heads,
+        layers=_layers(placed, shown),
+    )
 
 
 def _what_ifs(run: Run) -> dict[int, Map]:
     """Step -> the recipes that were asked for there, beside the one in force."""
     maps = {}
     for step in dict.fromkeys(asked.step for asked in run.what_ifs):
-        looks = [row.step for row in run.rows if row.step <= step]
-        latest = max(looks, default=run.rows[0].step)
+        latest = run.rows[0].step
+        for row in run.rows:
+            if row.step <= step:
+                latest = max(latest, row.step)
         placed = [(0, row) for row in run.rows if row.step == latest]
         heads = [(f"in force (step {latest})", 1)]
         for asked in run.what_ifs:
             if asked.step == step:
                 placed += [(len(heads), row) for row in asked.rows]
                 heads.append((asked.recipe, 1))
-        shown = list(range(len(heads)))
-        layers = _layers(placed, shown)
-        maps[step] = Map(columns=len(heads), heads=heads, layers=layers)
+        columns = len(heads)
+        maps[step] = Map(
+            columns=columns,
+            heads=heads,
+            layers=_layers(placed, range(columns)),
+        )
     return maps
 
 
 def _layers(
-    placed: Iterable[tuple[int, Seen]], shown: list[int]
+    placed: Iterable[tuple[int, Seen]], shown: Sequence[int]
 ) -> dict[str, list[Line]]:
     """Layer -> its casts. placed: the column of each row. shown: that of which each column shows
     the rows."""
@@ -130,16 +143,15 @@ def _layers(
         cells = worst.setdefault(row.layer, {}).setdefault(row.operand, {})
         if column not in cells or lost(row) > lost(cells[column]):
             cells[column] = row
-    return {
-        layer: [
-            Line(operand=operand, cells=_cells(cells, shown))
-            for operand, cells in operands.items()
-        ]
-        for layer, operands in worst.items()
-    }
+    layers: dict[str, list[Line]] = {}
+    for layer, operands in worst.items():
+        lines = layers[layer] = []
+        for operand, cells in operands.items():
+            lines.append(Line(operand=operand, cells=_cells(cells, shown)))
+    return layers
 
 
-def _cells(rows: dict[int, Seen], shown: list[int]) -> list[Cell]:
+def _cells(rows: dict[int, Seen], shown: Sequence[int]) -> list[Cell]:
     """One cell for neighbours of one colour: a page of all columns of a large model has 20 MB."""
     cells = []
     found = [rows.get(column) for column in shown]
@@ -173,14 +185,14 @@ def _curve(losses: list[Loss], first: int, last: int) -> Curve | None:
     finite = [row.loss for row in losses if math.isfinite(row.loss)]
     if not finite:
         return None
-    size = math.ceil(len(losses) / POINTS)
-    groups = [losses[i : i + size] for i in range(0, len(losses), size)]
     low, high = min(finite), max(finite)
     across = WIDTH / (last - first + 1)
     up = (HEIGHT - 8) / ((high - low) or 1.0)
     pieces: list[list[str]] = [[]]
     faults = []
-    for row in (max(group, key=_height) for group in groups):
+    size = math.ceil(len(losses) / POINTS)
+    for start in range(0, len(losses), size):
+        row = max(losses[start : start + size], key=_height)
         x = (row.step - first + 0.5) * across
         if math.isfinite(row.loss):
             y = HEIGHT - 4 - (row.loss - low) * up
@@ -189,7 +201,12 @@ def _curve(losses: list[Loss], first: int, last: int) -> Curve | None:
             faults.append(round(x, 1))
             pieces.append([])
     lines = [" ".join(piece) for piece in pieces if piece]
-    return Curve(pieces=lines, faults=faults, low=low, high=high)
+    return Curve(
+        pieces=lines,
+        faults=faults,
+        low=low,
+        high=high,
+    )
 
 
 def _height(row: Loss) -> float:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -171,13 +171,15 @@ class Recorder:
 
     def _write(self, alone: bool = False) -> None:
         """Writes the rows and losses that wait. alone: those of this process."""
-        losses = [LossRow(step=step, loss=float(loss)) for step, loss in self._losses]
-        parts = [(self._rows, losses)]
+        seen = Part(self._rows, [])
+        for step, loss in self._losses:
+            seen.losses.append(LossRow(step=step, loss=float(loss)))
         self._rows, self._losses = [], []
+        parts = [seen]
         if ranks(self._group) > 1 and not alone:
-            parts = _gathered(parts[0], self._group)
-        rows = merged([row for rows, _ in parts for row in rows])
-        means = _means([loss for _, losses in parts for loss in losses])
+            parts = _gathered(seen, self._group)
+        rows = merged([row for part in parts for row in part.rows])
+        means = _means([loss for part in parts for loss in part.losses])
         lines: list[Record] = []
         for step, look in groupby(rows, key=lambda row: row.step):
             lines.append(rows_record(step, list(look)))
@@ -241,9 +243,18 @@ def record(
         # Passes before, as those of a calibration, do not count: steps of two runs are the same.
         watch.restart(start + 1)
         watch.every = every
-    layers = {layer.name: layer.recipe for w in watches for layer in w.layers}
-    header: Record = {"kind": "header", "versions": _versions(), "every": every}
-    sink.write(header | {"start": start, "step": start, "layers": layers})
+    layers: dict[str, str] = {}
+    for watch in watches:
+        layers.update((layer.name, layer.recipe) for layer in watch.layers)
+    header: Record = {
+        "kind": "header",
+        "versions": {"fp8": __version__, "torch": str(torch.__version__)},
+        "every": every,
+        "start": start,
+        "step": start,
+        "layers": layers,
+    }
+    sink.write(header)
     return Recorder(model, sink, group, start)
 
 
@@ -263,10 +274,6 @@ def _all_opened(writer: Writer | Sequence[Writer], start: int) -> Sink:
     return Sink(write, close)
 
 
-def _versions() -> dict[str, str]:
-    return {"fp8": __version__, "torch": str(torch.__version__)}
-
-
 def _name_of(recipe: Policy | Recipe) -> str:
     if isinstance(recipe, Recipe):
         return recipe.name
@@ -276,7 +283,11 @@ def _name_of(recipe: Policy | Recipe) -> str:
 # Processes
 
 
-Part = tuple[list[Seen], list[LossRow]]
+class Part(NamedTuple):
+    """What one process has seen since the last look."""
+
+    rows: list[Seen]
+    losses: list[LossRow]
 
 
 def _gathered(part: Part, group: Group) -> list[Part]:
@@ -300,7 +311,9 @@ def merged(rows: list[Seen]) -> list[Seen]:
 def _worst(rows: list[Seen]) -> Seen:
     if len(rows) == 1:
         return rows[0]
-    shares = {name: max(getattr(row, name) for row in rows) for name in SHARES}
+    shares = {}
+    for name in SHARES:
+        shares[name] = max(getattr(row, name) for row in rows)
     # NaN of the SQNR is that of an operand of zeros.
     sqnr = [row.sqnr for row in rows if not math.isnan(row.sqnr)]
     largest = [row.largest for row in rows]
@@ -319,4 +332,7 @@ def _means(losses: list[LossRow]) -> dict[int, float]:
     of_step: dict[int, list[float]] = {}
     for row in losses:
         of_step.setdefault(row.step, []).append(row.loss)
-    return {step: sum(values) / len(values) for step, values in of_step.items()}
+    means = {}
+    for step, values in of_step.items():
+        means[step] = sum(values) / len(values)
+    return means

@@ -44,7 +44,7 @@ class WhatIf:
     rows: list[Seen]
 
     def __str__(self) -> str:
-        heads = ["layer", "operand", "format", *(f"{n}" for n in SHARES), "SQNR"]
+        heads = ["layer", "operand", "format", *SHARES, "SQNR"]
         return as_table([heads, *map(_cells, self.rows)])
 
 
@@ -71,7 +71,11 @@ def lost(row: Seen) -> float:
 
 def rows_record(step: int, rows: list[Seen], kind: str = "rows") -> Record:
     """The line of a look."""
-    return {"kind": kind, "step": step, "rows": [dict(vars(row)) for row in rows]}
+    return {
+        "kind": kind,
+        "step": step,
+        "rows": [dict(vars(row)) for row in rows],
+    }
 
 
 def as_line(record: Record) -> str:
@@ -134,7 +138,7 @@ def _begun(header: Record, before: Run | None) -> Run:
 
 
 def _add(run: Run, record: Record) -> None:
-    """Adds a line."""
+    """Adds what a line has: a look, a loss or a question."""
     step = record["step"]
     if record["kind"] == "loss":
         run.losses.append(Loss(step=step, loss=float(record["loss"])))
@@ -147,5 +151,6 @@ def _add(run: Run, record: Record) -> None:
 
 
 def _row(fields: Record) -> Seen:
-    numbers = {name: float(fields[name]) for name in NUMBERS}
-    return Seen(**{**fields, **numbers})
+    for name in NUMBERS:
+        fields[name] = float(fields[name])
+    return Seen(**fields)
