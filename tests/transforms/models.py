@@ -111,6 +111,7 @@ def hooks_of(model):
     kinds = [
         f"_{when}_hooks" for when in "forward forward_pre backward backward_pre".split()
     ]
+    kinds += ["_state_dict_hooks", "_load_state_dict_pre_hooks"]
     hooks = [getattr(m, kind) for m in model.modules() for kind in kinds]
     return [hook for each in hooks for hook in each.values()]
 

@@ -189,6 +189,92 @@ def test_a_copy_without_what_the_other_has_keeps_values_with_a_warning(model):
     assert not hooks_of(other)
 
 
+# Plain values of another pending model
+
+
+def copied_values(target, source):
+    for p, q in both(target, source):
+        p.data.copy_(q)
+
+
+def saved(state, tmp_path):
+    torch.save(state, tmp_path / "state.pt")
+    return torch.load(tmp_path / "state.pt")
+
+
+LOADS = {
+    "state_dict": lambda target, source, _: target.load_state_dict(source.state_dict()),
+    "of a copy": lambda target, source, _: target.load_state_dict(
+        copy.deepcopy(source).state_dict()
+    ),
+    "not strict": lambda target, source, _: target.load_state_dict(
+        source.state_dict(), strict=False
+    ),
+    "file": lambda target, source, path: target.load_state_dict(
+        saved(source.state_dict(), path)
+    ),
+    "tensors": lambda target, source, _: target.load_state_dict(
+        {name: p.clone() for name, p in source.state_dict().items()}
+    ),
+    "parameters": lambda target, source, _: copied_values(target, source),
+}
+
+
+@parametrize("order", [(0, 1), (1, 0)], ids=["the source first", "the target first"])
+@parametrize("name", LOADS)
+def test_a_model_with_all_plain_values_of_another_is_a_copy_of_it(
+    model, name, order, tmp_path
+):
+    """Also where their first calls are on other data, and a copy stays what it was."""
+    target = unit_scale(gpt(1))
+    other = copy.deepcopy(target)
+    LOADS[name](target, model, tmp_path)
+    models = model, target
+    models[order[0]](*batch())
+    models[order[1]](*[each[:1, :5] for each in batch(1)])
+    check_set(model)
+    check_set(target)
+    other(*batch())
+    check_set(other, expected(1))
+
+
+def test_a_part_with_plain_values_of_another_is_set_as_if_it_had_them_before(
+    model, tmp_path
+):
+    """Also those of a model that is gone, from a file."""
+    plain, target = gpt(), unit_scale(gpt())
+    source = unit_scale(gpt(1))
+    for p, q in both(plain.blocks[0], source.blocks[0]):
+        p.data.copy_(q)
+    model.blocks[0].load_state_dict(source.blocks[0].state_dict())
+    state = saved(source.blocks[0].state_dict(), tmp_path)
+    del source
+    gc.collect()
+    target.blocks[0].load_state_dict(state)
+    target = copy.deepcopy(target)
+    for each in model, target:
+        each(*batch())
+        check_set(each, unit_scale(plain, batch=batch()))
+
+
+LOADED_BY_OTHERS = """
+import sys, torch
+from unit_scaling.transforms import unit_scale
+from tests.transforms.models import batch, gpt
+model = unit_scale(gpt(1))
+model.load_state_dict(torch.load(sys.argv[1]))
+model(*batch())
+torch.save(model.state_dict(), sys.argv[1])
+"""
+
+
+def test_plain_values_in_another_process(tmp_path):
+    path = tmp_path / "state.pt"
+    torch.save(unit_scale(gpt()).state_dict(), path)
+    python("-c", LOADED_BY_OTHERS, path)
+    assert_same(expected().state_dict(), torch.load(path))
+
+
 # Values that are written before the first call
 
 

@@ -5,6 +5,10 @@ decides for all that are alive, and their hooks are removed. Copies that come fr
 pickle) take the same numbers in their own first call. Values that were written since `unit_scale`
 are the user's and stay as they are. A model that was edited is decided on as it is then: its
 modules are known by their hooks, whatever they are called.
+
+A state_dict of a pending model has plain values, which its metadata says. A pending model with all
+plain values of another one, however they came there, is a copy of that. Others that have some of
+them are set as if these had been there from the beginning.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import copy
 import math
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from threading import RLock
 from typing import Any
@@ -34,12 +39,18 @@ from ..install import is_in_fsdp
 from ..record.calls import tensors_in
 from ..record.probe import unobserved
 from ..record.values import has_values, in_double, rms_of
-from .parameters import Change, joined, starts_of
+from .parameters import Change, joined, own_parameters, starts_of
 from .ranks import model_name
 from .set_values import REACH, Decision, decide
 
 REPORTS: weakref.WeakKeyDictionary[nn.Module, Report[Row]] = weakref.WeakKeyDictionary()
 """A model -> what was done to its parameters."""
+
+DECIDED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
+"""A model that was pending -> its record, as others may have its plain values."""
+
+METADATA = "unit_scale"
+"""The key by which the metadata of a module in a state_dict says that values are plain."""
 
 PLACES = 64
 """As many values of a parameter tell whether it was written."""
@@ -58,6 +69,12 @@ class _Sample:
         other = _sample(parameter)
         if other is None or other.values.shape != self.values.shape:
             return True  # it has no values to compare, or is divided among processes
+        return self.equals(other)
+
+    def equals(self, other: _Sample | None) -> bool:
+        """Whether these are the same values, but for rounding."""
+        if other is None or other.values.shape != self.values.shape:
+            return False
         precision = max(
             (torch.finfo(self.dtype), torch.finfo(other.dtype)), key=lambda x: x.eps
         )
@@ -129,7 +146,8 @@ class Record:
                 self.rows = decision.rows
                 self.changes = self._changes(decision, owner, model)
             for each in list(self.copies):
-                each.finish(self.changes)
+                if each is owner or each.followed() is self:
+                    each.finish(self.changes)
 
     def _changes(
         self, decision: Decision, owner: _Copy, model: nn.Module
@@ -156,19 +174,46 @@ def _record(key: str, title: str, samples: Samples) -> Record:
 
 
 class _Copy:
-    """A copy of the model, or of a part. hooks: those of its modules."""
+    """A copy of the model, or of a part. hooks: those of its modules. loaded: plain values of
+    other models that it has loaded."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, loaded: Iterable[_Sample | None] = ()) -> None:
         self.record = record
+        self.loaded = [*loaded]
         self.hooks: list[_Hook] = []
         record.copies.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Copy:
-        memo[id(self)] = made = _Copy(self.record)
+        memo[id(self)] = made = _Copy(self.record, self.loaded)
         return made
 
     def __reduce__(self) -> Any:
-        return _Copy, (self.record,)
+        return _Copy, (self.record, self.loaded)
+
+    def followed(self) -> Record:
+        """The record of the model that all plain values are of, which it becomes a copy of."""
+        pending = chain.from_iterable(map(_Hook.pending, self.hooks))
+        values = {name: _sample(parameter) for name, parameter in pending}
+
+        def is_of(record: Record) -> bool:
+            samples = record.samples
+            return all(s and s.equals(samples.get(name)) for name, s in values.items())
+
+        latest = reversed([*_RECORDS.values(), self.record])
+        for record in filter(is_of, latest):
+            self.record.copies.discard(self)
+            record.copies.add(self)
+            self.record = record
+            break
+        return self.record
+
+    def is_plain(self, parameter: Tensor) -> bool:
+        """Whether a parameter has plain values of any model. Constants may be anyone's."""
+        sample = _sample(parameter)
+        if sample is None or len(sample.values.unique()) < 2:
+            return False
+        known = (record.samples.values() for record in _RECORDS.values())
+        return any(map(sample.equals, chain(self.loaded, *known)))
 
     def finish(self, changes: Mapping[str, Change]) -> None:
         """Sets the values of all modules and removes their hooks."""
@@ -186,7 +231,7 @@ class _Copy:
             depth = tags_of(parameter).mup_scaling_depth
             depth = depth or change.tags.mup_scaling_depth
             retag(parameter, change.tags._replace(mup_scaling_depth=depth))
-            if sample is not None and not sample.is_of(parameter):
+            if sample and not (sample.is_of(parameter) or self.is_plain(parameter)):
                 if change.tags.mup_divisor:
                     octaves = math.log2(rms_of(parameter) / change.tags.mup_scale)
                     written[name] = abs(octaves) > REACH
@@ -290,11 +335,16 @@ class _Hook:
         is_root = not self.path
         remember_tags(module, recurse=is_root)
         if is_root:
+            DECIDED[module] = self.owner.record
             REPORTS[module] = Report(self.owner.record.rows, heading="parameter")
-        hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is self]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for hooks in (
+            module._forward_pre_hooks,
+            module._state_dict_hooks,
+            module._load_state_dict_pre_hooks,
+        ):
+            for key in [key for key, hook in hooks.items() if _is_of(hook, self)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def __call__(
         self,
@@ -303,6 +353,33 @@ class _Hook:
         kwargs: Kwargs,
     ) -> None:
         _before_call(self, module, args, kwargs)
+
+
+def _is_of(hook: Any, owner: _Hook) -> bool:
+    """Whether a hook is ``owner``, or has it. torch wraps those that load."""
+    hook = getattr(hook, "hook", hook)
+    return hook is owner or (isinstance(hook, partial) and owner in hook.args)
+
+
+def _after_save(
+    hook: _Hook, module: nn.Module, state: Any, prefix: str, metadata: Any
+) -> None:
+    """Marks values as plain, unless others have been written."""
+    samples = hook.owner.record.samples
+    for name, parameter in hook.parameters(module):
+        sample = samples.get(name)
+        if sample is None or not sample.is_of(parameter):
+            return
+    metadata[METADATA] = "plain"
+
+
+def _before_load(
+    hook: _Hook, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any
+) -> None:
+    """Remembers the plain values of another model, which may be of another process."""
+    if METADATA in metadata:
+        keys = {prefix + leaf for leaf in own_parameters(module)}
+        hook.owner.loaded += [_sample(state[key]) for key in keys.intersection(state)]
 
 
 PENDING = "unit_scale(model) sets the values of the model in its first call"
@@ -334,6 +411,7 @@ def _running(
     with unobserved():  # a model around this one may be tracked
         if not record.runs:
             _check(module, (args, kwargs))
+            record = hook.owner.followed()
         record.decide(hook.owner, module, (args, kwargs))
 
 
@@ -392,6 +470,8 @@ def pend(model: nn.Module) -> None:
         hook = _Hook(owner, path, module)
         # First: one before it is of fully_shard, which has divided the model since.
         module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        module.register_state_dict_post_hook(partial(_after_save, hook))
+        module.register_load_state_dict_pre_hook(partial(_before_load, hook))
 
 
 def set_values(model: nn.Module, given: Given) -> None:
