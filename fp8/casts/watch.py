@@ -97,6 +97,8 @@ class Watch:
         model: refers to the model, once it has been converted as a whole.
         layers: layer -> its place in the order of execution, once it has run.
         looks: whether this pass is looked at.
+        measures: whether a look measures static scales again; not those of `every` alone, so that
+            a record leaves a run as it is.
         every: besides, each ``every``-th pass is; 0: none.
         frozen: whether static scales that are set stay as they are.
         listeners: functions that get the rows of each look.
@@ -105,6 +107,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.step, self.looks, self.every, self.frozen = 1, True, 0, False
+        self.measures = True
         self.in_graphs = False
         self._asked, self._wait, self._asks_from = False, 1, 0
         self.listeners: list[Listener] = []
@@ -125,6 +128,7 @@ class Watch:
         """Looks at the next pass, of this number. From 1 on, as after a change of recipes, it looks
         at the first ones."""
         self.step, self.looks, self._leader = step, True, None
+        self.measures = True
 
     def runs(self, layer: LayerWatch) -> None:
         """A layer runs in a pass that is looked at."""
@@ -179,7 +183,8 @@ class Watch:
             self.agree()
         self._leader = None
         self.step += 1
-        self.looks = is_look(self.step, self.every) or self._asked
+        self.measures = is_look(self.step) or self._asked
+        self.looks = self.measures or is_look(self.step, self.every)
         self._asked = False
 
     def agree(self) -> None:

@@ -45,13 +45,14 @@ class LayerState:
         watched = layer.fp8_watch
         # Scales and statistics are those of training.
         if not torch.is_grad_enabled() or torch.compiler.is_exporting():
-            self.looks = self.checks = False
+            self.looks = self.measures = self.checks = False
             return
         if self._traced:
             watched.notes_graph()
         else:
             watched.watch.enters(watched)
-        self.looks, self.checks = watched.watch.looks, True
+        self.looks, self.measures = watched.watch.looks, watched.watch.measures
+        self.checks = True
         if self.looks:
             layer.fp8_runs()
 
@@ -105,7 +106,7 @@ class LayerState:
             with torch.inference_mode(False):
                 layer.register_buffer(buffer, torch.zeros(shape, device=device))
         settled = groups or length or layer.fp8_watch.watch.frozen
-        if self.looks and not settled:
+        if self.looks and self.measures and not settled:
             # Measured again, and so independent of what is noted: one graph.
             if self._traced:
                 return part_of(getattr(layer, buffer))[None]

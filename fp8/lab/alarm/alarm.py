@@ -274,7 +274,7 @@ class Alarm:
         self._reset()
         self._is_restored = True
         for watch in self._watches:
-            watch.looks = True
+            watch.looks = watch.measures = True
         return kept.step
 
     def blame(self, batch: Batch | None = None, loss: Loss | None = None) -> Verdict:

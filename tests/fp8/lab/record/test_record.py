@@ -21,7 +21,7 @@ from fp8.lab.record.page import page
 from fp8.lab.record.recorder import merged
 from fp8.lab.record.runs import Loss, Run, as_line, read
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import linears
+from tests.shared import linears, normal, settle
 
 LOOKS = [1, 2, 3, 4, 6, 8, 9, 12]
 pytestmark = pytest.mark.filterwarnings("ignore::fp8.PitfallWarning")
@@ -302,3 +302,17 @@ def test_commands(tmp_path, capsys):
     bad.write_text(json.dumps({"kind": "header", "layers": {}}))
     assert main(["record", "page", str(bad)]) == 2
     assert "has no look" in capsys.readouterr().err
+
+
+def test_a_record_leaves_the_scales_of_a_run():
+    """Its own looks measure nothing anew."""
+    model = fp8.convert(linears(32, 32), "static")
+    loss = lambda factor: model(factor * normal(64, 32)).sum().backward()
+    loss(1.0)
+    settle(model)
+    before = fp8.calibration(model)
+    with fp8.record(model, writer=lambda line: None, every=1):
+        for _ in range(3):
+            loss(2.0**7)
+        assert watch_of(model).looks
+        assert fp8.calibration(model) == before
