@@ -255,7 +255,7 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Rules",
-        "`fp8.recipes.scaling.RULES`: how a scale follows from the largest magnitude (amax), and "
+        "`fp8.recipes.rules.RULES`: how a scale follows from the largest magnitude (amax), and "
         "from the error where there are two candidates.",
         "name | scale",
         [[f"`{name}`", as_markdown(row.about)] for name, row in RULES.items()],

@@ -31,7 +31,7 @@ class Cast:
     Attributes:
         format: a name in `fp8.FORMATS`, or a `fp8.Format`.
         scaling: a name in `fp8.recipes.scaling.SCALINGS`: which elements share a scale.
-        rule: a name in `fp8.recipes.scaling.RULES`, or of a registered `fp8.Rule`: how the scale is
+        rule: a name in `fp8.recipes.rules.RULES`, or of a registered `fp8.Rule`: how the scale is
             computed from the values of the tile. None: the default of the scaling.
         tile: the number of elements that share a scale (across, along) the axis that the product
             sums over, for scalings with a free tile. None: the default of the scaling.
