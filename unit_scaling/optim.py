@@ -95,7 +95,7 @@ def scaled_parameters(
             learning rate of 0 leaves it unchanged. Source: Wortsman et al. 2023, arXiv 2309.14322.
         allow_non_unit_scaling_params: use the plain lr for untagged parameters instead of raising.
         lr_mult: kind -> an additional factor of the learning rate, by default that of the rule in
-            `LR_MULT`. A kind is a mup_type, "kernel" for a weight of three or more dimensions, or
+            `LR_MULT`. A kind is a mup_type, "kernel" for a convolution over space, or
             "few" for the largest factor of a weight by its fan-in.
             `UMUP` leaves u-muP's rates, those of unit-scaling 0.3.5.
 

@@ -10,6 +10,8 @@
         experts), so that a learning rate depends on the others alone
     mup_fan_in: the number of terms that a product with the weight sums, where that is not the
         number of elements of a row (``x @ w``, einsum, transposed convolutions); otherwise None
+    mup_matrix: whether other products than convolutions read a weight of more than two dimensions,
+        so that it is no kernel
     mup_pending: whether the first call of the model of `unit_scale` decides on mup_scale
 
 Learning rates depend on all. Tags survive `copy.deepcopy`, `pickle` and `torch.save`, but not the
@@ -63,6 +65,7 @@ class Tags(NamedTuple):
     mup_stacked: bool = False
     mup_fan_in: int | None = None
     mup_pending: bool = False
+    mup_matrix: bool = False
 
 
 def Parameter(
@@ -93,8 +96,8 @@ def tag(
 ) -> nn.Parameter:
     """Tags ``parameter`` in place and returns it; the tags are those of this module.
 
-    others: mup_scale, mup_divisor, mup_stacked, mup_fan_in and mup_pending; by default those that
-    the parameter has.
+    others: mup_scale, mup_divisor, mup_stacked, mup_fan_in, mup_matrix and mup_pending; by default
+    those that the parameter has.
 
     Raises:
         TypeError: ``parameter`` is not a tensor, or ``mup_scaling_depth`` not an int or None.

@@ -14,7 +14,7 @@ import torch
 
 MupType = Literal["weight", "bias", "norm", "output"]
 Kind = Literal[MupType, "kernel", "few"]
-"""A mup_type, "kernel": a weight of three or more dimensions, or "few", see `multiplier`."""
+"""A mup_type, "kernel": the weight of a convolution over space, or "few", see `multiplier`."""
 
 LrMult = Mapping[Kind, float]
 LrFactors = Mapping[str, Callable[[torch.Size], float]]
@@ -170,9 +170,11 @@ def lr_scale(rule: str, param: ParameterData) -> float:
 
 
 def kind_of(param: ParameterData) -> Kind:
-    """The kind of a parameter."""
-    dimensions = len(param.shape) - getattr(param, "mup_stacked", False)
-    if param.mup_type == "weight" and dimensions > 2:
+    """The kind of a parameter. A convolution over one place is a linear layer."""
+    stacked: bool = getattr(param, "mup_stacked", False)
+    places = param.shape[stacked + 2 :].numel()
+    is_matrix = places == 1 or getattr(param, "mup_matrix", False)
+    if param.mup_type == "weight" and not is_matrix:
         return "kernel"
     return param.mup_type
 

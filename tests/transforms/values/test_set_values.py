@@ -22,6 +22,7 @@ from tests.shared import (
 )
 from tests.transforms.models import GPT, KINDS, hooks_of, loss_of
 from unit_scaling.parameter import tags_of
+from unit_scaling.rules.rates import kind_of
 from unit_scaling.transforms import unit_scale
 
 every_kind = parametrize("name", KINDS)
@@ -109,6 +110,10 @@ LAYOUTS = {
         lambda x, w: torch.einsum("bi,hio->bho", x, w).flatten(1),
         lambda w: w.view(2, 4, 512).mT,
     ),
+    "conv1d": (
+        lambda x, w: F.conv1d(x[..., None], w)[..., 0],
+        lambda w: w[..., None],
+    ),
     "conv_transpose1d": (
         lambda x, w: F.conv_transpose1d(x[..., None], w)[..., 0],
         lambda w: w.t()[..., None],
@@ -119,8 +124,7 @@ LAYOUTS = {
 @parametrize("optimizer", ["AdamW", "SGD"])
 @parametrize("name", LAYOUTS)
 def test_the_rate_of_a_weight_does_not_depend_on_its_layout(name, optimizer):
-    """One layer of 512 inputs and 8 outputs, and a head, in each layout: the losses are equal, but
-    for the rate of kernels."""
+    """One layer of 512 inputs and 8 outputs, and a head, in each layout: the losses are equal."""
     weight, head = torch.randn(8, 512).double() / 512**0.5, torch.randn(4, 8).double()
     x, found = torch.randn(64, 512).double(), []
     for each in ("linear", name):
@@ -136,11 +140,28 @@ def test_the_rate_of_a_weight_does_not_depend_on_its_layout(name, optimizer):
         make = getattr(uu.optim, optimizer)
         opt = make(
             ours.parameters(),
-            lr_mult={"kernel": 1.0},
             allow_non_unit_scaling_params=True,
         )
         found.append(losses(ours, x, opt))
     assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
+def test_the_rate_of_kernels_is_for_convolutions_over_space():
+    """Products of the same weights that sum over no positions have that of matrices."""
+    x = torch.randn(2, 8, 9)
+    calls = {
+        "kernel": [F.conv1d, F.conv_transpose1d],
+        "weight": [
+            lambda x, w: torch.einsum("bip,ioh->bohp", x, w),
+            lambda x, w: x.mT[:, None] @ w.permute(2, 0, 1),
+        ],
+    }
+    for kind, functions in calls.items():
+        for function in functions:
+            model = Net(lambda m, x, function=function: function(x, m.w))
+            model.w = nn.Parameter(torch.randn(8, 8, 3))
+            ours = unit_scale(model, batch=x)
+            assert kind_of(ours.w) == kind
 
 
 def test_batches_are_those_of_a_call():

@@ -47,7 +47,10 @@ PRODUCTS = named(
 )
 """Kinds that mix features; a residual branch contains at least one."""
 
-LAYERS = frozenset(kind for kind in PRODUCTS if kind.startswith(("linear", "conv")))
+CONVOLUTIONS = frozenset(kind for kind in PRODUCTS if kind.startswith("conv"))
+"""Products that sum over positions."""
+
+LAYERS = CONVOLUTIONS | named("linear linear_readout")
 """Products of an input and a weight."""
 
 

@@ -36,7 +36,7 @@ from ...ops.recurrent import GRU_FACTOR, LSTM_FACTOR, RELU_FACTOR, TANH_FACTOR
 from ...parameter import tags_of
 from ...rules.rates import fan_in
 from ..record.calls import Input, Place, Recorder, Slot, arguments_in
-from ..record.kinds import EMBEDDINGS, RECURRENT
+from ..record.kinds import CONVOLUTIONS, EMBEDDINGS, RECURRENT
 from ..record.values import has_scale, is_any, rms_of
 from .classify import Classes
 from .parameters import Change, joined, starts_of
@@ -328,14 +328,18 @@ class _Setter:
                 self._keep_information(bias, parameter)
 
     def _tag_fan_in(self, name: str, index: int) -> None:
-        """Tags a weight whose layout is not (outputs, inputs, ...) with its fan-in, of which the
-        rule of the product is the inverse root; that of a readout the inverse."""
+        """Tags a weight whether it is a matrix, and, if its layout is not (outputs, inputs, ...),
+        with its fan-in, of which the rule of the product is the inverse root; that of a readout the
+        inverse."""
         parameter = self.parameters[name]
         tags = self.changes[name].tags
         kind = self.nodes[index].kind
         power = -1 if tags.mup_type == "output" else -2
         terms = max(round(self.rules[index] ** power), 1)
-        shape = parameter.shape[1:] if tags.mup_stacked else parameter.shape
+        is_matrix = kind not in CONVOLUTIONS
+        stacked = tags.mup_stacked and is_matrix
+        shape = parameter.shape[1:] if stacked else parameter.shape
+        self._tag(name, mup_matrix=is_matrix, mup_stacked=stacked)
         # The rule of a convolution leaves out the terms that its padding adds.
         if kind not in ("conv1d", "conv2d", "conv3d") and terms != fan_in(shape):
             self._tag(name, mup_fan_in=terms)
@@ -447,13 +451,12 @@ class _Setter:
         for name in self.classes.kept - read:
             shape = self.plain[name].shape
             size = rms_of(self.plain[name])
-            change = self.changes[name]
             for like in filter(None, read):
                 is_alike = _of_any_item(like) == _of_any_item(name)
                 if is_alike and self.plain[like].shape == shape:
-                    tags = change.tags._replace(mup_scale=1.0, mup_divisor=size)
-                    number = self.changes[like].number
-                    self.changes[name] = Change(tags, 1 / size, number=number)
+                    known = self.changes[like]
+                    tags = known.tags._replace(mup_divisor=size)
+                    self.changes[name] = Change(tags, 1 / size, number=known.number)
                     self._write(name)
                     break
 
