@@ -51,7 +51,7 @@ class Kernel:
         accepts: whether the kernel multiplies operands under this cast.
         formats: the pairs of formats of operands that it multiplies.
         refuses: why it does not multiply operands under two casts that it accepts; "" if it does.
-        store: `quantized` values, which the conversion to the dtype of the format rounds, and scales
+        store: `quantized` values, rounded by the conversion to the dtype of the format, and scales
             in the layout of the kernel.
         multiply: the product of two stored operands, whose values are `filled`.
         least: the lowest CUDA compute capability that has the kernel.
