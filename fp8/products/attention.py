@@ -242,7 +242,9 @@ def projections(
         biases = bias.chunk(3)
     if len(weights) == 1 and query is key and key is value:
         return linear(query, weights[0], bias).chunk(3, dim=-1)
-    of_query, of_key, of_value = weights[0].chunk(3) if len(weights) == 1 else weights
+    if len(weights) == 1:
+        weights = weights[0].chunk(3)
+    of_query, of_key, of_value = weights
     q, k = linear(query, of_query, biases[0]), linear(key, of_key, biases[1])
     return q, k, linear(value, of_value, biases[2])
 

@@ -291,7 +291,9 @@ def cast_maps(
     if spec.tile == (0, 0) and not spec.is_simulated:
         return cast_values(x, spec, axis, *args, **options)
     last = x.movedim(1, -1)
-    matrix = last.flatten(1) if weight else last.flatten(0, -2)
+    matrix = last.flatten(0, -2)
+    if weight:
+        matrix = last.flatten(1)
     if weight and geometry.transposed:
         axis = -3 - axis
     y, _ = cast_values(matrix, spec, axis, **options)
@@ -322,7 +324,10 @@ class _Plain(Function):
         if grad.dtype.is_complex:
             a, b = a.conj(), b.conj()
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-        a, b = a if needs_b else None, b if needs_a else None
+        if not needs_b:
+            a = None
+        if not needs_a:
+            b = None
         da, db = _both(a, b, grad, grad, ctx.how, ctx.turned)
         dbias = times(grad.sum(0), ctx.how.scales[2]) if needs_bias else None
         return da, db, dbias, None
