@@ -495,14 +495,14 @@ def quantized(
     unit = None
     if spec.stored_rule is not None and scale is None:
         tiles = _in_tiles(x, spec, axis, converts=converts)
-        values, scale, unit, dims = tiles
+        scale, unit = tiles.scale, tiles.unit
         if label:
-            y = untiled(values * scale, x, spec.tile, axis)
+            y = untiled(tiles.values * scale, x, spec.tile, axis)
             each = _scale_of_each(tiles, x, spec, axis)
             observe(label, Observed(x, y, each, spec.number_format))
         if spec.tile[1]:
-            scale = scale.squeeze(dims or ())
-        values = untiled(values, x, spec.tile, axis)
+            scale = scale.squeeze(tiles.dims or ())
+        values = untiled(tiles.values, x, spec.tile, axis)
     else:
         if converts and scale is not None and spec.stored_rule is not None:
             # Each thread of the kernel would compute, and clamp, it again.

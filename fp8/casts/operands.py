@@ -64,7 +64,7 @@ class Casts:
 
     @property
     def pairs(self) -> tuple[tuple[Cast | None, Cast | None], ...]:
-        """Those of both operands of each product."""
+        """The casts of both operands of each product."""
         return (
             (self.a, self.b),
             (self.grad_for_a, self.b_for_grad_a),
@@ -85,7 +85,7 @@ class Casts:
 
     @property
     def again_b(self) -> Cast | None:
-        """As `again_a`, of b."""
+        """The cast of b for its second product; None if that has none, or the first copy."""
         if self.reuses_b:
             return None
         return self.b_for_grad_a

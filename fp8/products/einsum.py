@@ -28,7 +28,9 @@ def in_pairs(
     for i, j, place in _order(f"{','.join(terms)}->{output}", operands):
         second, b = left.pop(j)
         first, a = left.pop(i)
-        later = {*output}.union(*(term for term, _ in left))
+        later = {*output}
+        for term, _ in left:
+            later.update(term)
         indices = [*output, *sorted({*first, *second} - {*output})]
         kept = [c for c in indices if c in later and c in first + second]
         result = "".join(kept)
@@ -40,13 +42,17 @@ def in_pairs(
 def _order(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int, int]]:
     """Step by step, the places of two operands among those that are left, and that of their
     product: from the left, or as the package opt_einsum chooses where torch finds it."""
-    last = len(operands) - 2
+    steps = len(operands) - 1
     if not (opt_einsum.enabled and opt_einsum.is_available()):
-        return [(0, 1, 0)] * (last + 1)
-    # From the left, "er,rd,bd->be" has 32 times the operations at r = 16, and 1024 for d and e.
+        return [(0, 1, 0)] * steps
+    # From the left, "er,rd,bd->be" has 32 times the operations at r = 16 and d = e = 1024.
     find = opt_einsum.get_opt_einsum().contract_path
-    path = find(equation, *operands, optimize=opt_einsum.strategy)[0]
-    return [(min(pair), max(pair), last - step) for step, pair in enumerate(path)]
+    path, _ = find(equation, *operands, optimize=opt_einsum.strategy)
+    order = []
+    for step, pair in enumerate(path, start=1):
+        i, j = sorted(pair)
+        order.append((i, j, steps - step))
+    return order
 
 
 def as_matmul(

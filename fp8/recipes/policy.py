@@ -68,14 +68,14 @@ def _stored(recipe: Any) -> Source:
 
 
 def recipe_of(recipe: str | Recipe | None) -> Recipe | None:
-    """As `source_of`; "tensor" for "auto"."""
+    """The recipe that one of a policy stands for, "tensor" for "auto"; None: high precision."""
     if recipe is None:
         return None
     return recipe_unless_auto(recipe) or PLAIN
 
 
 def name_of(recipe: str | Recipe | None) -> str:
-    """For messages."""
+    """The name in messages."""
     if recipe is None:
         return "high precision"
     return str(getattr(recipe, "name", recipe))

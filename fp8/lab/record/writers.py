@@ -13,14 +13,14 @@ from .runs import NUMBERS, Record, as_line
 
 
 class ScalarWriter(Protocol):
-    """As TensorBoard's SummaryWriter."""
+    """What `record` needs of TensorBoard's SummaryWriter."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Adds a value."""
 
 
 class Logger(Protocol):
-    """As a run of wandb, and its module."""
+    """What `record` needs of a run of wandb, or of its module."""
 
     def log(self, data: dict[str, Any]) -> object:
         """Logs values by name."""

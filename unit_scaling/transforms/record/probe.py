@@ -35,7 +35,7 @@ def _watch(
     args: Args,
     kwargs: Kwargs,
 ) -> object:
-    """As in `WATCHERS`: passes a call to the innermost observer of the calling thread."""
+    """Passes a call to the innermost observer of the calling thread: a function of `WATCHERS`."""
     observer = FRAMES.items[-1].observer
     if not observer or not observer.sees():
         return body(*args, **kwargs)

@@ -53,7 +53,7 @@ METADATA = "unit_scale"
 """The key by which the metadata of a module in a state_dict says that values are plain."""
 
 PLACES = 64
-"""As many values of a parameter tell whether it was written."""
+"""The number of values of a parameter that tell whether it was written."""
 
 
 @dataclass(frozen=True)
