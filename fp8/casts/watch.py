@@ -184,7 +184,9 @@ class Watch:
         self._leader = None
         self.step += 1
         self.measures = is_look(self.step) or self._asked
-        self.looks = self.measures or is_look(self.step, self.every)
+        self.looks = self.measures
+        if self.every and self.step % self.every == 0:
+            self.looks = True
         self._asked = False
 
     def agree(self) -> None:
