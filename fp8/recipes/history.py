@@ -51,8 +51,9 @@ class LayerState:
             watched.notes_graph()
         else:
             watched.watch.enters(watched)
-        self.looks, self.measures = watched.watch.looks, watched.watch.measures
-        self.checks = True
+        self.looks, self.checks = watched.watch.looks, True
+        # Read in a look alone: a graph without one has no guard for it.
+        self.measures = self.looks and watched.watch.measures
         if self.looks:
             layer.fp8_runs()
 
@@ -106,7 +107,7 @@ class LayerState:
             with torch.inference_mode(False):
                 layer.register_buffer(buffer, torch.zeros(shape, device=device))
         settled = groups or length or layer.fp8_watch.watch.frozen
-        if self.looks and self.measures and not settled:
+        if self.measures and not settled:
             # Measured again, and so independent of what is noted: one graph.
             if self._traced:
                 return part_of(getattr(layer, buffer))[None]
