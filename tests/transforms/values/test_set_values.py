@@ -237,6 +237,29 @@ def test_layers_of_zeros_keep_them_and_have_the_number_of_their_rule():
     assert ours.down.weight.mup_scale == pytest.approx(2**-0.5 / 8, rel=0.5)
 
 
+@parametrize("value", [0.0, 0.01])
+def test_a_weight_of_one_output_is_no_gain(value):
+    """A value head, and a gate within: their use tells them from a layer scale of that shape."""
+    model = Net(
+        lambda m, x: m.head(F.relu(m.scale * m.up(x)) * m.gate(x).sigmoid()),
+        up=nn.Linear(64, 64),
+        gate=nn.Linear(64, 1),
+        head=nn.Linear(64, 1),
+    )
+    model.scale = nn.Parameter(torch.full((1, 64), 0.01))
+    nn.init.constant_(model.gate.weight, value)
+    nn.init.constant_(model.head.weight, value)
+    ours = unit_scale(model, batch=torch.randn(256, 64))
+    kinds = [tags_of(p).mup_type for p in (ours.gate.weight, ours.head.weight)]
+    assert kinds == ["weight", "output"]
+    assert_same(ours.gate.weight, model.gate.weight)
+    assert_same(ours.head.weight, model.head.weight)
+    assert (ours.scale.mup_type, rms(ours.scale)) == ("norm", pytest.approx(1))
+    if not value:
+        assert ours.gate.weight.mup_scale == pytest.approx(1 / 8, rel=0.1)
+        assert ours.head.weight.mup_scale == pytest.approx(1 / 64, rel=0.5)
+
+
 def test_an_expert_that_the_batch_does_not_reach_is_as_its_siblings():
     experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
     model = Net(

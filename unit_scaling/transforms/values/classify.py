@@ -73,6 +73,11 @@ class Classes:
                 values.add(origin)
         return self.scaled - (weights - values)
 
+    @property
+    def weights(self) -> set[str]:
+        """The parameters that a product or a table reads as its weight."""
+        return {name for at, i, name in self._reads() if self._is_weight(at, i, False)}
+
     @cached_property
     def added(self) -> dict[str, float]:
         """The kept weights that calls only add to values or put beside them (positions, a class

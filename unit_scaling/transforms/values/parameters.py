@@ -128,6 +128,12 @@ def _start(
     return _of_gain(parameter)
 
 
+def weight_start(model: nn.Module, parameter: nn.Parameter) -> Change:
+    """The first `Change` of a parameter that products read as a weight."""
+    is_readout = parameter is _readout(model)
+    return _of_weight(parameter, Tags("output" if is_readout else "weight"))
+
+
 def _of_weight(parameter: nn.Parameter, tags: Tags) -> Change:
     """A weight, which is divided by its RMS."""
     if parameter.is_meta:
@@ -137,7 +143,7 @@ def _of_weight(parameter: nn.Parameter, tags: Tags) -> Change:
     if not is_any(parameter):  # has the factor that its learning rate is for
         tags = tags._replace(mup_divisor=1.0)
         return Change(tags, done="unchanged", why="starts at zeros")
-    if _is_one_number(parameter):
+    if parameter.numel() > 1 and _is_one_number(parameter):
         value = whole(parameter.detach()).flatten()[0].item()
         return Change(tags, done=LEFT_ALONE, why=f"is {value:.4g} everywhere")
     rms = _rms(parameter) or 1.0
@@ -233,7 +239,8 @@ def _readout(model: nn.Module) -> Tensor | None:
 
 
 def _is_gain(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is constant along its only dimension, as layer scales are: (1, 1, n)."""
+    """Whether a parameter is constant along its only dimension, as layer scales are: (1, 1, n). So
+    are weights of zeros with one output, which calls tell apart."""
     if parameter.is_meta or not parameter.numel():
         return False
     return parameter.numel() == max(parameter.shape) and _is_one_number(parameter)

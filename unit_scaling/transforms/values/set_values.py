@@ -33,13 +33,13 @@ from fp8.common.report import LEFT_ALONE, Row
 
 from ...common.calls import Args, Given, Kwargs, T
 from ...ops.recurrent import GRU_FACTOR, LSTM_FACTOR, RELU_FACTOR, TANH_FACTOR
-from ...parameter import tags_of
+from ...parameter import Tags, tags_of
 from ...rules.rates import fan_in
 from ..record.calls import Input, Place, Recorder, Slot, arguments_in
 from ..record.kinds import CONVOLUTIONS, EMBEDDINGS, RECURRENT
 from ..record.values import has_scale, is_any, rms_of
 from .classify import Classes
-from .parameters import Change, joined, starts_of
+from .parameters import Change, joined, starts_of, weight_start
 from .passes import Sizes, read_size, reshard, run_pass
 from .ranks import agreed
 from .sources import Holder, Sources
@@ -120,8 +120,8 @@ class _Setter:
         self.nodes = seen.nodes
         self.index_of = seen.index_of
         self.place_of = {index: place for place, index in seen.index_of.items()}
-        tags = {name: change.tags for name, change in self.changes.items()}
-        self.classes = Classes(seen, tags)
+        self._correct_gains(Classes(seen, self._tags()).weights)
+        self.classes = Classes(seen, self._tags())
         self.flow = self.classes.flow
         self._keep()
         for name in self.classes.inner:
@@ -134,6 +134,19 @@ class _Setter:
         self.measured = {self.place_of[index] for index in self.weights}
         self.set_at = {self.place_of[index] for index in (*self.first, *self.targets)}
         self.multiplied: set[Holder] = set()  # in the last pass
+
+    def _tags(self) -> dict[str, Tags]:
+        return {name: change.tags for name, change in self.changes.items()}
+
+    def _correct_gains(self, weights: Collection[str]) -> None:
+        """Begins anew with weights of one row, or one column, that were taken for gains."""
+        for name in weights:
+            parameter = self.parameters[name]
+            kind = self.changes[name].tags.mup_type
+            if kind == "norm" and parameter.dim() > 1:
+                parameter.data.copy_(self.plain[name])
+                self.changes[name] = change = weight_start(self.model, parameter)
+                self._row(name, change.done, change.why)
 
     def _find_weights(self) -> None:
         """Finds the products that read weights, and which of these read one first."""
@@ -338,7 +351,7 @@ class _Setter:
         terms = max(round(self.rules[index] ** power), 1)
         is_matrix = kind not in CONVOLUTIONS
         stacked = tags.mup_stacked and is_matrix
-        shape = parameter.shape[1:] if stacked else parameter.shape
+        shape = parameter.shape[stacked:]
         self._tag(name, mup_matrix=is_matrix, mup_stacked=stacked)
         # The rule of a convolution leaves out the terms that its padding adds.
         if kind not in ("conv1d", "conv2d", "conv3d") and terms != fan_in(shape):
