@@ -12,6 +12,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
+from inspect import getattr_static
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -58,7 +59,8 @@ def deep_copy(
         parameter_hooks: whether parameters keep their hooks.
 
     Raises:
-        TypeError: for a TorchScript module, and for an object that has no copy.
+        TypeError: for a TorchScript module, an object that has no copy, and an attribute of a class
+            that the forward pass reads and that holds a part of the model.
     """
     return _Copier(module, {} if memo is None else memo, parameter_hooks).module()
 
@@ -113,11 +115,26 @@ class _Copier:
         self._leading.add(value for *_, value in self._attributes)
         self._leading.add(hook for *_, hook in (*self._hooks, *self._parameter_hooks))
         self._leading.add(others)
+        self._refuse_registries()
         self._made: Memo = {}
         self._rebounds: set[int] = set()  # ids of what has been completed
         self._globals: dict[int, Keywords] = {}  # id of those of a file -> of the copy
         for function in self._leading.functions:
             self._declare(function)
+
+    def _refuse_registries(self) -> None:
+        """Raises TypeError for attributes of classes that lead to parts: a copy has the class of
+        the original, and would run its parts."""
+        for kind in {type(part): None for part in self._roots.modules()}:
+            found = _read_of_class(kind)
+            self._leading.add(found.values())
+            for name, value in found.items():
+                if self._leading.includes(value):
+                    raise TypeError(
+                        f"{kind.__name__}.{name} is an attribute of the class and holds a part of "
+                        "the model, so that a copy would run the original's: set it in __init__, "
+                        "as an attribute of the module"
+                    )
 
     def module(self) -> Any:
         """The copy of the module."""
@@ -323,14 +340,31 @@ def _references(value: object) -> list[object]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _globals(function: FunctionType) -> Keywords:
-    """The globals that a function names, with those of its inner functions: modules, tensors,
-    objects, and functions of the same file. Others belong to libraries, which know no model."""
+def _read_of_class(kind: type) -> Keywords:
+    """The containers, modules and tensors among the attributes of a module's class that its forward
+    names."""
+    forward = getattr(kind, "forward", None)
+    if not isinstance(forward, FunctionType):
+        return {}
+    values = {name: getattr_static(kind, name, None) for name in _names(forward)}
+    kinds = (dict, list, tuple, set, nn.Module, Tensor)
+    return {name: value for name, value in values.items() if isinstance(value, kinds)}
+
+
+def _names(function: FunctionType) -> set[str]:
+    """The names of globals and attributes in a function and its inner functions."""
     names, codes = set[str](), [function.__code__]
     while codes:
         code = codes.pop()
         names.update(code.co_names)
         codes.extend(each for each in code.co_consts if isinstance(each, CodeType))
+    return names
+
+
+def _globals(function: FunctionType) -> Keywords:
+    """The globals that a function names, with those of its inner functions: modules, tensors,
+    objects, and functions of the same file. Others belong to libraries, which know no model."""
+    names = _names(function)
     values = function.__globals__
     found = {}
     for name in names & values.keys():

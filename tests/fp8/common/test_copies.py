@@ -3,6 +3,7 @@
 import types
 import weakref
 from functools import cache, partial, wraps
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -155,6 +156,33 @@ def test_a_container_without_a_length_is_copied():
     layer.irreps = Irreps(["0e", layer.extra_repr])
     _, extra_repr = deep_copy(layer).irreps
     assert extra_repr.__self__ is not layer
+
+
+class Registered(nn.Module):
+    """Layers that a registry of their class holds."""
+
+    registry: ClassVar = {}
+    made: ClassVar = []
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.made.append(self)
+
+    def forward(self, x):
+        return self.registry.get("layer", self.layer)(x)
+
+
+def test_a_registry_of_a_class_that_the_forward_pass_reads_is_refused():
+    """Not one that the forward pass does not read, nor one that holds no part."""
+    model, x = nn.Sequential(Registered()), torch.randn(2, 4)
+    assert_same(deep_copy(model)(x), model(x))
+    Registered.registry["layer"] = model[0].layer
+    try:
+        with refuses(r"Registered.registry .*holds a part of the model", TypeError):
+            deep_copy(model)
+    finally:
+        Registered.registry.clear()
 
 
 def test_what_cannot_be_copied_is_named():
