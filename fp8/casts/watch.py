@@ -29,7 +29,7 @@ from ..formats.format import Format, get_format
 from ..recipes.history import histories
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import MOVED, static_rms
-from ..torch_internals.decorators import taken_as_constant
+from ..torch_internals.decorators import taken_as_constant, untraced
 from ..torch_internals.running_calls import recomputes
 from ..warnings import PitfallWarning, RecipeWarning, ScaleWarning, warn_once
 from .counts import (
@@ -255,6 +255,15 @@ _WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    # Under torch.compile(optimizer.step) this would become graphs of its own. `untraced` imports
+    # the compiler, which is there if one is in use.
+    if "torch._dynamo" in sys.modules:
+        _count_untraced(optimizer)
+    else:
+        _count(optimizer)
+
+
+def _count(optimizer: Optimizer) -> None:
     # Other models may train in this process, in other threads: their steps are not those of this
     # one. An optimizer of parameters that no model has (of adapters) steps all.
     watches = list(_WATCHES)
@@ -266,6 +275,8 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for watch in watches:
         watch.stepped(optimizer)
 
+
+_count_untraced = untraced(_count)
 
 _COUNTS: list[object] = []
 

@@ -180,3 +180,21 @@ def sharded(rank, store):
 @needs_gloo
 def test_processes_agree(tmp_path):
     run_ranks(sharded, 2, tmp_path / "store")
+
+
+def test_a_compiled_optimizer_is_one_graph():
+    """Counting its steps is no part of it."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    net = fp8.convert(linears(WIDTH, WIDTH), "static")
+    optimizer = torch.optim.SGD(net.parameters(), torch.tensor(1e-3))
+    step = torch.compile(optimizer.step, backend=backend)
+    for _ in range(4):
+        net(normal(64, WIDTH)).sum().backward()
+        step()
+    assert len(graphs) == 1
+    assert watch_of(net).step == 5
