@@ -66,6 +66,9 @@ PRIVATE = {
     "fp8/torch_internals/compiling_flag.py": {
         "torch.compiler._is_compiling_flag": "what is_compiling() reads; set by torch 2.13 alone"
     },
+    "fp8/torch_internals/decorators.py": {
+        "torch._dynamo": "whether the compiler is imported, which takes seconds"
+    },
     "fp8/torch_internals/flop_counter.py": {
         "torch.utils._python_dispatch": "the FLOP counters that are open"
     },

@@ -29,7 +29,7 @@ from ..formats.format import Format, get_format
 from ..recipes.history import histories
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import MOVED, static_rms
-from ..torch_internals.decorators import taken_as_constant, untraced
+from ..torch_internals.decorators import has_compiler, taken_as_constant, untraced
 from ..torch_internals.running_calls import recomputes
 from ..warnings import PitfallWarning, RecipeWarning, ScaleWarning, warn_once
 from .counts import (
@@ -255,9 +255,8 @@ _WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    # Under torch.compile(optimizer.step) this would become graphs of its own. `untraced` imports
-    # the compiler, which is there if one is in use.
-    if "torch._dynamo" in sys.modules:
+    # Under torch.compile(optimizer.step) the count would become graphs of its own.
+    if has_compiler():
         _count_untraced(optimizer)
     else:
         _count(optimizer)

@@ -7,6 +7,7 @@ longer than the import of these packages: `torch.compiler.assume_constant_result
 
 from __future__ import annotations
 
+import sys
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -22,6 +23,11 @@ def taken_as_constant(fn: Fn) -> Fn:
     guards."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
+
+
+def has_compiler() -> bool:
+    """Whether the compiler is imported, as where anything is compiled."""
+    return "torch._dynamo" in sys.modules
 
 
 def untraced(function: Fn, reason: str | None = None) -> Fn:
