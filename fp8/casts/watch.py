@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..common.compiler import eager_only
-from ..common.dtensor import largest_over, mesh_of
+from ..common.dtensor import mesh_of
 from ..formats.format import Format, get_format
 from ..recipes.history import histories
 from ..recipes.recipe import Recipe
@@ -199,9 +199,13 @@ class Watch:
                 states = histories(layer, recurse=False).values()
                 found = scales.setdefault(mesh, [])
                 found += [state for state in states if not state.dim()]
+        if not scales:
+            return
+        from ..common.ranks import take_largest  # not loaded with the core
+
         for mesh, found in scales.items():
             if found:
-                largest_over(mesh, found)
+                take_largest(found, mesh.get_all_groups())
 
     def _reads(self, table: Tensor) -> bool:
         """Whether the values of a table are read after this pass. Reading waits for the device."""

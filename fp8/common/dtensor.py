@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,17 +44,6 @@ def mesh_of(layer: torch.nn.Module) -> Any:
             divided: Any = parameter
             return divided.device_mesh
     return None
-
-
-def largest_over(mesh: Any, values: Sequence[Tensor]) -> None:
-    """Sets each of ``values``, 0-dim, to its largest one in the processes of a mesh."""
-    from torch.distributed import ReduceOp, all_reduce
-
-    flat = torch.stack(list(values))
-    for group in mesh.get_all_groups():
-        all_reduce(flat, ReduceOp.MAX, group)
-    for value, largest in zip(values, flat.unbind(), strict=True):
-        value.copy_(largest)
 
 
 def unreduced(x: Sharded) -> Tensor:

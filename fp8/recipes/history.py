@@ -279,15 +279,10 @@ def reduce_amax(
     Raises:
         TypeError: if ``model`` is not a module.
     """
-    from ..common.ranks import is_started  # not loaded with the core
+    from ..common.ranks import is_started, take_largest  # not loaded with the core
 
     check_module("reduce_amax", model)
     tensors = [tensor for _, tensor in sorted(histories(model).items())]
     if not (tensors and is_started()):
         return
-    # One all-reduce for all states, as each has the latency of the network.
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, largest in zip(tensors, parts, strict=True):
-        tensor.copy_(largest.view_as(tensor))
+    take_largest(tensors, [group])

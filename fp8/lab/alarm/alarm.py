@@ -17,6 +17,7 @@ from ...casts.scaled_tensor import ScaledTensor
 from ...casts.watch import Seen, Watch, watches_of
 from ...casts.watch import loss as lost
 from ...common.dtensor import part_of
+from ...common.ranks import rank, ranks
 from ...common.step import Batch, Loss, copied, unwrapped
 from ...common.validation import check_module, check_whole
 from ...formats.format import get_format
@@ -474,13 +475,8 @@ def _listed(names: Sequence[str], most: int = 4) -> str:
 # Ranks
 
 
-def _world() -> int:
-    started = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if started else 1
-
-
 def _suffix() -> str:
-    return f".{torch.distributed.get_rank()}" if _world() > 1 else ""
+    return f".{rank()}" if ranks() > 1 else ""
 
 
 def _of_ranks(
@@ -489,7 +485,7 @@ def _of_ranks(
     """The numbers of each rank, read from the device at once."""
     known = [0.0 if x is None else 1.0 for x in numbers]
     devices = [x.device for x in numbers if isinstance(x, Tensor)]
-    if _world() > 1:
+    if ranks() > 1:
         # That of the collectives of the model.
         devices = [p.device for p in model.parameters()]
     device = devices[0] if devices else torch.device("cpu")
@@ -501,15 +497,13 @@ def _of_ranks(
         [v.reshape(()) for v in values] + list(torch.tensor(known).to(device))
     )
     parts = [packed]
-    if _world() > 1:
-        parts = [torch.empty_like(packed) for _ in range(_world())]
+    if ranks() > 1:
+        parts = [torch.empty_like(packed) for _ in range(ranks())]
         torch.distributed.all_gather(parts, packed)
     rows = torch.stack(parts).tolist()
     count = len(numbers)
-    return [
-        [
-            x if is_known else None
-            for x, is_known in zip(r[:count], r[count:], strict=True)
-        ]
-        for r in rows
-    ]
+    result: list[list[float | None]] = []
+    for row in rows:
+        pairs = zip(row[:count], row[count:], strict=True)
+        result.append([x if is_known else None for x, is_known in pairs])
+    return result

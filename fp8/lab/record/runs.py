@@ -129,12 +129,10 @@ def _begun(header: Record, before: Run | None) -> Run:
     if before is None:
         return Run(header=header, rows=[], losses=[])
     start = header.get("start", 0)
-    return Run(
-        header=header,
-        rows=[row for row in before.rows if row.step <= start],
-        losses=[row for row in before.losses if row.step <= start],
-        what_ifs=[asked for asked in before.what_ifs if asked.step <= start],
-    )
+    rows = [row for row in before.rows if row.step <= start]
+    losses = [row for row in before.losses if row.step <= start]
+    asked = [each for each in before.what_ifs if each.step <= start]
+    return Run(header=header, rows=rows, losses=losses, what_ifs=asked)
 
 
 def _add(run: Run, record: Record) -> None:
