@@ -147,17 +147,17 @@ def cast_values(
     *,
     differentiable: bool = False,
     label: Label = "",
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``x``, from `as_read`, rotated and rounded under a cast, and the scale of all of it; None if
     that is 1 or each tile has its own. record: whether x enters the history (None: if gradients are
     recorded). signs: the `rotation_signs` of the product. differentiable: with a gradient. label:
-    where the cast is reported; "": nowhere."""
+    where the cast is reported; "": nowhere. scale: of all of x, if it is known."""
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis, signs)
-    scale = None
-    if label:
+    if scale is None and label:
         scale, label = _scale_and_label(x, spec, history, record, label)
-    elif spec.tile == (0, 0):
+    elif scale is None and spec.tile == (0, 0):
         scale = whole_scale(x, spec, history, record)
     if differentiable:
         return apply(_Round, x, scale, spec, axis, label), scale
@@ -480,9 +480,11 @@ def quantized(
     signs: Tensor | None = None,
     converts: bool = False,
     label: Label = "",
+    scale: Tensor | None = None,
 ) -> QuantizedOperand:
     """``x``, or with axis -2 its transpose, in numbers of the format, as `cast_values` rounds it.
-    converts: whether a conversion to the dtype of the format rounds the values."""
+    converts: whether a conversion to the dtype of the format rounds the values. scale: of all of x,
+    if it is known."""
     if spec.is_simulated:
         raise ValueError(
             f"products under rule {spec.rule!r}, which reads the values of tiles, are simulated"
@@ -490,7 +492,8 @@ def quantized(
     if spec.hadamard:
         x = rotated(dequantized(x), spec.hadamard, axis, signs)
     x = dequantized(x, torch.float32)
-    scale, label = _scale_and_label(x, spec, history, record, label)
+    if scale is None:
+        scale, label = _scale_and_label(x, spec, history, record, label)
     converts = converts and spec.number_format.dtype is not None and not label
     unit = None
     if spec.stored_rule is not None and scale is None:

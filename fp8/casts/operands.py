@@ -13,15 +13,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointError
 
-from ..common.compiler import compiled_as, is_differentiated_again
+from ..common.compiler import compiled_as, is_differentiated_again, only_after
 from ..formats.format import Format, get_format
 from ..formats.quantize import convertible
 from ..recipes.cast import Cast, casts_of_lines
 from ..recipes.rules import LOWERED
 from ..torch_internals import Arguments, Context
 from ..torch_internals.autograd_functions import apply_eagerly, is_recorded
-from .casting import PLAIN, in_units
+from ..torch_internals.decorators import taken_as_constant
+from .casting import PLAIN, cast_values, in_units
 from .counts import Label, Look, place
+from .shared import Parts
 
 Scales = tuple[float, float, float]
 """Factors of a product's output and of the gradients of its first and second operand."""
@@ -106,6 +108,7 @@ class Constants(NamedTuple):
         fast: whether those sum fast, as `Recipe.fast_sums`.
         sums: `Recipe.sums`.
         name: of the product, for `fp8.stats`; "" if its casts are not observed.
+        recasts: whether the backward pass casts b again, and its cast is not saved.
     """
 
     casts: str = ""
@@ -118,6 +121,7 @@ class Constants(NamedTuple):
     fast: tuple[bool, ...] = ()
     sums: str = ""
     name: str = ""
+    recasts: bool = False
 
     def label(self, operand: str, look: Look | None = None) -> Label:
         """Where the cast of an operand is reported, as `place`."""
@@ -195,6 +199,13 @@ def casts_of(token: str) -> Casts:
     return replace(casts, random_signs="random" in signs)
 
 
+@taken_as_constant
+def casts_weight_again(token: str) -> bool:
+    """Whether another cast of b, in the casts that this token stands for, gives the same values."""
+    casts = casts_of(token)
+    return not any(cast and cast.is_random for cast in (casts.b, casts.b_for_grad_a))
+
+
 def one_copy(first: Cast | None, second: Cast | None) -> bool:
     """Whether an operand cast under ``first`` serves ``second``, along the other axis."""
     if first is None or second is None:
@@ -207,12 +218,25 @@ def one_copy(first: Cast | None, second: Cast | None) -> bool:
 
 
 class SavedOperand(NamedTuple):
-    """A tensor to save, its cast and scale. source: what was cast; None for an input itself."""
+    """A tensor to save, its cast and scale. source: what was cast; None for an input itself.
+    recasts: whether the source is saved, and cast again with this scale. shared: what the
+    products of the source share."""
 
     values: Tensor
     spec: Cast | None = None
     scale: Tensor | None = None
     source: Tensor | None = None
+    recasts: bool = False
+    shared: Parts | None = None
+
+
+class _Encoding(NamedTuple):
+    """How an operand is saved. in_bytes: in the dtype of its format. scaled: with its scale.
+    recast: the cast that it gets again; None for none."""
+
+    in_bytes: bool = False
+    scaled: bool = False
+    recast: Cast | None = None
 
 
 def save_operands(ctx: Context, *operands: SavedOperand) -> None:
@@ -230,15 +254,18 @@ def save_operands(ctx: Context, *operands: SavedOperand) -> None:
         dtype = None
         if spec is not None and (recorded or compiling) and x.device.type != "mps":
             dtype = _byte_dtype(spec.format, spec.tile, spec.stored_rule)
-        if spec is None or dtype is None or dtype.itemsize >= x.element_size():
+        if operand.recasts and source is not None and (recorded or compiling):
+            saved.append(source)
+            encoding = _Encoding(scaled=scale is not None, recast=spec)
+        elif spec is None or dtype is None or dtype.itemsize >= x.element_size():
             saved.append(x)
-            encodings.append((False, False))
+            encoding = _Encoding()
         else:
-            units = x if scale is None else in_units(x, scale, spec.stored_rule)
-            saved.append(_stored(units, dtype) if compiling else units.to(dtype))
-            if scale is not None:
-                saved.append(scale)
-            encodings.append((True, scale is not None))
+            saved.append(_in_bytes(operand, dtype))
+            encoding = _Encoding(in_bytes=True, scaled=scale is not None)
+        if encoding.scaled:
+            saved.append(scale)
+        encodings.append(encoding)
         sources.append(source)
         unwraps = unwraps and type(x) in PLAIN
     if unwraps:
@@ -255,6 +282,19 @@ def save_operands(ctx: Context, *operands: SavedOperand) -> None:
     ctx.save_for_backward(*saved)
 
 
+def _in_bytes(operand: SavedOperand, dtype: torch.dtype) -> Tensor:
+    """The values of an operand in the dtype of its format."""
+    assert operand.spec is not None
+    shared: Parts = {} if operand.shared is None else operand.shared
+    if "bytes" not in shared:
+        units = operand.values
+        if operand.scale is not None:
+            units = in_units(units, operand.scale, operand.spec.stored_rule)
+        shared["bytes"] = _stored(units, dtype)
+    data: Tensor = shared["bytes"]
+    return data
+
+
 def _connection(source: Tensor) -> Tensor:
     """A tensor in the graph of ``source`` without its memory."""
     # It is not saved: hooks on saved tensors would store its full size.
@@ -263,14 +303,20 @@ def _connection(source: Tensor) -> Tensor:
     return zeros
 
 
-def saved_operands(ctx: Context, dtype: torch.dtype) -> list[Tensor]:
-    """Those of `save_operands`, in ``dtype``, differentiable where the backward pass is."""
+def saved_operands(ctx: Context, grad: Tensor) -> list[Tensor]:
+    """Those of `save_operands`, in the dtype of ``grad``, differentiable where the backward pass
+    is."""
     tensors = iter(_saved_tensors(ctx)[ctx.marked :])
     operands = []
-    for in_bytes, scaled in ctx.encodings:
+    for in_bytes, scaled, recast in ctx.encodings:
         x = next(tensors)
-        if in_bytes:
-            x = restored(x, next(tensors) if scaled else None, dtype)
+        scale = next(tensors) if scaled else None
+        if recast is not None:
+            x = only_after(grad, x.detach())
+            x, _ = cast_values(x, recast, -1, scale=scale)
+            x = x.to(grad.dtype)
+        elif in_bytes:
+            x = restored(x, scale, grad.dtype)
         operands.append(x)
     if not (torch.is_grad_enabled() and is_differentiated_again()):
         return operands

@@ -37,6 +37,29 @@ def in_memory(x: Tensor) -> Tensor:
     return x
 
 
+def sum_of_none(x: Tensor) -> Tensor:
+    """The sum of no elements of ``x``: a byte, 0, that depends on x in a graph."""
+    none = x.flatten()[:0]
+    if x.itemsize == 1:
+        none = none.view(torch.uint8)
+    return none.sum(dtype=torch.uint8)
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits_after(grad: Tensor, x: Tensor) -> Tensor:
+    bits = x.view(_BITS[x.itemsize])
+    return (bits | sum_of_none(grad)).view(x.dtype)
+
+
+@compiled_as(_bits_after)
+def only_after(grad: Tensor, x: Tensor) -> Tensor:
+    """``x``. The partitioner of graphs merges what is computed of it with what the forward pass
+    computes, and saves that, unless it depends on the gradient."""
+    return x
+
+
 def eager_only(otherwise: Any = None) -> Callable[[Fn], Fn]:
     """Decorator: compiled code skips the function, whose result is ``otherwise`` there."""
     return compiled_as(lambda *args, **kwargs: otherwise)

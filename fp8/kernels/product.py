@@ -11,8 +11,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.casting import QuantizedOperand
-from ..casts.operands import Constants, States, casts_of, saved_tensors
-from ..common.compiler import compiled_as, is_differentiated_again, updates_states
+from ..casts.operands import Casts, Constants, States, casts_of, saved_tensors
+from ..casts.shared import Parts, shared_parts
+from ..common.compiler import (
+    compiled_as,
+    is_differentiated_again,
+    only_after,
+    sum_of_none,
+    updates_states,
+)
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.cast import Cast, lines_of
@@ -171,8 +178,10 @@ class _Native(Function):
         ctx.reuses_a = operands.again_a is None
         ctx.reuses_b = operands.again_b is None
         # One copy is saved of an operand.
-        a = operands.again_a or operands.a
-        ctx.save_for_backward(*a, *(operands.again_b or operands.b))
+        a, b = operands.again_a or operands.a, operands.again_b or operands.b
+        if ctx.how.recasts:
+            b = QuantizedOperand(inputs[1], operands.b.scale)
+        ctx.save_for_backward(*a, *b)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -183,13 +192,16 @@ class _Native(Function):
             )
         tensors = saved_tensors(ctx)
         a, b = QuantizedOperand(*tensors[:3]), QuantizedOperand(*tensors[3:])
-        if ctx.reuses_a:
-            a = a.mT
-        if ctx.reuses_b:
-            b = b.mT
         how, casts = ctx.how, casts_of(ctx.how.casts)
         history, look = ctx.states.grad, ctx.states.look
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
+        if ctx.reuses_a:
+            a = a.mT
+        if how.recasts and needs_a:
+            weight = only_after(grad, b.values)
+            b = _recast(b._replace(values=weight), casts)
+        elif ctx.reuses_b:
+            b = b.mT
         da = db = dbias = g = None
         if needs_a:
             label = how.label("grad", look)
@@ -207,6 +219,14 @@ class _Native(Function):
         if needs_bias:
             dbias = grad.sum(0) * how.scales[_GRAD_B]
         return da, db, dbias, None, None, None
+
+
+def _recast(b: QuantizedOperand, casts: Casts) -> QuantizedOperand:
+    """A weight as stored for the gradient of a. b: the weight, and the scale of its first cast."""
+    if casts.reuses_b and not b.scale.dim():
+        scale = None if casts.b is None or casts.b.scaling == "unit" else b.scale
+        return store(b.values, casts.b, -2, scale=scale)
+    return store(b.values, casts.b_for_grad_a, -2)
 
 
 def _second(
@@ -230,23 +250,15 @@ def _at_once(
     values = _copied(later.values)
     scale = later.scale if second is None else _copied(later.scale)
     bytes = first.values.view(torch.uint8)
-    bytes = bytes | _sum_of_none(values)
+    bytes = bytes | sum_of_none(values)
     if second is not None:
-        bytes = bytes | _sum_of_none(scale)
+        bytes = bytes | sum_of_none(scale)
     first = first._replace(values=bytes.view(first.values.dtype))
     return first, later._replace(values=values, scale=scale)
 
 
 def _copied(x: Tensor) -> Tensor:
     return torch.zeros_like(x, memory_format=torch.contiguous_format).copy_(x)
-
-
-def _sum_of_none(x: Tensor) -> Tensor:
-    """The sum of no elements of ``x``."""
-    none = x.flatten()[:0]
-    if x.itemsize == 1:
-        none = none.view(torch.uint8)
-    return none.sum(dtype=torch.uint8)
 
 
 @compiled_as(_at_once)
@@ -294,19 +306,32 @@ def _computed(
     casts, look = casts_of(how.casts), states.look
     again_a = again_b = None
     with torch.no_grad():
-        left = store(a, casts.a, -1, states.a, record, how.label("input", look))
-        if record:
-            again_a = _second(a, left, casts.reuses_a, casts.a_for_grad_b)
+        shared: Parts = {}
+        if casts.a is not None and not how.name:
+            kind = how.casts, how.dtype, how.kernels, record
+            shared = shared_parts(a, casts.a, states, kind)
+        if "stored" not in shared:
+            left = store(a, casts.a, -1, states.a, record, how.label("input", look))
+            if record:
+                again_a = _second(a, left, casts.reuses_a, casts.a_for_grad_b)
+            shared["stored"] = left, again_a
+        left, again_a = shared["stored"]
         if cached is not None:
+            how = how._replace(recasts=False)
             right, again = cached
             again_b = again if record else None
         else:
             label = how.label(casts.second, look)
             right = store(b, casts.b, -1, states.b, record, label)
-            if record:
+            if record and not how.recasts:
                 again_b = _second(b, right, casts.reuses_b, casts.b_for_grad_a)
             both = casts.second == "weight" and casts.b_for_grad_a is not None
-            if record and both and right.scale.dtype == torch.float32:
+            if (
+                record
+                and not how.recasts
+                and both
+                and right.scale.dtype == torch.float32
+            ):
                 right, again_b = _cast_at_once(right, again_b)
     operands = _Operands(left, right, again_a, again_b)
     return apply(_Native, a, b, bias, operands, states, how)

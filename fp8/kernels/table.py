@@ -77,6 +77,7 @@ def store(
     history: Tensor | None = None,
     record: bool = False,
     label: Label = "",
+    scale: Tensor | None = None,
 ) -> QuantizedOperand:
     """`quantized` of the matrix ``x`` in the layout of a kernel, under a cast that `kernel_of`
     supports; ``x``, or with axis -2 its transpose, without a cast. Operands with scales by tiles
@@ -85,7 +86,9 @@ def store(
         if axis != -1:
             x = x.mT
         return QuantizedOperand(x.detach(), one_scale(x))
-    operand = quantized(x, cast, axis, history, record, converts=True, label=label)
+    operand = quantized(
+        x, cast, axis, history, record, converts=True, label=label, scale=scale
+    )
     return KERNELS[layout_of(cast)].store(operand, cast)
 
 

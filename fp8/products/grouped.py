@@ -117,7 +117,7 @@ class _Grouped(Function):
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, *offsets = saved_operands(ctx, grad.dtype)
+        a, b, *offsets = saved_operands(ctx, grad)
         offs = offsets[0] if offsets else None
         states, split, how = ctx.states, ctx.split, ctx.how
         casts, (_, s_a, s_b) = casts_of(how.casts), how.scales

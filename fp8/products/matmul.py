@@ -53,6 +53,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
 
 from ..casts.casting import PLAIN, as_read, cast_values, times
 from ..casts.counts import Label, is_sampled, product_name
@@ -65,11 +66,13 @@ from ..casts.operands import (
     Scales,
     States,
     casts_of,
+    casts_weight_again,
     save_operands,
     saved_operands,
     token_of,
 )
 from ..casts.rotation import rotation_signs
+from ..casts.shared import Parts, shared_parts
 from ..common.compiler import compiled_as, is_differentiated_again
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
@@ -119,13 +122,15 @@ def _fuses(a: Tensor) -> bool:
 
 
 class Operands(NamedTuple):
-    """The cast operands, and the scale factors of those with one. states: of the product."""
+    """The cast operands, and the scale factors of those with one. states: of the product. shared:
+    what the products of a share."""
 
     a: Tensor
     b: Tensor
     scale_a: Tensor | None
     scale_b: Tensor | None
     states: States
+    shared: Parts | None = None
 
 
 class _Product(Function):
@@ -156,9 +161,13 @@ class _Product(Function):
         casts = casts_of(ctx.how.casts)
         of_a, of_b = SavedOperand(a), SavedOperand(b)
         if casts.reuses_a and operands.a is not a:
-            of_a = SavedOperand(operands.a, casts.a, operands.scale_a, a)
+            of_a = SavedOperand(
+                operands.a, casts.a, operands.scale_a, a, shared=operands.shared
+            )
         if casts.reuses_b and operands.b is not b:
-            of_b = SavedOperand(operands.b, casts.b, operands.scale_b, b)
+            of_b = SavedOperand(
+                operands.b, casts.b, operands.scale_b, b, ctx.how.recasts
+            )
         save_operands(ctx, of_a, of_b)
 
     @staticmethod
@@ -188,7 +197,7 @@ def _recast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradient of the output as it is cast for a and for b, and a and b as they are cast for
     the gradient of the other. cast_b: casts b."""
-    a, b = saved_operands(ctx, grad.dtype)
+    a, b = saved_operands(ctx, grad)
     needs_a, needs_b, *_ = ctx.needs_input_grad
     how, states = ctx.how, ctx.states
     casts, look = casts_of(how.casts), states.look
@@ -413,10 +422,26 @@ def multiply(
     if frame.recording or (recipe.fixed and state is None):
         name = product_name(kind, b if kind == "linear" else None, recipe)
     how = how._replace(casts=token_of(recipe.text, layer), name=name)
+    if kind == "linear" and _recasts(a, b) and casts_weight_again(how.casts):
+        how = how._replace(recasts=True)
     on_device = backend == "native" or (backend == "auto" and a.device.type == "cuda")
     if on_device or recipe.accumulate is not None:
         return _on_tensor_cores(a, b, bias, how, states, recipe, backend)
     return simulated(a, b, bias, how, states)
+
+
+RECAST_ROWS = 4096
+"""The number of rows from which on the backward pass casts a weight again, and its cast is not
+saved, one byte an element. That reads the weight once more: 1.3 % of the step of a Llama block of
+width 2048 with this number, by the forecast, and less with more (docs/forecast.md)."""
+
+
+def _recasts(a: Tensor, b: Tensor) -> bool:
+    """Whether b, for a product with a, is a parameter to be cast again; others would be saved in
+    place of the cast. An exported program admits any number of rows."""
+    if not isinstance(b, Parameter) and not isinstance(b._base, Parameter):
+        return False
+    return not torch.compiler.is_exporting() and a.shape[0] >= RECAST_ROWS
 
 
 def _on_tensor_cores(
@@ -460,7 +485,7 @@ def simulated(
     classes = type(a) not in PLAIN or type(b) not in PLAIN
     with nullcontext() if classes else torch.DisableTorchFunction():
         casts, look = casts_of(how.casts), states.look
-        signs = scale_x = scale_w = None
+        signs = scale_x = scale_w = shared = None
         if casts.random_signs:
             signs = rotation_signs(casts.a, a)
         cast_a: CastOperand = cast_values
@@ -479,9 +504,15 @@ def simulated(
         if casts.a is not None:
             if reports:
                 label = how.label("input", look)
-            x, scale_x = cast_a(
-                a.detach(), casts.a, -1, states.a, None, signs, label=label
-            )
+            shared = {}
+            if not how.name:
+                kind = how.casts, how.geometry is not None
+                shared = shared_parts(a, casts.a, states, kind)
+            if "values" not in shared:
+                shared["values"] = cast_a(
+                    a.detach(), casts.a, -1, states.a, None, signs, label=label
+                )
+            x, scale_x = shared["values"]
         if casts.b is not None:
             if reports:
                 label = how.label(casts.second, look)
@@ -491,7 +522,7 @@ def simulated(
         x, w = to_autocast_dtype(x, w)
         if x.ndim == 3 and _fuses(x):
             how = how._replace(fuses=True)
-        operands = Operands(x, w, scale_x, scale_w, states)
+        operands = Operands(x, w, scale_x, scale_w, states, shared)
         return apply(function, a, b, bias, operands, how)
 
 
