@@ -150,7 +150,8 @@ def in_one_graph(function, backend="aot_eager"):
     return torch.compile(function, backend=backend, fullgraph=True)
 
 
-def settle(model):
-    """The next passes of a converted model are not looked at."""
+def settle(model, checks=False):
+    """The next passes of a converted model are not looked at. checks: whether graphs check spots in
+    the first of them."""
     watch = watch_of(model)
-    watch.step, watch.looks = (1 << 8) + 1, False
+    watch.step, watch.looks, watch.checks = (1 << 8) + 1, False, checks

@@ -457,11 +457,13 @@ class QuantizedOperand(NamedTuple):
         return QuantizedOperand(self.values.mT, scale, self.unit)
 
 
-def _in_one_tile(x: Tensor, scale: Tensor | None, spec: Cast, converts: bool) -> Tensor:
-    """The numbers of the format in ``x``, of which all have one scale; None: 1."""
+def _in_one_tile(
+    x: Tensor, scale: Tensor | None, spec: Cast, converts: bool, stored: bool
+) -> Tensor:
+    """The numbers of the format in ``x``, of which all have one scale; None: 1. stored: as in
+    `in_units`."""
     units, key = x, None
     if scale is not None:
-        stored = converts and spec.stored_rule is not None
         units = in_units(x, scale, spec.stored_rule, stored)
     grid = _grid_of(spec.text, units.dtype, False)
     if converts and spec.is_plain:
@@ -492,7 +494,8 @@ def quantized(
     if spec.hadamard:
         x = rotated(dequantized(x), spec.hadamard, axis, signs)
     x = dequantized(x, torch.float32)
-    if scale is None:
+    known = scale is not None
+    if not known:
         scale, label = _scale_and_label(x, spec, history, record, label)
     converts = converts and spec.number_format.dtype is not None and not label
     unit = None
@@ -507,10 +510,11 @@ def quantized(
             scale = scale.squeeze(tiles.dims or ())
         values = untiled(tiles.values, x, spec.tile, axis)
     else:
-        if converts and scale is not None and spec.stored_rule is not None:
+        stored = converts and spec.stored_rule is not None and not known
+        if stored and scale is not None:
             # Each thread of the kernel would compute, and clamp, it again.
             scale = in_memory(scale)
-        values = _in_one_tile(x, scale, spec, converts)
+        values = _in_one_tile(x, scale, spec, converts, stored)
         if label:
             y = values if scale is None else values * scale
             observe(label, Observed(x, y, scale, spec.number_format))

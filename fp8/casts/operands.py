@@ -4,13 +4,16 @@ are saved for the backward pass: with one scale factor in the dtype of their for
 
 from __future__ import annotations
 
+import threading
+import weakref
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointError
 
 from ..common.compiler import compiled_as, is_differentiated_again, only_after
@@ -23,7 +26,6 @@ from ..torch_internals.autograd_functions import apply_eagerly, is_recorded
 from ..torch_internals.decorators import taken_as_constant
 from .casting import PLAIN, cast_values, in_units
 from .counts import Label, Look, place
-from .shared import Parts
 
 Scales = tuple[float, float, float]
 """Factors of a product's output and of the gradients of its first and second operand."""
@@ -199,8 +201,25 @@ def casts_of(token: str) -> Casts:
     return replace(casts, random_signs="random" in signs)
 
 
+RECAST_ROWS = 4096
+"""The number of rows from which on the backward pass casts a weight again, and its cast is not
+saved, one byte an element. That reads the weight once more: 1.3 % of the step of a Llama block of
+width 2048 with this number, by the forecast, and less with more (docs/forecast.md)."""
+
+
+def recasts(a: Tensor, b: Tensor, token: str) -> bool:
+    """Whether b, the weight of a product with a, is a parameter to be cast again; others would be
+    saved in place of the cast. token: of the casts. An exported program admits any number of
+    rows."""
+    if not isinstance(b, Parameter) and not isinstance(b._base, Parameter):
+        return False
+    if torch.compiler.is_exporting() or a.shape[0] < RECAST_ROWS:
+        return False
+    return _is_repeatable(token)
+
+
 @taken_as_constant
-def casts_weight_again(token: str) -> bool:
+def _is_repeatable(token: str) -> bool:
     """Whether another cast of b, in the casts that this token stands for, gives the same values."""
     casts = casts_of(token)
     return not any(cast and cast.is_random for cast in (casts.b, casts.b_for_grad_a))
@@ -217,6 +236,69 @@ def one_copy(first: Cast | None, second: Cast | None) -> bool:
     return first.stateless == second.stateless
 
 
+Shared = dict[str, Any]
+"""What a product has made of its input, by name."""
+
+
+class _Last(threading.local):
+    """The last cast that can be shared: its key, a reference to the input, and what was made of it,
+    which is dropped when the input is freed."""
+
+    def __init__(self) -> None:
+        self.key: tuple[object, ...] = ()
+        self.source: weakref.ref[Tensor] | None = None
+        self.shared: Shared = {}
+
+
+_LAST = _Last()
+
+
+@compiled_as(lambda x, cast, states, kind: {})
+def shared_cast(
+    x: Tensor, cast: Cast, states: States, kind: tuple[object, ...]
+) -> Shared:
+    """What the last product has made of ``x``, if that is unchanged, under equal constants and an
+    equal scale; otherwise nothing yet, to be filled by this product. Layers that read one input,
+    such as projections q, k and v, so cast it once, and save one copy. In graphs the compiler
+    merges equal casts.
+
+    Shared are the casts of what a recorded operation has computed, whose changes torch counts (not
+    through ``.data``). A leaf may be a buffer that others write into.
+
+    Args:
+        x: the input of a product.
+        cast: of the input.
+        states: of the product.
+        kind: what else the cast, or what is made of it, depends on.
+    """
+    source = x._base
+    if source is None:
+        source = x
+    scale, look = states.a, states.look
+    if source.grad_fn is None or cast.is_random:
+        return {}
+    if look is not None and not look.is_spot:
+        return {}
+    number: object = None
+    if scale is not None:
+        if scale.dim():  # not set, or a history
+            return {}
+        number = id(scale), scale._version
+        if type(scale) is Tensor and scale.device.type == "cpu":
+            number = float(scale)
+    if torch.func.debug_unwrap(x) is not x:
+        return {}
+    autocast = torch.is_autocast_enabled(x.device.type)
+    place = x.shape, x.stride(), x.storage_offset(), source._version
+    key = (*place, x.dtype, autocast, number, *kind)
+    last = _LAST.source
+    if last is None or last() is not source or key != _LAST.key:
+        shared: Shared = {}
+        _LAST.key, _LAST.shared = key, shared
+        _LAST.source = weakref.ref(source, lambda _: shared.clear())
+    return _LAST.shared
+
+
 class SavedOperand(NamedTuple):
     """A tensor to save, its cast and scale. source: what was cast; None for an input itself.
     recasts: whether the source is saved, and cast again with this scale. shared: what the
@@ -227,7 +309,7 @@ class SavedOperand(NamedTuple):
     scale: Tensor | None = None
     source: Tensor | None = None
     recasts: bool = False
-    shared: Parts | None = None
+    shared: Shared | None = None
 
 
 class _Encoding(NamedTuple):
@@ -263,7 +345,7 @@ def save_operands(ctx: Context, *operands: SavedOperand) -> None:
         else:
             saved.append(_in_bytes(operand, dtype))
             encoding = _Encoding(in_bytes=True, scaled=scale is not None)
-        if encoding.scaled:
+        if encoding.scaled and scale is not None:
             saved.append(scale)
         encodings.append(encoding)
         sources.append(source)
@@ -285,7 +367,7 @@ def save_operands(ctx: Context, *operands: SavedOperand) -> None:
 def _in_bytes(operand: SavedOperand, dtype: torch.dtype) -> Tensor:
     """The values of an operand in the dtype of its format."""
     assert operand.spec is not None
-    shared: Parts = {} if operand.shared is None else operand.shared
+    shared: Shared = {} if operand.shared is None else operand.shared
     if "bytes" not in shared:
         units = operand.values
         if operand.scale is not None:

@@ -29,7 +29,7 @@ from ..formats.format import Format, get_format
 from ..recipes.history import histories
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import MOVED, static_rms
-from ..torch_internals.decorators import has_compiler, taken_as_constant, untraced
+from ..torch_internals.decorators import has_compiler, untraced
 from ..torch_internals.running_calls import recomputes
 from ..warnings import PitfallWarning, RecipeWarning, ScaleWarning, warn_once
 from .counts import (
@@ -50,8 +50,9 @@ of width 128 on a CPU), all together 0.1 to 0.2 %; a wrong scale lasts no longer
 LAST = sys.maxsize
 """The place of layers that have not run."""
 
-POLL = 8
-"""The passes from one reading of spots that are not on a CPU to the next."""
+CHECKS = 8
+"""Each such pass of a graph checks spots. The kernels that read them take 5 % of the step of a
+Llama block, and keep casts from being computed again in its backward pass (benchmarks.forecast)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +103,13 @@ class Watch:
         every: besides, each ``every``-th pass is; 0: none.
         frozen: whether static scales that are set stay as they are.
         listeners: functions that get the rows of each look.
-        in_graphs: whether a graph writes the spots of its passes.
+        checks: whether graphs check spots in this pass; eager code does so in each.
     """
 
     def __init__(self) -> None:
         self.step, self.looks, self.every, self.frozen = 1, True, 0, False
         self.measures = True
-        self.in_graphs = False
+        self.checks = False
         self._asked, self._wait, self._asks_from = False, 1, 0
         self.listeners: list[Listener] = []
         self.layers: weakref.WeakKeyDictionary[LayerWatch, int] = (
@@ -177,7 +178,7 @@ class Watch:
 
     def next(self) -> None:
         """A pass has ended."""
-        if self.looks or self._asked or self.in_graphs:
+        if self.looks or self._asked or self.checks:
             self.read()
         if is_look(self.step) and not self.frozen:
             self.agree()
@@ -187,6 +188,7 @@ class Watch:
         self.looks = self.measures
         if self.every and self.step % self.every == 0:
             self.looks = True
+        self.checks = self.step % CHECKS == 0 and not self.frozen
         self._asked = False
 
     def agree(self) -> None:
@@ -211,7 +213,7 @@ class Watch:
         """Whether the values of a table are read after this pass. Reading waits for the device."""
         if table.is_meta:
             return False
-        return self.looks or table.device.type == "cpu" or self.step % POLL == 0
+        return self.looks or self.checks or table.device.type == "cpu"
 
     def read(self) -> None:
         """Reads what the last pass has written: warns, and calls the listeners of a look."""
@@ -319,12 +321,6 @@ class LayerWatch:
     def __setstate__(self, layer: nn.Module | None) -> None:
         if layer is not None:
             self.layer = weakref.ref(layer)
-
-    @taken_as_constant
-    def notes_graph(self) -> bool:
-        """Lets the host read spots from now on; at once, when a graph is traced."""
-        self.watch.in_graphs = True
-        return True
 
     def join(self, watch: Watch) -> None:
         """Looks when ``watch`` does, which reads the statistics from now on."""

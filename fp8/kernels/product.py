@@ -11,8 +11,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.casting import QuantizedOperand
-from ..casts.operands import Casts, Constants, States, casts_of, saved_tensors
-from ..casts.shared import Parts, shared_parts
+from ..casts.operands import (
+    Casts,
+    Constants,
+    Shared,
+    States,
+    casts_of,
+    saved_tensors,
+    shared_cast,
+)
 from ..common.compiler import (
     compiled_as,
     is_differentiated_again,
@@ -306,10 +313,10 @@ def _computed(
     casts, look = casts_of(how.casts), states.look
     again_a = again_b = None
     with torch.no_grad():
-        shared: Parts = {}
+        shared: Shared = {}
         if casts.a is not None and not how.name:
             kind = how.casts, how.dtype, how.kernels, record
-            shared = shared_parts(a, casts.a, states, kind)
+            shared = shared_cast(a, casts.a, states, kind)
         if "stored" not in shared:
             left = store(a, casts.a, -1, states.a, record, how.label("input", look))
             if record:

@@ -53,7 +53,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import Parameter
 
 from ..casts.casting import PLAIN, as_read, cast_values, times
 from ..casts.counts import Label, is_sampled, product_name
@@ -64,15 +63,16 @@ from ..casts.operands import (
     Geometry,
     SavedOperand,
     Scales,
+    Shared,
     States,
     casts_of,
-    casts_weight_again,
+    recasts,
     save_operands,
     saved_operands,
+    shared_cast,
     token_of,
 )
 from ..casts.rotation import rotation_signs
-from ..casts.shared import Parts, shared_parts
 from ..common.compiler import compiled_as, is_differentiated_again
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
@@ -130,7 +130,7 @@ class Operands(NamedTuple):
     scale_a: Tensor | None
     scale_b: Tensor | None
     states: States
-    shared: Parts | None = None
+    shared: Shared | None = None
 
 
 class _Product(Function):
@@ -422,26 +422,12 @@ def multiply(
     if frame.recording or (recipe.fixed and state is None):
         name = product_name(kind, b if kind == "linear" else None, recipe)
     how = how._replace(casts=token_of(recipe.text, layer), name=name)
-    if kind == "linear" and _recasts(a, b) and casts_weight_again(how.casts):
+    if kind == "linear" and recasts(a, b, how.casts):
         how = how._replace(recasts=True)
     on_device = backend == "native" or (backend == "auto" and a.device.type == "cuda")
     if on_device or recipe.accumulate is not None:
         return _on_tensor_cores(a, b, bias, how, states, recipe, backend)
     return simulated(a, b, bias, how, states)
-
-
-RECAST_ROWS = 4096
-"""The number of rows from which on the backward pass casts a weight again, and its cast is not
-saved, one byte an element. That reads the weight once more: 1.3 % of the step of a Llama block of
-width 2048 with this number, by the forecast, and less with more (docs/forecast.md)."""
-
-
-def _recasts(a: Tensor, b: Tensor) -> bool:
-    """Whether b, for a product with a, is a parameter to be cast again; others would be saved in
-    place of the cast. An exported program admits any number of rows."""
-    if not isinstance(b, Parameter) and not isinstance(b._base, Parameter):
-        return False
-    return not torch.compiler.is_exporting() and a.shape[0] >= RECAST_ROWS
 
 
 def _on_tensor_cores(
@@ -507,7 +493,7 @@ def simulated(
             shared = {}
             if not how.name:
                 kind = how.casts, how.geometry is not None
-                shared = shared_parts(a, casts.a, states, kind)
+                shared = shared_cast(a, casts.a, states, kind)
             if "values" not in shared:
                 shared["values"] = cast_a(
                     a.detach(), casts.a, -1, states.a, None, signs, label=label

@@ -47,11 +47,11 @@ class LayerState:
         if not torch.is_grad_enabled() or torch.compiler.is_exporting():
             self.looks = self.measures = self.checks = False
             return
-        if self._traced:
-            watched.notes_graph()
-        else:
+        if not self._traced:
             watched.watch.enters(watched)
-        self.looks, self.checks = watched.watch.looks, True
+        self.looks = watched.watch.looks
+        # A graph that neither looks nor checks has no kernels for it.
+        self.checks = self.looks or not self._traced or watched.watch.checks
         # Read in a look alone: a graph without one has no guard for it.
         self.measures = self.looks and watched.watch.measures
         if self.looks:

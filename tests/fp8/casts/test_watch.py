@@ -82,6 +82,7 @@ def test_next_pass_looks(compiled, factor):
     run = torch.compile(net, backend="aot_eager") if compiled else net
     if compiled:
         train(net, 1, run=run)
+        settle(net, checks=True)
     watch = watch_of(net)
     with catch_warnings(record=True) as seen:
         simplefilter("always")
@@ -155,6 +156,7 @@ def test_cuda_graphs_may_run_passes_without_a_look():
         return compile_fx(graph, inputs, inner_compile=inner)
 
     net = model()
+    settle(net, checks=True)
     torch.compile(net, backend=backend)(normal(64, WIDTH)).sum().backward()
     assert found
     for written, static in found:
