@@ -207,3 +207,44 @@ def test_an_eps_near_the_gradients_is_named_once(scale, eps, warned):
     model = unit_scale(plain())
     found = warned_of(model, named(OPT.Adam, lr=2.0**-4, eps=eps), scale=scale)
     assert len([text for text in found if "its eps of 1e-08" in text]) == warned
+
+
+# Values of the plain model at rates of the transformed one
+
+
+def trained(model, cls=OPT.AdamW, **settings):
+    optimizer = cls(model.parameters(), **settings)
+    for _ in range(20):
+        step(model, optimizer)
+    return model.state_dict()
+
+
+def average(net):
+    mean = torch.optim.swa_utils.AveragedModel(net)
+    mean.update_parameters(net)
+    return mean.module.state_dict()
+
+
+#: (The values that are loaded, of the plain and the transformed model; whether this is named.)
+LOADED = [
+    (lambda net, scaled: net.state_dict(), True),
+    (lambda net, scaled: trained(net, lr=1e-3), True),
+    (lambda net, scaled: trained(scaled, uu.optim.AdamW), False),
+    (lambda net, scaled: average(scaled), False),
+]
+#: An optimizer, and whether its rates follow tags.
+STEPPED = [
+    (named(OPT.AdamW, lr=1e-3), False),
+    (lambda model: OPT.AdamW(SCALED(model.named_parameters(), "adam")), True),
+    (named(uu.optim.AdamW), True),
+]
+
+
+@parametrize("values, is_plain", LOADED)
+@parametrize("make, by_tag", STEPPED)
+def test_plain_values_at_rates_of_others_are_named_once(values, is_plain, make, by_tag):
+    net = linears(16, 32, nn.GELU, 64, nn.GELU, 8)
+    scaled, model = (unit_scale(net, batch=torch.randn(64, 16)) for _ in range(2))
+    model.load_state_dict(values(net, scaled))
+    found = [text for text in warned_of(model, make) if "before unit_scale" in text]
+    assert len(found) == (is_plain and by_tag)
