@@ -173,12 +173,10 @@ class _Setter:
     def _find_targets(self, outputs: Collection[int]) -> None:
         """Finds the branches of residual streams, and the operands of products with tables."""
         flow = self.flow
-        targets = []
-        for target in weighted_branches(flow, self.classes.branches, outputs):
-            if target.rms is None:
+        targets = weighted_branches(flow, self.classes.branches, outputs)
+        for target in targets:
+            if target.keeps:
                 self._keep_sizes(target)
-            else:
-                targets.append(target)
         for index, weight in self.weights.items():
             factors = [i for i in self.nodes[index].factors if i is not weight]
             if flow.origin(weight) in self.tables and len(factors) == 1:
@@ -190,8 +188,9 @@ class _Setter:
     def run_pass(self) -> Sizes:
         """Sets values in a pass, and measures the results of products with weights."""
         self.multiplied.clear()
-        sizes = Sizes(self.measured, self.set_at, self.before)
-        seen = run_pass(self.model, self.given, sizes)
+        seen = Sizes(self.measured, self.set_at, self.before)
+        self.sizes = seen.sizes
+        run_pass(self.model, self.given, seen)
         # A parameter that the model writes is as it was before the pass.
         for name in self.written:
             self._write(name)
@@ -264,8 +263,7 @@ class _Setter:
         self._row(name, "keeps its values", why)
 
     def _keep_sizes(self, target: Target) -> None:
-        """Keeps the values of what holds the scale of a branch in units of data. The rates are
-        those of other parameters."""
+        """Keeps the values of what holds the scale of a branch in units of data."""
         for holder in self.sources.holders(target.end, target.reader) or ():
             name = holder.parameter
             self.changes[name].keeps = True
@@ -304,16 +302,30 @@ class _Setter:
         name = f"{self.passes} bring {target.reader} {target.end}"
         end = tensors[slots[target.end]]
         wanted = target.rms
-        assert wanted is not None
         if target.stream is not None:
             stream = tensors[slots[target.stream]]
             wanted *= self._agreed(f"{name} stream", read_size(stream))
-        size = self._agreed(name, read_size(end))
+        size = read_size(end)
+        if target.keeps:
+            size *= self._of_rates(target)
+        size = self._agreed(name, size)
         ratio = self._bring(target, size, wanted)
-        if ratio != 1.0:
+        if ratio != 1.0 and not target.keeps:
             # Torch refuses to write an expanded tensor: the next pass sees it.
             with suppress(RuntimeError):
                 end.data.mul_(ratio)
+
+    def _of_rates(self, target: Target) -> float:
+        """By what a result that keeps its size would be multiplied if its holder had the size that
+        the learning rate is for: a product of RMS 1, or a gain or table of RMS 1."""
+        holders = self.sources.holders(target.end, target.reader)
+        if not holders:
+            return 1.0
+        held = holders[0].parameter
+        for index, weight in self.weights.items():
+            if self.flow.origin(weight) == held:
+                return 1 / (self.sizes.get(self.place_of[index]) or 1.0)
+        return self.changes[held].start
 
     def _set_weight(self, index: int, tensors: Mapping[Slot, Tensor]) -> None:
         """Sets the weight and the bias of a product."""
@@ -381,8 +393,10 @@ class _Setter:
 
     def _bring(self, target: Target, size: float, wanted: float) -> float:
         """Brings a result of RMS ``size`` to another one. Returns by what it is multiplied."""
-        if not wanted or not (size or self.passes == 0):
-            return 1.0  # zeros have the number of their rule since the first pass
+        # Zeros have the number of their rule since the first pass, and rates alone theirs.
+        is_set = self.passes and (target.keeps or not size)
+        if is_set or not wanted:
+            return 1.0
         ratio = _rounded(wanted / (size or 1.0))
         if ratio == 1.0:
             return 1.0
@@ -395,7 +409,8 @@ class _Setter:
             key = f"{node.path}.{node.name} {kind}"
             self.rows[key] = Row(node.path, node.name, LEFT_ALONE, why)
             return 1.0
-        is_kept = any(self.changes[holder.parameter].keeps for holder in holders)
+        keeps = [self.changes[holder.parameter].keeps for holder in holders]
+        is_kept = any(keeps) and not target.keeps
         if is_kept or not self.multiplied.isdisjoint(holders):
             return 1.0
         self.multiplied.update(holders)

@@ -9,6 +9,7 @@ formula.
 Two kinds of such sums are no branches. A sum that a softmax reads is a logit: its terms have a
 meaning to it. A sum of data that the model returns is in the units of the data, as coordinates are:
 a branch of it begins with the size that it has, often a small one (1e-3 in EGNN, arXiv 2102.09844).
+The learning rate is that of a residual branch: Adam's first step moves coordinates about as far.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ class Target:
     """The result of a call, as another one reads it, that has to have an RMS.
 
     reader, end: the indices of these calls. stream: the call whose RMS it is relative to, which
-    the reader adds; None for 1. rms: None where the result keeps the size that it has.
+    the reader adds; None for 1. keeps: whether the result keeps the size that it has, and only the
+    learning rates are those of this RMS.
     """
 
     reader: int
     end: int
-    rms: float | None
+    rms: float
     stream: int | None = None
+    keeps: bool = False
 
 
 def find_branches(flow: Flow, layers: frozenset[int]) -> list[Branch]:
@@ -120,13 +123,12 @@ def weighted_branches(
     for branch in branches:
         if _is_logit(flow, branch.add):
             continue
-        weight = None
-        if not _in_units_of_data(flow, branch, adds, returned):
-            count = max(other.number for other in branch.stream) + 1
-            weight = tau(branch.number, count)
+        count = max(other.number for other in branch.stream) + 1
+        weight = tau(branch.number, count)
         end = branch.end.node
         stream = branch.skip.node
-        found.append(Target(branch.add, end, weight, stream))
+        keeps = _in_units_of_data(flow, branch, adds, returned)
+        found.append(Target(branch.add, end, weight, stream, keeps))
     return found
 
 
