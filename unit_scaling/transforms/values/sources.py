@@ -112,12 +112,9 @@ class Sources:
             return self._of_product(index)
         kind = node.kind
         terms = self._terms(node)
-        if (
-            isinstance(node.function, type)
-            or node.inside
-            or kind in RECURRENT
-            or not terms
-        ):
+        if isinstance(node.function, type) and kind:  # a move between processes
+            terms = node.inputs
+        if node.inside or kind in RECURRENT or not terms:
             return None
         if kind in EMBEDDINGS:
             name = self._origin(terms[0])
