@@ -126,25 +126,38 @@ def test_which_kernel_multiplies_what():
     assert kernel_of(None, None) == ("high", "")
 
 
-def test_what_each_device_is_expected_to_have(monkeypatch):
-    device, found = torch.device("cuda", 0), {}
-    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
-        answer = lambda device, answer=capability: answer  # noqa: E731
-        monkeypatch.setattr(torch.cuda, "get_device_capability", answer)
-        found[capability] = {
-            kind for kind in KERNELS if not why_not_kernel(kind, device)
-        }
-    assert found == {
-        (8, 9): {"tensor", "row"},
-        (9, 0): {"tensor", "row", "block"},
-        (10, 0): {"tensor", "row", "mx", "nv"},
-        (12, 0): {"tensor", "row", "mx", "nv"},
-    }
-    why = why_not_kernel("block", device)
-    assert (
-        why == "scales by block need CUDA devices of compute capability 9.0, not 12.0"
-    )
-    assert not why_not_kernel("row", torch.device("cpu"))
+ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), ((10, 0), (12, 0))
+EVERY = (ADA, HOPPER, *BLACKWELL)
+#: Kernel -> the compute capabilities that have it, by torch and cuBLAS.
+DEVICES = {
+    "tensor": EVERY,
+    "row": EVERY,
+    "block": (HOPPER,),
+    "mx": BLACKWELL,
+    "nv": BLACKWELL,
+}
+
+
+@parametrize("name", KERNELS)
+def test_what_each_device_is_expected_to_have(name, monkeypatch):
+    """A row from its first capability on, up to that from which it is gone."""
+    row = KERNELS[name]
+
+    def why(*capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        return why_not_kernel(name, torch.device("cuda", 0))
+
+    if name in DEVICES:
+        assert tuple(each for each in EVERY if not why(*each)) == DEVICES[name]
+    gone = row.below or (99, 0)
+    assert not why(*row.least) + why(gone[0] - 1, 9)
+    for refused in {(row.least[0] - 1, 9), row.below or (0, 0)}:
+        text = why(*refused)
+        assert text.startswith(f"scales by {name} need {row.devices}")
+        assert text.endswith("not {}.{}".format(*refused))
+    assert bool(why_not_kernel(name, torch.device("cpu"))) != row.cpu
+    assert KERNELS["block"].devices == "CUDA devices of compute capability 9.0"
+    assert KERNELS["mx"].devices == "CUDA devices of compute capability 10.0 and up"
 
 
 @parametrize("format", ["e4m3", "e5m2"])
