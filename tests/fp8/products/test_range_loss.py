@@ -55,6 +55,13 @@ def test_a_spread_that_no_scale_holds(scaling):
     assert not found.is_small
 
 
+def test_what_is_small():
+    """Up to 1.5 dB, and nine elements of ten."""
+    assert RangeLoss(1.0, 1.45, 0.89).is_small
+    assert not RangeLoss(1.0, 1.55, 0.0).is_small
+    assert not RangeLoss(1.0, 0.0, 0.91).is_small
+
+
 def test_values_that_are_not_finite():
     for value in (math.nan, math.inf, -math.inf):
         x = normal(8, 8)
