@@ -206,11 +206,9 @@ class _Converting:
             shown = recipe.name or f"a policy of {name_of(recipe.recipe)}"
             return recipe.to_dict() | {"name": shown}
         if recipe == AUTO and self._model is not None:
-            recipes = {
-                r
-                for m in self._model.modules()
-                if (r := getattr(m, "fp8_recipe", None))
-            }
+            modules = self._model.modules()
+            recipes: set[Any] = {getattr(m, "fp8_recipe", None) for m in modules}
+            recipes.discard(None)
             recipe = recipes.pop() if len(recipes) == 1 else AUTO
         if isinstance(recipe, Recipe):
             return recipe.to_dict()

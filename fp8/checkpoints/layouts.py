@@ -223,13 +223,12 @@ def names_in(
     """The names in a checkpoint of the parts of a weight, by the keys of `NAMES`; {} without
     values. targets: the names of all weights, which are no part of another one."""
     path, dot, last = weight.rpartition(".")
-    names = {
-        part: name
-        for part, forms in NAMES.items()
-        for form in reversed(forms)
-        if (name := path + dot + form.format(last)) in state
-        and (name == weight or name not in targets)
-    }
+    names = {}
+    for part, forms in NAMES.items():
+        for form in reversed(forms):
+            name = path + dot + form.format(last)
+            if name in state and (name == weight or name not in targets):
+                names[part] = name
     if "values" in names:
         return names
     return {}

@@ -286,10 +286,10 @@ def _split(
         for some in combinations(casts, n + 1)
     ]
     allowed = [some for some in sets if _composes(recipe, some)]
-    found = {
-        next((some for some in allowed if piece <= some), whole.casts)
-        for piece in pieces
-    }
+    found = set()
+    for piece in pieces:
+        holding = (some for some in allowed if piece <= some)
+        found.add(next(holding, whole.casts))
     return [
         _Part(whole.layer, some)
         for some in sorted(found, key=lambda some: (len(some), *some))
@@ -297,10 +297,11 @@ def _split(
 
 
 def _composes(recipe: Recipe, high: frozenset[int]) -> bool:
+    recipes: list[Recipe | None] = [recipe] * len(CASTS)
+    for cast in high:
+        recipes[cast] = None
     try:
-        composed(
-            tuple(None if i in high else recipe for i in range(len(CASTS))), recipe
-        )
+        composed(tuple(recipes), recipe)
     except ValueError:
         return False
     return True

@@ -180,8 +180,8 @@ class LowPrecision(Optimizer):
         looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
         numbers = iter(_values(looks))
         largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
-        of_wide = itertools.islice(numbers, len(wide))
-        are_finite = all(x < math.inf for x in (*largest, *of_wide))
+        looked = [*largest, *itertools.islice(numbers, len(wide))]
+        are_finite = all(x < math.inf for x in looked)
         if not states.everywhere(are_finite, parameters_of(self)):
             return False
         for unit, x in zip(units, largest, strict=True):

@@ -26,14 +26,9 @@ FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 PARTS = ("_values", "_scale", "_amax")
 """Suffixes of these names for a tensor that is stored with a scale."""
 
+_PURPOSE = {FIRST: "first_moment", SECOND: "second_moment", MASTER: "master"}
 PURPOSES = {
-    name + part: purpose
-    for name, purpose in (
-        (FIRST, "first_moment"),
-        (SECOND, "second_moment"),
-        (MASTER, "master"),
-    )
-    for part in ("", *PARTS)
+    name + part: purpose for name, purpose in _PURPOSE.items() for part in ("", *PARTS)
 }
 """Entry of a state, except its step -> what the tensor is for."""
 

@@ -146,12 +146,12 @@ def _casts(
 def _converted(model: nn.Module) -> dict[int, Recipe | None]:
     """id -> recipe of each layer that `fp8.convert` has converted; None if a switch changes it."""
     switches = any(policy_of(module).switch for module in model.modules())
-    return {
-        id(layer): None
-        if switches and layer.fp8_settings.switches
-        else layer.fp8_recipe
-        for layer in converted(model).values()
-    }
+    recipes: dict[int, Recipe | None] = {}
+    for layer in converted(model).values():
+        recipes[id(layer)] = layer.fp8_recipe
+        if switches and layer.fp8_settings.switches:
+            recipes[id(layer)] = None
+    return recipes
 
 
 @torch.no_grad()

@@ -63,14 +63,13 @@ def _at_first_call(module: nn.Module, args: Any) -> None:
     unchecked = [
         (path, part) for path, part in model.named_modules() if skip_weight_check(part)
     ]
-    wrong = in_own_thread(  # no mode is to record what is read
-        lambda: [
-            (path, part, rms) for path, part in unchecked if (rms := _rms_outside(part))
-        ]
-    )
+    # In a thread of its own: no mode is to record what is read.
+    sizes = in_own_thread(lambda: [_rms_outside(part) for _, part in unchecked])
+    wrong = [index for index, rms in enumerate(sizes) if rms]
     if not wrong:
         return
-    path, part, rms = wrong[0]
+    path, part = unchecked[wrong[0]]
+    rms = sizes[wrong[0]]
     layer = f"{path or 'the model'} ({type(part).__name__})"
     others = f", and of {len(wrong) - 1} more layers not 1" if len(wrong) > 1 else ""
     warn_once(

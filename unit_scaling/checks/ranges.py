@@ -101,11 +101,12 @@ def diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
     outside = [row for row in outside if row.loss is None]
     weights = [row for row in outside if row.kind == "weight"]
     if weights:
-        sizes = sorted(row.rms for row in weights)
+        sizes = [f"{size:.2g}" for size in sorted(row.rms for row in weights)]
+        span = " to ".join(dict.fromkeys([sizes[0], sizes[-1]]))
+        every = [row for row in rows if row.kind == "weight"]
         lines.append(
-            f"{len(weights)} of {sum(row.kind == 'weight' for row in rows)} weights have RMS "
-            f"{' to '.join(dict.fromkeys(f'{size:.2g}' for size in (sizes[0], sizes[-1])))} "
-            f"instead of 1, the first in {_place(weights[0])}: {_INIT}"
+            f"{len(weights)} of {len(every)} weights have RMS {span} instead of 1, the first in "
+            f"{_place(weights[0])}: {_INIT}"
         )
     lines += _change(
         "activations", [row for row in outside if row.kind == "activation"]
@@ -124,11 +125,12 @@ def diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
 
 
 def _change(what: str, outside: list[Measurement], direction: str = "") -> list[str]:
-    return [
-        f"{what} {'shrink' if row.rms < 1 else 'grow'} from the {row.tensor} of {_place(row)} on, "
-        f"{direction}RMS {row.rms:.2g}: {_HIDDEN}"
-        for row in outside[:1]
-    ]
+    if not outside:
+        return []
+    row = outside[0]
+    change = "shrink" if row.rms < 1 else "grow"
+    where = f"from the {row.tensor} of {_place(row)} on"
+    return [f"{what} {change} {where}, {direction}RMS {row.rms:.2g}: {_HIDDEN}"]
 
 
 def _place(row: Measurement) -> str:

@@ -200,8 +200,9 @@ def _step(
         with observed:
             output = outside_compiler(lambda: call(model, copied(batch)))
         results = [t for t in tensors(output) if t.requires_grad]
-        for tensor in results if all(t.dim() for t in results) else ():
-            tensor.register_hook(lambda g: at_output.append(size_of(g)))
+        if all(t.dim() for t in results):
+            for tensor in results:
+                tensor.register_hook(lambda g: at_output.append(size_of(g)))
         ends, gradients = starts(output, loss, seed)
         if not ends:
             raise ValueError("no tensor in the model's output requires a gradient")
