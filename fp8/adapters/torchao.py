@@ -43,8 +43,8 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Config:
     rules = {cast.rule for cast in chosen.casts if cast is not None}
     config = importlib.import_module("torchao.float8.config")
     unknown = ValueError(
-        f"torchao has no configuration for recipe {chosen.name!r}; it has 'tensor', 'row' "
-        "and 'row_gw_hp'"
+        f"torchao has no configuration for recipe {chosen.name!r}; it has 'tensor', "
+        "'tensor_gw_hp', 'row' and 'row_gw_hp'"
     )
     if rules not in ({"up"}, {"exact"}):
         raise unknown

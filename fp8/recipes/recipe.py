@@ -252,6 +252,23 @@ def _one_way_each(name: str, forward: Cast, back: Cast) -> Recipe:
     return Recipe(name=name, input=forward, weight=forward, grad=back, **second)
 
 
+def _gw_hp(
+    scaling: str,
+    *,
+    grad: Mapping[str, Any] | None = None,
+    grad_input_weight: Cast | str = SAME,
+) -> Recipe:
+    """e4m3 in the forward product and the input gradient, and the gradient of the weight in high
+    precision. grad: as in `_all`."""
+    recipe = _all(f"{scaling}_gw_hp", "e4m3", scaling, grad=grad)
+    return replace(
+        recipe,
+        grad_input_weight=grad_input_weight,
+        grad_weight_grad=None,
+        grad_weight_input=None,
+    )
+
+
 _E5M2 = {"format": "e5m2"}
 _SQUARE = {"tile": (128, 128)}
 _RANDOM: Keywords = {"rounding": "stochastic", "signs": "random"}
@@ -269,15 +286,13 @@ RECIPES: dict[str, Recipe] = {
         # Powers of two, measured once: the loss scale of half precision (Micikevicius et al. 2018,
         # arXiv:1710.03740, section 3.2), for each operand.
         _all("static", "e4m3", "static", grad=_E5M2),
+        # For models of about 10**8 parameters, where the transposed casts cost more than the product
+        # gains (KellerJordan/modded-nanogpt, pull request 363).
+        _gw_hp("tensor", grad=_E5M2),
+        _gw_hp("static", grad=_E5M2),
         _all("row", "e4m3", "row"),
-        # The gradient of the weight in high precision (torchao's rowwise_with_gw_hp), and one scale
-        # for the weight in the input gradient.
-        replace(
-            _all("row_gw_hp", "e4m3", "row"),
-            grad_input_weight=Cast(format="e4m3", scaling="tensor"),
-            grad_weight_grad=None,
-            grad_weight_input=None,
-        ),
+        # torchao's rowwise_with_gw_hp: one scale for the weight in the input gradient.
+        _gw_hp("row", grad_input_weight=Cast(format="e4m3", scaling="tensor")),
         # DeepSeek-V3 (arXiv:2412.19437), section 3.3.2: tiles of 1 x 128 for activations and
         # gradients, 128 x 128 for weights. Scales are powers of two, as section 3.3.3 has them for
         # some activations and DeepGEMM on Blackwell for all.

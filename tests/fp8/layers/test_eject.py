@@ -32,7 +32,7 @@ MIXED = fp8.Policy(
 
 
 Case = namedtuple("Case", "recipe dtype autocast", defaults=(torch.float32, False))
-RECIPES = ("unit", "static", "tensor", "row", "row_gw_hp", MIXED)
+RECIPES = ("unit", "static", "static_gw_hp", "tensor", "row", "row_gw_hp", MIXED)
 CASES = [
     *(Case(recipe) for recipe in RECIPES),
     *(Case(recipe, torch.bfloat16) for recipe in ("static", "row")),
@@ -45,7 +45,7 @@ def converted(recipe, dtype=torch.float32):
     """The model under a recipe, calibrated if that has static scales."""
     torch.manual_seed(0)
     model = fp8.convert(eject_models.Model().to(dtype), recipe)
-    if recipe == "static":
+    if str(recipe).startswith("static"):
         x, ids = eject_models.batch(dtype)
         fp8.calibrate(model, (x, ids), lambda y: y.float().square().mean())
     return model

@@ -139,7 +139,7 @@ def casts(recipe):
     return dict(pairs(CASTS, recipe.casts if recipe else [None] * len(CASTS)))
 
 
-@parametrize("name", ["row_gw_hp", "nvfp4", "quartet2"])
+@parametrize("name", ["tensor_gw_hp", "nvfp4", "quartet2"])
 def test_every_combination_with_high_precision_has_the_casts_that_were_asked_for(name):
     """All 64 subsets of the casts; those that a rotation refuses are refused."""
     recipe = RECIPES[name]

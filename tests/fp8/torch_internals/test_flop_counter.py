@@ -19,7 +19,7 @@ UNROTATED = [
     for name, recipe in RECIPES.items()
     if not any(cast is not None and cast.hadamard for cast in recipe.casts)
 ]
-NATIVE = "unit tensor delayed static row row_gw_hp".split()
+NATIVE = "unit tensor delayed static static_gw_hp row row_gw_hp".split()
 LAYERS = {
     "linear": (nn.Linear(64, 48), (32, 64)),
     "without bias": (nn.Linear(48, 64, bias=False), (2, 16, 48)),

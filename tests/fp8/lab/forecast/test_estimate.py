@@ -176,6 +176,7 @@ X, W, G = M * K, K * N, M * N
         ("nvfp4", "b200", (2 + 2 * (2 + 9 / 16)) * (X + W + G), 3),
         # The input's and the gradient's only low product, and the weight by row and by tensor. The
         # third product is in bfloat16.
+        ("tensor_gw_hp", "h100", 5 * (X + G) + 8 * W + (X + G), 3),
         ("row_gw_hp", "h100", 3 * (X + G) + (2 + 3 + 3) * W + (X + G), 1),
     ],
 )
