@@ -29,6 +29,9 @@ PRIVATE = {
     "fp8/modes/control_flow.py": {
         "torch._higher_order_ops": "what a mode sees of torch.compiler.nested_compile_region"
     },
+    "fp8/kernels/kernel.py": {
+        "torch._scaled_mm": "what the compiler of torch 2.11 and 2.12 generates a call of"
+    },
     "fp8/training/fsdp.py": {
         "torch.Tensor._make_wrapper_subclass": "FSDP2's extension asks for a tensor subclass",
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",

@@ -125,6 +125,10 @@ class Constants(NamedTuple):
     name: str = ""
     recasts: bool = False
 
+    def changed(self, **values: Any) -> Constants:
+        """`_replace`, of which torch 2.11 makes a tuple that no graph accepts."""
+        return Constants(*map(values.pop, Constants._fields, self))
+
     def label(self, operand: str, look: Look | None = None) -> Label:
         """Where the cast of an operand is reported, as `place`."""
         return place(self.name, look, operand)

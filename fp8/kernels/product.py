@@ -324,7 +324,7 @@ def _computed(
             shared["stored"] = left, again_a
         left, again_a = shared["stored"]
         if cached is not None:
-            how = how._replace(recasts=False)
+            how = how.changed(recasts=False)
             right, again = cached
             again_b = again if record else None
         else:

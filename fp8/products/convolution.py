@@ -55,7 +55,7 @@ def _convolve(
         name = product_name("conv", weight, recipe)
     warn_unsummed(recipe, "a convolution")
     # A rotation would not cancel: the three products do not sum over the same positions.
-    how = how._replace(casts=token_of(recipe.text, rotated=False), name=name)
+    how = how.changed(casts=token_of(recipe.text, rotated=False), name=name)
     return simulated(x, weight, bias, how, states)
 
 

@@ -187,7 +187,7 @@ def _product(
         return measured(measurement, recipe, states, a, b, y, parts)
     name = product_name("grouped_mm", b if layer else None, recipe)
     warn_unsummed(recipe, "a grouped product")
-    how = how._replace(casts=token_of(recipe.text, layer), name=name)
+    how = how.changed(casts=token_of(recipe.text, layer), name=name)
     return _simulated(a, b, offs, split, how, states)
 
 

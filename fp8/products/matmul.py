@@ -378,7 +378,7 @@ def _scaled_bias(bias: Tensor, scale: float) -> Tensor:
 def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, how: Constants) -> Tensor:
     """`_as_it_is` in a graph."""
     a, b = to_autocast_dtype(a, b)
-    how = how._replace(fuses=a.ndim == 3 and _fuses(a))
+    how = how.changed(fuses=a.ndim == 3 and _fuses(a))
     return _Plain.apply(a, b, bias, how)
 
 
@@ -421,9 +421,9 @@ def multiply(
     name = ""
     if frame.recording or (recipe.fixed and state is None):
         name = product_name(kind, b if kind == "linear" else None, recipe)
-    how = how._replace(casts=token_of(recipe.text, layer), name=name)
+    how = how.changed(casts=token_of(recipe.text, layer), name=name)
     if kind == "linear" and recasts(a, b, how.casts):
-        how = how._replace(recasts=True)
+        how = how.changed(recasts=True)
     on_device = backend == "native" or (backend == "auto" and a.device.type == "cuda")
     if on_device or recipe.accumulate is not None:
         return _on_tensor_cores(a, b, bias, how, states, recipe, backend)
@@ -443,17 +443,17 @@ def _on_tensor_cores(
     if is_sampled(how.name):
         return simulated(a, b, bias, how, states)
     (like,) = to_autocast_dtype(a[:0])
-    how = how._replace(dtype=dtype_name(like.dtype), fast=recipe.is_fast)
+    how = how.changed(dtype=dtype_name(like.dtype), fast=recipe.is_fast)
     if recipe.accumulate is not None:
         from ..lab.sums import product as sums
 
-        return sums.product(a, b, bias, states, how._replace(sums=recipe.sums))
+        return sums.product(a, b, bias, states, how.changed(sums=recipe.sums))
     from ..kernels import product as native
 
     if native.takes(backend, a, b):
         kernels = native.kernels(backend, a, b, how.casts, like.dtype)
         if kernels:
-            how = how._replace(kernels=kernels)
+            how = how.changed(kernels=kernels)
             return native.product(a, b, bias, states, how)
     return simulated(a, b, bias, how, states)
 
@@ -507,7 +507,7 @@ def simulated(
             )
         x, w = to_autocast_dtype(x, w)
         if x.ndim == 3 and _fuses(x):
-            how = how._replace(fuses=True)
+            how = how.changed(fuses=True)
         operands = Operands(x, w, scale_x, scale_w, states, shared)
         return apply(function, a, b, bias, operands, how)
 

@@ -5,6 +5,9 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import ScalingType
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8
 from fp8 import FORMATS, RECIPES, Cast, Recipe
@@ -12,6 +15,7 @@ from fp8.casts import casting
 from fp8.kernels import kernel, table
 from fp8.kernels import product as native
 from fp8.products.matmul import linear
+from fp8.torch_internals.compiling_flag import marked_as_compiling
 from fp8.torch_internals.inductor import run_compiled
 from tests.fp8.blocks import block, keeper
 from tests.fp8.kernels.scaled_mm import emulated, forget
@@ -212,6 +216,34 @@ def test_the_report_predicts_what_each_device_does(recipe, sizes, why):
     layer = fp8.convert(nn.Linear(*sizes), recipe)
     assert fp8.report(layer)[0].why == f"{recipe}, {why}"
     assert fp8.report(fp8.convert(layer, recipe, backend="simulate"))[0].why == recipe
+
+
+@parametrize(
+    "kind, sizes",
+    [
+        (ScalingType.TensorWise, ((), ())),
+        (ScalingType.RowWise, ((48, 1), (1, 32))),
+    ],
+)
+def test_a_graph_of_torch_2_11_has_the_older_product(kind, sizes, monkeypatch):
+    """For which the compiler generates a call. As a call on a device that is only thought of."""
+    monkeypatch.setattr(kernel, "_IS_LOWERED", False)
+    called = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), torch.device("cuda"), marked_as_compiling(True):
+        a, b = (torch.empty(n, 64, dtype=torch.float8_e4m3fn) for n in (48, 32))
+        left, right = (kernel.Scales(torch.empty(size), kind) for size in sizes)
+        with Calls():
+            y = kernel.scaled_mm(
+                a, b, left, right, kernel.Output(1.0, torch.bfloat16, True)
+            )
+    assert (y.shape, y.dtype) == ((48, 32), torch.bfloat16)
+    assert torch.ops.aten._scaled_mm.default in called
 
 
 def test_native_without_a_kernel_on_the_device_simulates_and_says_so():
