@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
+from ...casts.watch import watches_of
 from ...common.copies import deep_copy
 from ...common.libraries import need
 from ...common.step import Batch, Loss, call, loss_value, unwrapped
@@ -176,6 +178,9 @@ class _Step(NamedTuple):
         model = converter(deep_copy(self.model, shared))
         if any(recipe.keeps_history for recipe in converter.recipes):
             self._calibrate(model)
+        with suppress(ValueError):  # nothing is converted
+            for watch in watches_of(model):
+                watch.looks = False  # as in nearly all passes
 
         def run(batch: Batch) -> object:
             output = call(model, batch)

@@ -176,6 +176,7 @@ def test_kernels_are_those_of_the_recipe():
     high, low = result.variants
     assert result.source == "compiler"
     assert (high.fp8, high.high, low.fp8, low.high) == (0, 6, 6, 0)
+    assert low.kernels < high.kernels + 16  # a pass that is not looked at
     assert high.flops == low.flops == 6 * 2 * 4096 * 1024 * 4096
     assert low.saved < high.saved
     assert low.layers.keys() == {"0", "2"}
@@ -193,7 +194,8 @@ def test_kernels_that_the_compiler_combines_are_counted():
         fp8.forecast(mlp(), batch(), recipes=("delayed",), options=options)["delayed"]
         for options in (None, {"combo_kernels": True})
     )
-    assert (apart.fp8, apart.moved) == (together.fp8, together.moved)
+    assert apart.fp8 == together.fp8
+    assert apart.moved == pytest.approx(together.moved, rel=1e-3)
     assert together.kernels < 0.8 * apart.kernels
     assert together.seconds < apart.seconds
 
