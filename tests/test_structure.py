@@ -54,6 +54,15 @@ PRIVATE = {
         "torch._inductor": "the kernels that it generates, and their arguments"
     },
     "fp8/lab/forecast/forecast.py": {"torch.utils._pytree": "the tensors of a batch"},
+    "fp8/lab/forecast/hollow.py": {
+        "torch._subclasses": "FakeTensorMode: torch's functions of shapes",
+        "torch.utils._pytree": "arguments of operations",
+        "torch.utils._python_dispatch": "TorchDispatchMode: operations without arithmetic",
+    },
+    "fp8/lab/forecast/memory.py": {
+        "torch.ops.aten._scaled_dot_product_attention_math": "attention of other shapes",
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "a kernel, with dropout too",
+    },
     "fp8/lab/trace.py": {
         "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen"
     },

@@ -94,11 +94,11 @@ class Kernel:
     def why_not_on(self, device: torch.device) -> str:
         """Why ``device`` is not expected to have the kernel; "" if it is."""
         needs = f"scales by {self.name} need {self.devices}"
-        if device.type == "cpu":
+        capability = capability_of(device)
+        if capability is None:
             if self.cpu:
                 return ""
             return needs
-        capability = torch.cuda.get_device_capability(device)
         is_newer = self.below is not None and capability >= self.below
         if self.least <= capability and not is_newer:
             return ""
@@ -107,16 +107,31 @@ class Kernel:
 
 def why_not_device(device: torch.device) -> str:
     """Why ``device`` has no FP8 product at all; "" if it has one."""
-    if device.type == "cpu":
-        if torch.__version__ < "2.12":
-            return f"torch {torch.__version__} has no FP8 product for CPUs, 2.12 has"
-    elif device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
+    if capability is not None:
         if capability < (8, 9):
             return "compute capability {}.{}, FP8 needs 8.9".format(*capability)
-    else:
+    elif device.type != "cpu":
         return f"no FP8 product is known for {device.type}"
+    elif torch.__version__ < "2.12":
+        return f"torch {torch.__version__} has no FP8 product for CPUs, 2.12 has"
     return ""
+
+
+_ASSUMED: list[Capability | None] = [None]
+
+
+def assume(capability: Capability | None) -> None:
+    """Lets every device count as one of this capability (None: as what it is), for code that
+    multiplies nothing."""
+    _ASSUMED[0] = capability
+
+
+def capability_of(device: torch.device) -> Capability | None:
+    """The capability of a CUDA device, or the assumed one; None for other devices."""
+    if device.type == "cuda" and _ASSUMED[0] is None:
+        return torch.cuda.get_device_capability(device)
+    return _ASSUMED[0]
 
 
 # What rows share.

@@ -29,6 +29,7 @@ from ..common.compiler import compiled_as
 from ..recipes.cast import Cast
 from ..torch_internals.decorators import taken_as_constant
 from ..torch_internals.flop_counter import SCALED, count_flops
+from .kernel import Capability, assume
 from .table import kernel_of, multiply, store, why_not_kernel
 
 Pair = tuple[Cast | None, Cast | None]
@@ -264,17 +265,19 @@ def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
 
 
 @contextmanager
-def trusted() -> Iterator[None]:
-    """Skips the self-test, for code that is compiled and not run: all kernels count as right."""
+def trusted(capability: Capability | None = None) -> Iterator[None]:
+    """Skips the self-test, for code that is compiled and not run: all kernels count as right.
+    capability: that of every device, if nothing is multiplied; None: what they have."""
     try:
-        _trust(True)
+        _trust(True, capability)
         yield
     finally:
-        _trust(False)
+        _trust(False, None)
 
 
-def _trust(trusts: bool) -> None:
+def _trust(trusts: bool, capability: Capability | None) -> None:
     """Sets `_TRUSTED`, and clears the verdicts that depend on it."""
     _TRUSTED[0] = trusts
+    assume(capability)
     for verdicts in (_kernels, why_not, why_not_compiled):
         verdicts.cache_clear()

@@ -34,12 +34,11 @@ def estimate(
     device: Hardware,
     name: str = BF16,
 ) -> Variant:
-    """The time of all products of a training step with their casts, and what they save for the
-    backward pass. recipes: layer -> recipe; without one, bfloat16. A recipe of which the device
-    lacks matrix units is bfloat16 in that product, and named in `Variant.simulated`. An input that
-    several layers share counts for each of them. name: `Variant.recipe`."""
+    """The time of all products of a training step with their casts. recipes: layer -> recipe;
+    without one, bfloat16. A recipe of which the device lacks matrix units is bfloat16 in that
+    product, and named in `Variant.simulated`. name: `Variant.recipe`."""
     layers: dict[str, float] = defaultdict(float)
-    other, saved, simulated = 0.0, 0, ""
+    other, simulated = 0.0, ""
     for product in products:
         recipe, units, missing = None, dict[str, str](), ""
         if not product.why_not:
@@ -53,14 +52,12 @@ def estimate(
             other += seconds
         else:
             layers[product.layer] += seconds
-        saved += _saved(product, units.get("grad_weight", BF16))
         simulated = simulated or missing
     return Variant(
         recipe=name,
         seconds=other + sum(layers.values()),
         layers=dict(layers),
         flops=3 * sum(product.flops for product in products),
-        saved=saved,
         simulated=simulated,
     )
 
@@ -141,12 +138,3 @@ def _passes(casts: Sequence[Cast | None], is_weight: bool) -> list[float]:
     if second:
         passes += [2.0] * (second.scaling == "row") + [2 + UNITS[_unit(second)]]
     return passes
-
-
-def _saved(product: Product, unit: str) -> int:
-    """Bytes saved for the backward pass: the input, and the second operand if it is no weight, in
-    the format of the product that gives the weight's gradient. A weight is cast again."""
-    elements = product.input_elements or product.m * product.k
-    if not product.weight_elements:
-        elements += product.k * product.n
-    return round(product.calls * elements * UNITS[unit])

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ...casts.watch import watches_of
 from ...common.copies import deep_copy
 from ...common.libraries import need
-from ...common.step import Batch, Loss, call, loss_value, unwrapped
+from ...common.step import Batch, Loss, call, described, loss_value, unwrapped
 from ...common.validation import check_module
 from ...kernels import selftest
 from ...kernels.product import why_not_recipe
@@ -33,6 +34,7 @@ from ..trace import Product, trace
 from .card import CARDS, compiling_for, why_not
 from .compiled import OTHER, TRITON, Graph, Kernel, graphs
 from .estimate import estimate
+from .memory import OPTIMIZERS, of_optimizer, of_passes, on_gpu
 from .result import Forecast, Variant
 
 __all__ = ["forecast"]
@@ -98,7 +100,8 @@ def forecast(
         products = trace(model, batch)
         ours = [converter for converter in converters if not converter.torchao]
         variants = [converter.estimated(products, model, device) for converter in ours]
-        return Forecast(device.name, "estimate", tuple(variants), (reason,))
+        result = Forecast(device.name, "estimate", tuple(variants), (reason,))
+        return _with_memory(result, model, batch, loss, ours)
     products, variants = trace(*_empty(model, batch, "meta")), []
     with (
         compiling_for(CARDS[device.name]),
@@ -111,7 +114,45 @@ def forecast(
             variant = converter.estimated(products, model, device)
             variant = replace(variant, simulated=converter.simulated)
             variants.append(_summed(variant, step.compiled(converter), device))
-    return Forecast(device.name, "compiler", tuple(variants), (UNSEEN,))
+    result = Forecast(device.name, "compiler", tuple(variants), (UNSEEN,))
+    return _with_memory(result, model, batch, loss, converters)
+
+
+def _with_memory(
+    result: Forecast,
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    converters: Sequence[_Converter],
+) -> Forecast:
+    """The forecast with the memory of its variants in eager mode, and of optimizers."""
+    notes, variants, optimizers = list(result.notes), [], {}
+
+    def empty() -> _Step:
+        return _Step(*_empty(model, batch, "cpu"), loss, None)
+
+    def converted(converter: _Converter) -> tuple[nn.Module, Batch]:
+        step = empty()
+        return step.converted(converter, "native"), step.batch
+
+    card = CARDS.get(result.hardware, CARDS["h100"])
+    with on_gpu(card.capability), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for variant, converter in zip(result.variants, converters, strict=True):
+            try:
+                memory = of_passes(partial(converted, converter), loss)
+                if result.source != "compiler":
+                    variant = replace(variant, saved=memory.kept)
+                variants.append(replace(variant, memory=memory))
+            except Exception as error:  # the time of the model is forecast all the same
+                why = described(error)
+                notes.append(f"{variant.recipe}: memory was not counted: {why}")
+                variants.append(variant)
+        for name, optimize in OPTIMIZERS.items():
+            optimizers[name] = of_optimizer(lambda: empty().model, optimize)
+    return replace(
+        result, variants=tuple(variants), notes=tuple(notes), optimizers=optimizers
+    )
 
 
 class _Converter(NamedTuple):
@@ -129,14 +170,17 @@ class _Converter(NamedTuple):
         policy = as_policy(recipe)
         return _Converter(policy.name or name_of(policy.recipe), policy)
 
-    def __call__(self, model: nn.Module) -> nn.Module:
+    def __call__(self, model: nn.Module, backend: str = "auto") -> nn.Module:
         if self.torchao:
             float8 = import_module("torchao.float8")
             config = float8.Float8LinearConfig.from_recipe_name(self.torchao)
             return float8.convert_to_float8_training(model, config=config)
         if self.policy is None:
             return model
-        return convert(model, self.policy)
+        base = recipe_of(self.policy.recipe)
+        if base is not None and why_not_recipe(base):
+            backend = "simulate"
+        return convert(model, self.policy, backend=backend)
 
     @property
     def recipes(self) -> list[Recipe]:
@@ -173,14 +217,19 @@ class _Step(NamedTuple):
     loss: Loss | None
     options: Mapping[str, object] | None
 
-    def compiled(self, converter: _Converter) -> list[Graph]:
+    def converted(self, converter: _Converter, backend: str = "auto") -> nn.Module:
+        """A copy that shares parameters and buffers."""
         shared = {id(x): x for x in (*self.model.parameters(), *self.model.buffers())}
-        model = converter(deep_copy(self.model, shared))
+        model = converter(deep_copy(self.model, shared), backend)
         if any(recipe.keeps_history for recipe in converter.recipes):
             self._calibrate(model)
         with suppress(ValueError):  # nothing is converted
             for watch in watches_of(model):
                 watch.looks = False  # as in nearly all passes
+        return model
+
+    def compiled(self, converter: _Converter) -> list[Graph]:
+        model = self.converted(converter)
 
         def run(batch: Batch) -> object:
             output = call(model, batch)
@@ -210,7 +259,10 @@ class _Step(NamedTuple):
         for module, x in inputs.items():
             layer = layers[module]
             measured = vars(layer.fp8_measured)
-            measured.update(dict.fromkeys(histories(layer, recurse=False), True))
+            states = histories(layer, recurse=False)
+            measured.update(dict.fromkeys(states, True))
+            for state in states.values():
+                state.fill_(1)
             if has_scales(layer):
                 scale = scales.setdefault(id(x), layer.fp8_scale_input)
                 measured["fp8_scale_input"] = (

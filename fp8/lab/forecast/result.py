@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,57 @@ from ...common.report import as_table
 from ...recipes.policy import LayerRule, Policy
 from ..hardware import BF16
 
-__all__ = ["Forecast", "Variant"]
+__all__ = ["Forecast", "Memory", "OptimizerMemory", "Variant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The bytes of a forward and a backward pass in eager mode.
+
+    Attributes:
+        weights: parameters and buffers; what is shared counts once.
+        batch: the tensors of the batch.
+        gradients: those of parameters, and of the batch where it requires one.
+        casts: FP8 copies of activations that the forward pass keeps for the backward pass.
+        copies: what is computed of weights alone and kept: their FP8 copies.
+        activations: what else is kept.
+        peak: the most that is alive at once, all of these and temporary tensors.
+    """
+
+    weights: int
+    batch: int
+    gradients: int
+    casts: int
+    copies: int
+    activations: int
+    peak: int
+
+    @property
+    def kept(self) -> int:
+        """What the forward pass keeps for the backward pass."""
+        return self.casts + self.copies + self.activations
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """The bytes of a model that an optimizer steps.
+
+    Attributes:
+        weights, gradients: as stored at a level of `fp8.initialize`.
+        state: "first_moment", "second_moment", "master", "step" -> bytes.
+        step: the most that is alive at once while the optimizer steps, all of these and temporary
+            tensors.
+    """
+
+    weights: int
+    gradients: int
+    state: Mapping[str, int]
+    step: int
+
+    @property
+    def total_state(self) -> int:
+        """Bytes of the state."""
+        return sum(self.state.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +82,7 @@ class Variant:
         kernels: the number of kernels.
         fp8, high: the numbers of products with FP8 operands, and with wider ones.
         moved: bytes that kernels beside products and attention read and write.
+        memory: in eager mode on the hardware; None if it could not be counted.
     """
 
     recipe: str
@@ -46,6 +97,7 @@ class Variant:
     fp8: int = 0
     high: int = 0
     moved: int = 0
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True)
@@ -57,12 +109,14 @@ class Forecast:
         source: "compiler", or "estimate" where torch cannot compile for a GPU.
         variants: the model as it is, then the recipes.
         notes: what was not seen.
+        optimizers: name, or level of `fp8.initialize` -> the memory of the model that it steps.
     """
 
     hardware: str
     source: str
     variants: tuple[Variant, ...]
     notes: tuple[str, ...] = ()
+    optimizers: Mapping[str, OptimizerMemory] = field(default_factory=dict)
 
     def __contains__(self, recipe: str) -> bool:
         return any(variant.recipe == recipe for variant in self.variants)
@@ -128,6 +182,38 @@ class Forecast:
             f"{variant.moved / 1e6:.0f}",
         )
 
+    def peak(self, recipe: str, optimizer: str = "torch AdamW") -> int:
+        """The most bytes of a step in eager mode, under a recipe with an optimizer.
+
+        Args:
+            recipe: of a variant.
+            optimizer: a name in `optimizers`; not of a level, whose weights have another format.
+
+        Raises:
+            KeyError: for an unknown recipe or optimizer.
+            ValueError: if the memory of the recipe was not counted.
+        """
+        memory, stepped = self[recipe].memory, self.optimizers[optimizer]
+        if memory is None:
+            raise ValueError(f"the memory of {recipe!r} was not counted")
+        beside = memory.weights - stepped.weights + memory.batch
+        return max(memory.peak + stepped.total_state, stepped.step + beside)
+
+    def memory(self) -> str:
+        """The memory in eager mode as two text tables: of recipes, without an optimizer, and of
+        optimizers."""
+        kinds = ("weights", "gradients", "casts", "copies", "activations", "peak")
+        parts = ("weights", "gradients", "total_state", "step")
+        recipes: list[tuple[str, ...]] = [("GB in eager mode", *kinds)]
+        for variant in self.variants:
+            if variant.memory is not None:
+                recipes.append((variant.recipe, *_in_gb(variant.memory, kinds)))
+        heads = ("optimizer", "weights", "gradients", "state", "peak of its step")
+        optimizers: list[tuple[str, ...]] = [heads]
+        for name, memory in self.optimizers.items():
+            optimizers.append((name, *_in_gb(memory, parts)))
+        return f"{as_table(recipes)}\n\n{as_table(optimizers)}"
+
     def to_json(self) -> str:
         """All figures as JSON."""
         return json.dumps(asdict(self), indent=1)
@@ -135,9 +221,18 @@ class Forecast:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Forecast:
         """The forecast of `dataclasses.asdict`, also after JSON."""
-        variants = tuple(Variant(**row) for row in values["variants"])
+        variants = []
+        for row in values["variants"]:
+            memory = row["memory"] and Memory(**row["memory"])
+            variants.append(Variant(**{**row, "memory": memory}))
+        of = values["optimizers"]
+        optimizers = {name: OptimizerMemory(**row) for name, row in of.items()}
         return Forecast(
-            values["hardware"], values["source"], variants, tuple(values["notes"])
+            values["hardware"],
+            values["source"],
+            tuple(variants),
+            tuple(values["notes"]),
+            optimizers,
         )
 
     def __str__(self) -> str:
@@ -146,6 +241,13 @@ class Forecast:
             title = f"{self.hardware}, an estimate from the shapes of products, not measured"
         simulated = (v for v in self.variants if v.simulated)
         reasons = [f"{v.recipe}: simulated, {v.simulated}" for v in simulated]
-        return "\n".join([title, self.table(), *reasons, *self.notes])
+        parts = [title, self.table(), *reasons, *self.notes]
+        if self.optimizers:
+            parts += ["", self.memory()]
+        return "\n".join(parts)
 
     __repr__ = __str__
+
+
+def _in_gb(memory: object, names: Sequence[str]) -> list[str]:
+    return [f"{getattr(memory, name) / 1e9:.3g}" for name in names]
