@@ -295,6 +295,9 @@ def shared_cast(
     autocast = torch.is_autocast_enabled(x.device.type)
     place = x.shape, x.stride(), x.storage_offset(), source._version
     key = (*place, x.dtype, autocast, number, *kind)
+    if x.is_cuda and torch.cuda.is_initialized():
+        # Another stream would not wait for the cast.
+        key = (*key, torch.cuda.current_stream(x.device))
     last = _LAST.source
     if last is None or last() is not source or key != _LAST.key:
         shared: Shared = {}
