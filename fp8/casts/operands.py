@@ -49,8 +49,9 @@ class Casts:
     """The casts of the six operands of a layer's three products; None: not cast.
 
     reuses_a, reuses_b, reuses_grad: whether the first copy of an operand serves its second product.
-    random_signs: whether a rotation has those. second: what b is. grad_again: what the cast of the
-    gradient for b is reported as, if that for a does not run.
+    shares_a: whether products of one input may take one cast of it. random_signs: whether a
+    rotation has those. second: what b is. grad_again: what the cast of the gradient for b is
+    reported as, if that for a does not run.
     """
 
     a: Cast | None = None
@@ -62,6 +63,7 @@ class Casts:
     reuses_a: bool = True
     reuses_b: bool = True
     reuses_grad: bool = True
+    shares_a: bool = False
     random_signs: bool = False
     second: str = "weight"
     grad_again: str = "grad"
@@ -198,6 +200,7 @@ def casts_of(token: str) -> Casts:
         reuses_a=one_copy(a, a_for_grad_b),
         reuses_b=one_copy(b, b_for_grad_a),
         reuses_grad=reuses_grad,
+        shares_a=a is not None and not a.is_random,
         grad_again="grad" if reuses_grad else "grad again",
         second=second,
     )
@@ -211,13 +214,10 @@ saved, one byte an element. That reads the weight once more: 1.3 % of the step o
 width 2048 with this number, by the forecast, and less with more (docs/forecast.md)."""
 
 
-def recasts(a: Tensor, b: Tensor, token: str) -> bool:
-    """Whether b, the weight of a product with a, is a parameter to be cast again; others would be
-    saved in place of the cast. token: of the casts. An exported program admits any number of
-    rows."""
+def recasts(b: Tensor, token: str) -> bool:
+    """Whether b, the weight of a product, is a parameter that may be cast again; others would be
+    saved in place of the cast. token: of the casts."""
     if not isinstance(b, Parameter) and not isinstance(b._base, Parameter):
-        return False
-    if torch.compiler.is_exporting() or a.shape[0] < RECAST_ROWS:
         return False
     return _is_repeatable(token)
 
@@ -240,83 +240,99 @@ def one_copy(first: Cast | None, second: Cast | None) -> bool:
     return first.stateless == second.stateless
 
 
-Shared = dict[str, Any]
-"""What a product has made of its input, by name."""
+class SharedCast:
+    """What products have made of an input. Layers that read one input, such as the projections q, k
+    and v, so cast it once, and save one copy. In graphs the compiler merges equal casts.
+
+    Attributes:
+        key: what the cast depends on, besides the memory of the input.
+        made: the cast, by the product that made it.
+        bytes: the values as they are saved.
+    """
+
+    # Without an initializer: a small product has no time for a call.
+    key: tuple[object, ...] = ()
+    made: Any = None
+    bytes: Tensor | None = None
+
+
+class _Source(weakref.ref[Tensor]):
+    """An input that was cast."""
+
+    cast: SharedCast
 
 
 class _Last(threading.local):
-    """The last cast that can be shared: its key, a reference to the input, and what was made of it,
-    which is dropped when the input is freed."""
+    """The input of the last cast that autograd has recorded, until it is freed."""
 
     def __init__(self) -> None:
-        self.key: tuple[object, ...] = ()
-        self.source: weakref.ref[Tensor] | None = None
-        self.shared: Shared = {}
+        self.sources: list[_Source] = []
 
 
 _LAST = _Last()
 
 
-@compiled_as(lambda x, cast, states, kind: {})
 def shared_cast(
-    x: Tensor, cast: Cast, states: States, kind: tuple[object, ...]
-) -> Shared:
-    """What the last product has made of ``x``, if that is unchanged, under equal constants and an
-    equal scale; otherwise nothing yet, to be filled by this product. Layers that read one input,
-    such as projections q, k and v, so cast it once, and save one copy. In graphs the compiler
-    merges equal casts.
+    x: Tensor, states: States, kind: tuple[object, ...]
+) -> SharedCast | None:
+    """The cast of ``x`` by the last product, if x is unchanged, under equal constants and an equal
+    scale; otherwise one that is not made yet. None for one that cannot be shared.
 
     Shared are the casts of what a recorded operation has computed, whose changes torch counts (not
     through ``.data``). A leaf may be a buffer that others write into.
 
     Args:
         x: the input of a product.
-        cast: of the input.
         states: of the product.
         kind: what else the cast, or what is made of it, depends on.
     """
-    source = x._base
-    if source is None:
-        source = x
+    source = x if x._base is None else x._base
     scale, look = states.a, states.look
-    if source.grad_fn is None or cast.is_random:
-        return {}
+    if source.grad_fn is None:
+        return None
     if look is not None and not look.is_spot:
-        return {}
+        return None
     number: object = None
     if scale is not None:
         if scale.dim():  # not set, or a history
-            return {}
+            return None
         number = id(scale), scale._version
         if type(scale) is Tensor and scale.device.type == "cpu":
             number = float(scale)
-    if torch.func.debug_unwrap(x) is not x:
-        return {}
-    autocast = torch.is_autocast_enabled(x.device.type)
     place = x.shape, x.stride(), x.storage_offset(), source._version
+    autocast = torch.is_autocast_enabled(x.device.type)
     key = (*place, x.dtype, autocast, number, *kind)
     if x.is_cuda and torch.cuda.is_initialized():
         # Another stream would not wait for the cast.
         key = (*key, torch.cuda.current_stream(x.device))
-    last = _LAST.source
-    if last is None or last() is not source or key != _LAST.key:
-        shared: Shared = {}
-        _LAST.key, _LAST.shared = key, shared
-        _LAST.source = weakref.ref(source, lambda _: shared.clear())
-    return _LAST.shared
+    for last in _LAST.sources:
+        if last() is source and last.cast.key == key:
+            return last.cast
+    cast = SharedCast()
+    cast.key = key
+    return cast
+
+
+def share(x: Tensor, cast: SharedCast) -> None:
+    """Lets the next products of ``x`` take this cast, which autograd has recorded."""
+    sources = _LAST.sources
+    if not sources or sources[0].cast is not cast:
+        source = _Source(x if x._base is None else x._base, sources.remove)
+        source.cast = cast
+        sources[:] = [source]
 
 
 class SavedOperand(NamedTuple):
     """A tensor to save, its cast and scale. source: what was cast; None for an input itself.
-    recasts: whether the source is saved, and cast again with this scale. shared: what the
-    products of the source share."""
+    recasts: whether the source is saved, and cast again with this scale. shared: the
+    cast, which other products of the source may take."""
 
     values: Tensor
     spec: Cast | None = None
     scale: Tensor | None = None
     source: Tensor | None = None
     recasts: bool = False
-    shared: Shared | None = None
+    shared: SharedCast | None = None
 
 
 class _Encoding(NamedTuple):
@@ -350,10 +366,19 @@ def save_operands(ctx: Context, *operands: SavedOperand) -> None:
             saved.append(x)
             encoding = _Encoding()
         else:
-            saved.append(_in_bytes(operand, dtype))
+            shared = operand.shared
+            data = None if shared is None else shared.bytes
+            if data is None:
+                units = x if scale is None else in_units(x, scale, spec.stored_rule)
+                data = _stored(units, dtype) if compiling else units.to(dtype)
+            if shared is not None:
+                shared.bytes = data
+            saved.append(data)
             encoding = _Encoding(in_bytes=True, scaled=scale is not None)
         if encoding.scaled and scale is not None:
             saved.append(scale)
+        if operand.shared is not None and recorded:
+            share(x if source is None else source, operand.shared)
         encodings.append(encoding)
         sources.append(source)
         unwraps = unwraps and type(x) in PLAIN
@@ -369,19 +394,6 @@ def save_operands(ctx: Context, *operands: SavedOperand) -> None:
         ctx.sources = sources
     ctx.unwraps, ctx.encodings, ctx.marked = unwraps, encodings, not compiling
     ctx.save_for_backward(*saved)
-
-
-def _in_bytes(operand: SavedOperand, dtype: torch.dtype) -> Tensor:
-    """The values of an operand in the dtype of its format."""
-    assert operand.spec is not None
-    shared: Shared = {} if operand.shared is None else operand.shared
-    if "bytes" not in shared:
-        units = operand.values
-        if operand.scale is not None:
-            units = in_units(units, operand.scale, operand.spec.stored_rule)
-        shared["bytes"] = _stored(units, dtype)
-    data: Tensor = shared["bytes"]
-    return data
 
 
 def _connection(source: Tensor) -> Tensor:
@@ -469,13 +481,9 @@ def _byte_dtype(
     return get_format(format).dtype
 
 
-# By a copy: the partitioner of graphs counts a conversion twice.
-@compiled_as(
-    lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype))
-)
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype``."""
-    return x.to(dtype)
+    """``x`` in ``dtype``, in a graph; by a copy: its partitioner counts a conversion twice."""
+    return torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype))
 
 
 def restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

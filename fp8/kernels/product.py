@@ -14,10 +14,11 @@ from ..casts.casting import QuantizedOperand
 from ..casts.operands import (
     Casts,
     Constants,
-    Shared,
+    SharedCast,
     States,
     casts_of,
     saved_tensors,
+    share,
     shared_cast,
 )
 from ..common.compiler import (
@@ -152,12 +153,13 @@ def _multiply(
 
 class _Operands(NamedTuple):
     """The stored operands of the product, and a and b as stored for the backward ones; None if the
-    transpose of the first serves."""
+    transpose of the first serves. shared: the casts of a, which other products of a may take."""
 
     a: QuantizedOperand
     b: QuantizedOperand
     again_a: QuantizedOperand | None
     again_b: QuantizedOperand | None
+    shared: SharedCast | None
 
 
 class _Native(Function):
@@ -186,6 +188,8 @@ class _Native(Function):
         ctx.reuses_b = operands.again_b is None
         # One copy is saved of an operand.
         a, b = operands.again_a or operands.a, operands.again_b or operands.b
+        if operands.shared is not None and is_recorded(ctx):
+            share(inputs[0], operands.shared)
         if ctx.how.recasts:
             b = QuantizedOperand(inputs[1], operands.b.scale)
         ctx.save_for_backward(*a, *b)
@@ -313,16 +317,18 @@ def _computed(
     casts, look = casts_of(how.casts), states.look
     again_a = again_b = None
     with torch.no_grad():
-        shared: Shared = {}
-        if casts.a is not None and not how.name:
+        shared = None
+        if casts.shares_a and not how.name:
             kind = how.casts, how.dtype, how.kernels, record
-            shared = shared_cast(a, casts.a, states, kind)
-        if "stored" not in shared:
+            shared = shared_cast(a, states, kind)
+        if shared is not None and shared.made is not None:
+            left, again_a = shared.made
+        else:
             left = store(a, casts.a, -1, states.a, record, how.label("input", look))
             if record:
                 again_a = _second(a, left, casts.reuses_a, casts.a_for_grad_b)
-            shared["stored"] = left, again_a
-        left, again_a = shared["stored"]
+        if shared is not None:
+            shared.made = left, again_a
         if cached is not None:
             how = how.changed(recasts=False)
             right, again = cached
@@ -340,5 +346,5 @@ def _computed(
                 and right.scale.dtype == torch.float32
             ):
                 right, again_b = _cast_at_once(right, again_b)
-    operands = _Operands(left, right, again_a, again_b)
+    operands = _Operands(left, right, again_a, again_b, shared)
     return apply(_Native, a, b, bias, operands, states, how)

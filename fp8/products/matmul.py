@@ -59,11 +59,12 @@ from ..casts.counts import Label, is_sampled, product_name
 from ..casts.operands import (
     NO_STATES,
     ONES,
+    RECAST_ROWS,
     Constants,
     Geometry,
     SavedOperand,
     Scales,
-    Shared,
+    SharedCast,
     States,
     casts_of,
     recasts,
@@ -123,14 +124,14 @@ def _fuses(a: Tensor) -> bool:
 
 class Operands(NamedTuple):
     """The cast operands, and the scale factors of those with one. states: of the product. shared:
-    what the products of a share."""
+    the cast of a, which other products of a may take."""
 
     a: Tensor
     b: Tensor
     scale_a: Tensor | None
     scale_b: Tensor | None
     states: States
-    shared: Shared | None = None
+    shared: SharedCast | None = None
 
 
 class _Product(Function):
@@ -159,7 +160,7 @@ class _Product(Function):
         ctx.states = operands.states
         ctx.turned = operands.b.mT.is_contiguous()  # the right operand of a matmul
         casts = casts_of(ctx.how.casts)
-        of_a, of_b = SavedOperand(a), SavedOperand(b)
+        of_a, of_b = SavedOperand(a, shared=operands.shared), SavedOperand(b)
         if casts.reuses_a and operands.a is not a:
             of_a = SavedOperand(
                 operands.a, casts.a, operands.scale_a, a, shared=operands.shared
@@ -422,8 +423,11 @@ def multiply(
     if frame.recording or (recipe.fixed and state is None):
         name = product_name(kind, b if kind == "linear" else None, recipe)
     how = how.changed(casts=token_of(recipe.text, layer), name=name)
-    if kind == "linear" and recasts(a, b, how.casts):
-        how = how.changed(recasts=True)
+    if kind == "linear":
+        # A program admits any number of rows.
+        exports = torch.compiler.is_exporting() if state is None else state.exports
+        if not exports and a.shape[0] >= RECAST_ROWS and recasts(b, how.casts):
+            how = how.changed(recasts=True)
     on_device = backend == "native" or (backend == "auto" and a.device.type == "cuda")
     if on_device or recipe.accumulate is not None:
         return _on_tensor_cores(a, b, bias, how, states, recipe, backend)
@@ -490,15 +494,16 @@ def simulated(
         if casts.a is not None:
             if reports:
                 label = how.label("input", look)
-            shared = {}
-            if not how.name:
-                kind = how.casts, how.geometry is not None
-                shared = shared_cast(a, casts.a, states, kind)
-            if "values" not in shared:
-                shared["values"] = cast_a(
+            if casts.shares_a and not how.name:
+                shared = shared_cast(a, states, (how.casts, how.geometry is None))
+            if shared is not None and shared.made is not None:
+                x, scale_x = shared.made
+            else:
+                x, scale_x = cast_a(
                     a.detach(), casts.a, -1, states.a, None, signs, label=label
                 )
-            x, scale_x = shared["values"]
+            if shared is not None:
+                shared.made = x, scale_x
         if casts.b is not None:
             if reports:
                 label = how.label(casts.second, look)

@@ -44,7 +44,8 @@ class LayerState:
         self._traced = torch.compiler.is_dynamo_compiling()
         watched = layer.fp8_watch
         # Scales and statistics are those of training.
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        self.exports = torch.compiler.is_exporting()
+        if self.exports or not torch.is_grad_enabled():
             self.looks = self.measures = self.checks = False
             return
         if not self._traced:

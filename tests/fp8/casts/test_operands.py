@@ -15,6 +15,7 @@ import fp8
 from fp8 import RECIPES, Cast, Format, Recipe
 from fp8.casts import casting, operands
 from fp8.casts.operands import casts_of, token_of
+from fp8.products import matmul
 from fp8.products.matmul import linear
 from tests.fp8.blocks import block, bytes_of, saved_by
 from tests.fp8.products.test_matmul import DTYPES
@@ -222,7 +223,7 @@ def test_layers_that_read_one_input_share_its_cast(recipe, backend):
     assert_same(first, want)
     assert size <= most - 2 * x.numel()
     gc.collect()
-    assert not operands._LAST.shared
+    assert not operands._LAST.sources
 
 
 @each_backend
@@ -236,7 +237,7 @@ def test_a_weight_is_cast_again(recipe, compiled, backend, monkeypatch):
     settle(net)
     results = []
     for least in (16, 1 << 20):
-        monkeypatch.setattr(operands, "RECAST_ROWS", least)
+        monkeypatch.setattr(matmul, "RECAST_ROWS", least)
         torch.compiler.reset()
         run = torch.compile(net, backend="aot_eager") if compiled else net
         results.append(kept(run, x, net))
@@ -249,7 +250,7 @@ def test_a_weight_is_cast_again(recipe, compiled, backend, monkeypatch):
 
 
 def test_a_weight_that_changes_before_it_is_cast_again_is_named(monkeypatch):
-    monkeypatch.setattr(operands, "RECAST_ROWS", 16)
+    monkeypatch.setattr(matmul, "RECAST_ROWS", 16)
     net = fp8.convert(linears(16, 16), "tensor")
     y = net(randn(16, 16)).sum()
     with torch.no_grad():
