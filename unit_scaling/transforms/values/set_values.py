@@ -86,10 +86,10 @@ def decide(model: nn.Module, given: Given, title: str) -> Decision:
     try:
         setter = _Setter(model, plain, given, title)
         for number in range(PASSES):
-            seen = setter.run_pass()
+            setter.run_pass()
             if number and not setter.multiplied:
                 break
-        return setter.finish(seen)
+        return setter.finish()
     finally:
         reshard(model)
         for name, parameter in model.named_parameters():
@@ -185,17 +185,25 @@ class _Setter:
         for target in targets:
             self.targets[target.reader].append(target)
 
-    def run_pass(self) -> Sizes:
+    def run_pass(self) -> None:
         """Sets values in a pass, and measures the results of products with weights."""
         self.multiplied.clear()
-        seen = Sizes(self.measured, self.set_at, self.before)
-        self.sizes = seen.sizes
-        run_pass(self.model, self.given, seen)
+        self.seen = Sizes(self.measured, self.set_at, self.before)
+        run_pass(self.model, self.given, self.seen)
         # A parameter that the model writes is as it was before the pass.
         for name in self.written:
             self._write(name)
         self.passes += 1
-        return seen
+
+    def _results(self) -> dict[str, float]:
+        """The RMS of the results so far in this pass, by the names of the weights."""
+        results = {}
+        for index, weight in self.weights.items():
+            name = self.flow.origin(weight)
+            size = self.seen.sizes.get(self.place_of[index])
+            if name is not None and size is not None:
+                results[name] = size
+        return results
 
     def _agreed(self, what: str, value: T) -> T:
         """The value of the first process: each has a batch of its own, and learning rates follow
@@ -322,9 +330,9 @@ class _Setter:
         if not holders:
             return 1.0
         held = holders[0].parameter
-        for index, weight in self.weights.items():
-            if self.flow.origin(weight) == held:
-                return 1 / (self.sizes.get(self.place_of[index]) or 1.0)
+        size = self._results().get(held)
+        if size:
+            return 1 / size
         return self.changes[held].start
 
     def _set_weight(self, index: int, tensors: Mapping[Slot, Tensor]) -> None:
@@ -420,22 +428,17 @@ class _Setter:
 
     # the result
 
-    def finish(self, last: Sizes) -> Decision:
+    def finish(self) -> Decision:
         """Rounds the numbers, as equal ones are products of others in another order, and reports
-        what they are and the RMS of what products compute with them. last: a pass with these."""
+        what they are and the RMS of what products computed with them in the last pass."""
         self._set_siblings()
         numbers = {name: change.number for name, change in self.changes.items()}
         for name, number in agreed(f"{self.name}/values", numbers).items():
             self.changes[name].number = number
-        origin = self.flow.origin
-        results = {}
-        for index, weight in self.weights.items():
-            size = last.sizes.get(self.place_of[index])
-            if size is not None:
-                results[origin(weight)] = self._agreed(f"result {index}", size)
+        results = agreed(f"{self.name}/results", self._results())
         for name, change in self.changes.items():
             self._finish_one(name, change, results.get(name))
-        if last.has_nan:
+        if self.seen.has_nan:
             kind = type(self.model).__name__
             raise ValueError(
                 f"unit_scale: the output of {kind} has NaN for this batch. The model is as it was"
