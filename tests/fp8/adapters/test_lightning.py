@@ -303,28 +303,16 @@ def test_pickled(make):
     assert other.precision == "bf16-mixed"
 
 
-@parametrize(
-    "recipe, options, message",
-    [
-        *(  # Lightning's short forms are not taken, but named
-            (
-                "unit",
-                {"precision": precision},
-                r"unknown precision .*'16-mixed', 'bf16-mixed'",
-            )
-            for precision in ("fp8", 16, "bf16", None, [])
-        ),
-        ("unit", {"library": "keras"}, "unknown library 'keras'"),
-        ("unknown", {}, "recipe"),
-        ("unit", {"backend": "unknown"}, "backend"),
-    ],
-)
-def test_bad_input(recipe, options, message):
-    with refuses(message):
-        FP8Precision(recipe, **options)
-
-
-def test_wrong_places():
+def test_bad_input():
+    for precision in ("fp8", 16, "bf16", None, []):  # Lightning's short forms are named
+        with refuses("unknown precision .*'16-mixed', 'bf16-mixed'"):
+            FP8Precision("unit", precision=precision)
+    with refuses("unknown library 'keras'"):
+        FP8Precision("unit", library="keras")
+    with refuses("recipe"):
+        FP8Precision("unknown")
+    with refuses("backend"):
+        FP8Precision("unit", backend="unknown")
     fabric = lightning.Fabric(plugins=FP8Precision("unit"), accelerator="cpu")
     with refuses("for Linear take FP8FabricPrecision", TypeError):
         fabric.setup(nn.Linear(16, 16))

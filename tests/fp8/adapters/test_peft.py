@@ -5,7 +5,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 import fp8
 from fp8.casts.scaled_tensor import ScaledTensor
@@ -16,13 +15,10 @@ from tests.shared import (
     assert_same,
     descend,
     filterwarnings,
-    linears,
     parametrize,
     quietly,
-    refuses,
     sampled,
     seeded,
-    warns,
 )
 
 with quietly():
@@ -116,17 +112,3 @@ def test_gpt2_stores_its_transposed_layers_and_its_tied_head():
     assert isinstance(model.transformer.h[0].mlp.c_fc.weight, ScaledTensor)
     lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
     train(peft.get_peft_model(model, lora))
-
-
-def test_storing_nothing_warns_and_bad_formats_are_refused():
-    with warns("requires_grad_", fp8.warnings.ConvertWarning):
-        fp8.store_frozen(linears(4, 4))
-    with refuses("unknown format 'e2m1'; choose one of 'e4m3'"):
-        fp8.store_frozen(nn.Linear(4, 4), "e2m1")
-    with refuses(r"store_frozen needs an nn\.Module", TypeError):
-        fp8.store_frozen(5)
-
-
-def test_a_level_is_refused_by_name():
-    with refuses(r"has a level already: .* is a ScaledTensor"):
-        fp8.initialize(adapted(stored(llama())), opt_level="O2", recipe=None)

@@ -281,10 +281,6 @@ def test_layers_that_compute_otherwise_are_left_alone():
         (nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), subclass),
         (uu.Linear(32, 32), subclass),
         (computed, "its weight is computed, not a parameter"),
+        (nn.Linear(32, 32).double(), "TransformerEngine has no torch.float64"),
     ):
         assert report_of_nothing(nn.Sequential(layer))[0].why == why
-
-
-def test_float64_is_left_alone():
-    (row,) = report_of_nothing(nn.Sequential(nn.Linear(32, 32).double()))
-    assert row.why == "TransformerEngine has no torch.float64"

@@ -73,15 +73,11 @@ def averaged(name):
     return run
 
 
-def averaged_model(**options):
-    def run(model):
-        average = AveragedModel(model, **options)
-        for _ in range(50):
-            average.update_parameters(moved(model))
-        return average.module
-
-    run.__name__ = f"AveragedModel({', '.join(options)})"
-    return run
+def averaged_model(model):
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for _ in range(50):
+        average.update_parameters(moved(model))
+    return average.module
 
 
 # --- writing to weights -------------------------------------------------------------------------
@@ -97,35 +93,14 @@ def swapped(model):
     return within, model
 
 
-def clamped(model):
-    for p in model.parameters():
-        p.data.clamp_(-0.01, 0.01)
-    return model
-
-
 def parts_written(model):
     with torch.no_grad():
         model.inner.weight[0].zero_()
         model.inner.weight[model.inner.weight > 0.1] = 0.25
         model.inner.weight.t()[3:5].mul_(3)
-        model.outer.weight.fill_diagonal_(1.5)
+        model.outer.weight.data.clamp_(-0.01, 0.01).fill_diagonal_(1.5)
         nn.init.xavier_uniform_(model.attention.in_proj_weight[:16])
     return model
-
-
-# --- structure ----------------------------------------------------------------------------------
-
-
-def tied(model):
-    model.outer.weight = model.inner.weight
-    backward(model)
-    return model, [p.grad for p in model.parameters()]
-
-
-def frozen(model):
-    model.inner.requires_grad_(False)
-    backward(model)
-    return model.inner.weight.grad is None, model.outer.weight.grad is None
 
 
 def inferred(model):
@@ -139,17 +114,6 @@ def inferred(model):
         model.outer.weight.mul_(0.5).add_(1e-3)
     backward(model)
     return result, model
-
-
-# --- copies, files, devices ---------------------------------------------------------------------
-
-
-def deep_copied(model):
-    backward(model)
-    other = deepcopy(model)
-    empty = [p.grad is None for p in other.parameters()]
-    backward(other)
-    return empty, [p.grad for p in other.parameters()], model, other
 
 
 # --- gradients ----------------------------------------------------------------------------------
@@ -179,10 +143,9 @@ def stepped_by_torch(model):
     return model
 
 
-AVERAGED = (averaged_model(), averaged_model(multi_avg_fn=get_ema_multi_avg_fn(DECAY)))
-WRITTEN = (swapped, clamped, parts_written, frozen, inferred, stepped_by_torch)
-TOLERANCES = dict.fromkeys((*map(averaged, AVERAGES), *AVERAGED, *WRITTEN), 2.0**-20)
-TOLERANCES |= dict.fromkeys((tied, deep_copied, gradients_changed), 2.0**-4)
+EXACT = (averaged_model, swapped, parts_written, inferred, stepped_by_torch)
+TOLERANCES = dict.fromkeys((*map(averaged, AVERAGES), *EXACT), 2.0**-20)
+TOLERANCES[gradients_changed] = 2.0**-4
 """Idiom -> the share of a result that may be wrong: none but by sums in another order, or by the
 rounding of a gradient to e4m3."""
 
@@ -210,8 +173,6 @@ def leaves(found):
         found = found.state_dict().values()
     if isinstance(found, torch.Tensor):
         yield dequantized(found.detach(), torch.float32)
-    elif isinstance(found, (bool, torch.dtype)):
-        yield found
     else:
         for each in found:
             yield from leaves(each)
@@ -225,7 +186,4 @@ def test_as_with_a_plain_model(idiom, level):
     found = results(idiom, model)
     assert len(found) == len(expected)
     for one, other in pairs(found, expected):
-        if isinstance(other, torch.Tensor):
-            assert (one - other).norm() <= TOLERANCES[idiom] * other.norm()
-        else:
-            assert one == other
+        assert (one - other).norm() <= TOLERANCES[idiom] * other.norm()

@@ -101,22 +101,6 @@ def test_gradients_use_wide_statistics(name, affine):
         )  # torch's kernels on a CPU sum rows in bfloat16
 
 
-@proves("Composer", "autocast off inside, input in low precision")
-@each_norm
-def test_in_autocasts_dtype_and_outside_as_it_came(name):
-    norm, tensors = made(name)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = norm(*tensors)
-        assert torch.is_autocast_enabled("cpu")
-        assert norm(*(t.double() for t in tensors)).dtype == torch.float64
-    assert y.dtype == torch.bfloat16
-    rounded = made(name, "amp_bf16")[0](*(t.bfloat16() for t in tensors))
-    assert_same(y, rounded)
-    assert_close(norm(*tensors), NORMS[name][1](*tensors))
-    with torch.autocast("cpu", torch.bfloat16, enabled=False):
-        assert norm(*tensors).dtype == torch.float32
-
-
 def test_the_eps_of_an_rms_norm_is_that_of_float32():
     """torch's, None, is that of the dtype of the input."""
     norm, (x, weight) = made("rms_norm", "amp_bf16")

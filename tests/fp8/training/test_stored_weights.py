@@ -18,6 +18,7 @@ from tests.shared import (
     refuses,
     seeded,
     tied,
+    warns,
 )
 
 
@@ -167,6 +168,18 @@ def test_frozen_weights_that_are_stored_take_another_format():
         weight = fp8.store_frozen(layer, format).weight
         assert (weight.format, weight.stored.dtype) == (format, dtype)
         assert_same(weight.dequantize(), expected)
+
+
+def test_storing_nothing_warns_and_bad_input_is_refused():
+    with warns("requires_grad_", fp8.warnings.ConvertWarning):
+        fp8.store_frozen(nn.Linear(4, 4))
+    with refuses("unknown format 'e2m1'; choose one of 'e4m3'"):
+        fp8.store_frozen(nn.Linear(4, 4), "e2m1")
+    with refuses(r"store_frozen needs an nn\.Module", TypeError):
+        fp8.store_frozen(5)
+    stored = fp8.store_frozen(nn.Linear(4, 4).requires_grad_(False))
+    with refuses(r"has a level already: .* is a ScaledTensor"):
+        fp8.initialize(nn.Sequential(stored, nn.Linear(4, 4)), recipe=None)
 
 
 def test_a_weight_that_others_hold_does_not_move():
