@@ -21,7 +21,7 @@ from ..layers.convert import advance, convert
 from ..layers.select import ADAPTERS, Where
 from ..layers.settings import keep_apart
 from ..products.active import checked_backend
-from ..recipes.history import add_initial_histories, histories, note_scales
+from ..recipes.history import add_initial_histories, histories, set_histories
 from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe
 
@@ -214,24 +214,14 @@ class _Converting:
             return recipe.to_dict()
         return {"name": AUTO}
 
-    @torch.no_grad()
     def _remember(self, saved: dict[str, Tensor]) -> None:
         """Sets the histories of the model to those known, and others to zero."""
         if self._model is None:
             return
-        for (
-            path,
-            module,
-        ) in self._model.named_modules():  # a layer's first pass may create them
+        for path, module in self._model.named_modules():
+            # A layer's first pass may create them.
             add_initial_histories(module, dict(saved), path and f"{path}.")
-        for name, history in histories(self._model).items():
-            value = saved.get(name)
-            if value is not None and value.shape == history.shape:
-                history.copy_(value)
-            else:
-                history.zero_()
-        for module in self._model.modules():
-            note_scales(module)
+        set_histories(self._model, saved)
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:

@@ -261,6 +261,19 @@ def histories(model: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
     return {name: part_of(buffer) for name, buffer in buffers if is_history(name)}
 
 
+@torch.no_grad()
+def set_histories(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Sets the states of a model; those that are not given, or in another shape, become unset."""
+    for name, state in histories(model).items():
+        known = saved.get(name)
+        if known is not None and known.shape == state.shape:
+            state.copy_(known)
+        else:
+            state.zero_()
+    for module in model.modules():
+        note_scales(module)
+
+
 def reduce_amax(
     model: nn.Module, group: torch.distributed.ProcessGroup | None = None
 ) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.dtensor import is_dtensor, part_of
-from ...layers.settings import converted
-from ...recipes.history import histories, note_scales
+from ...recipes.history import histories, set_histories
 
 
 class Part(Protocol):
@@ -46,7 +45,7 @@ class State(NamedTuple):
     def load(self, model: nn.Module, parts: Sequence[Part]) -> None:
         """Loads all but the states of generators."""
         model.load_state_dict(self.model)
-        set_scales(model, self.scales)
+        set_histories(model, self.scales)
         for part, state in zip(parts, self.parts, strict=False):
             # An optimizer may keep the tensors that it is given.
             part.load_state_dict(_copied(state))
@@ -66,19 +65,6 @@ def state_of(step: int, model: nn.Module, parts: Sequence[Part]) -> State:
     states = [_copied(part.state_dict()) for part in parts]
     model_state = _copied(dict(model.state_dict()))
     return State(step, model_state, _copied(histories(model)), states, random)
-
-
-@torch.no_grad()
-def set_scales(model: nn.Module, scales: Mapping[str, Tensor]) -> None:
-    """Sets the static scales and histories of casts; those that are not given become unset."""
-    for name, scale in histories(model).items():
-        known = scales.get(name)
-        if known is not None and known.shape == scale.shape:
-            scale.copy_(known)
-        else:
-            scale.zero_()
-    for layer in converted(model).values():
-        note_scales(layer)
 
 
 def _copied(value: Any) -> Any:

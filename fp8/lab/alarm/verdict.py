@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from ...common.copies import training_copy
 from ...common.step import Batch, Loss
-from ...recipes.history import histories
+from ...recipes.history import histories, set_histories
 from ...recipes.policy import LayerRule
 from ..blame import Blame, Replay, Step, blamed, is_faulty
-from .state import State, not_finite, set_scales
+from .state import State, not_finite
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,7 +80,7 @@ class Subject:
             if optimizer is not None and self.optimizer_state is not None:
                 optimizer.load_state_dict(self.optimizer_state)
         if scales_of_now:
-            set_scales(model, histories(self.model))
+            set_histories(model, histories(self.model))
         batches = self.batches if path else self.batches[-1:]
         if now:
             optimizer = None
