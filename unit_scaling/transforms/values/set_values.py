@@ -86,10 +86,10 @@ def decide(model: nn.Module, given: Given, title: str) -> Decision:
     try:
         setter = _Setter(model, plain, given, title)
         for number in range(PASSES):
-            setter.run_pass()
+            has_nan = setter.run_pass()
             if number and not setter.multiplied:
                 break
-        return setter.finish()
+        return setter.finish(has_nan)
     finally:
         reshard(model)
         for name, parameter in model.named_parameters():
@@ -185,22 +185,26 @@ class _Setter:
         for target in targets:
             self.targets[target.reader].append(target)
 
-    def run_pass(self) -> None:
-        """Sets values in a pass, and measures the results of products with weights."""
+    def run_pass(self) -> bool:
+        """Sets values in a pass, and measures the results of products with weights. Whether the
+        output has NaN."""
         self.multiplied.clear()
-        self.seen = Sizes(self.measured, self.set_at, self.before)
-        run_pass(self.model, self.given, self.seen)
+        seen = Sizes(self.measured, self.set_at, self.before)
+        # The dict alone: ``seen`` refers to this object, and a cycle would keep parameters alive.
+        self.sizes = seen.sizes
+        run_pass(self.model, self.given, seen)
         # A parameter that the model writes is as it was before the pass.
         for name in self.written:
             self._write(name)
         self.passes += 1
+        return seen.has_nan
 
     def _results(self) -> dict[str, float]:
         """The RMS of the results so far in this pass, by the names of the weights."""
         results = {}
         for index, weight in self.weights.items():
             name = self.flow.origin(weight)
-            size = self.seen.sizes.get(self.place_of[index])
+            size = self.sizes.get(self.place_of[index])
             if name is not None and size is not None:
                 results[name] = size
         return results
@@ -428,9 +432,10 @@ class _Setter:
 
     # the result
 
-    def finish(self) -> Decision:
+    def finish(self, has_nan: bool) -> Decision:
         """Rounds the numbers, as equal ones are products of others in another order, and reports
-        what they are and the RMS of what products computed with them in the last pass."""
+        what they are and the RMS of what products computed with them in the last pass. has_nan: of
+        that."""
         self._set_siblings()
         numbers = {name: change.number for name, change in self.changes.items()}
         for name, number in agreed(f"{self.name}/values", numbers).items():
@@ -438,7 +443,7 @@ class _Setter:
         results = agreed(f"{self.name}/results", self._results())
         for name, change in self.changes.items():
             self._finish_one(name, change, results.get(name))
-        if self.seen.has_nan:
+        if has_nan:
             kind = type(self.model).__name__
             raise ValueError(
                 f"unit_scale: the output of {kind} has NaN for this batch. The model is as it was"
