@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..common.validation import check_choice, check_name, check_number
 
-__all__ = ["HARDWARE", "Hardware", "get_hardware"]
+__all__ = ["HARDWARE", "Cores", "Hardware", "Host", "get_hardware"]
 
 BF16 = "bf16"
 
@@ -29,11 +30,16 @@ LAUNCH = 2e-6
 
 MEMORY = "memory"
 
+NARROW = "fp8, narrow"
+NARROWEST = 1024
+"""FP8 products with a dimension below `NARROWEST`, where they reach another share of the peak."""
+
 ACHIEVED: dict[str, float] = {
     # torchao #940 (2024-10-07), H100: medians of 2 m^3 / time / peak over bench_matmul's squares of
     # 4096 and more; for FP8 over both accumulation modes.
     "bf16": 0.66,
     "fp8": 0.71,
+    NARROW: 0.71,
     # torchao, prototype/moe_training/README.md (2026-03-13), B200: median of three
     # grouped products.
     "mxfp8": 0.65,
@@ -45,8 +51,51 @@ ACHIEVED: dict[str, float] = {
     # ten kernels that cast.
     MEMORY: 0.83,
 }
-"""Kind of matrix unit, or "memory" -> the share of the peak that large kernels reach, where
-`Hardware.achieved` says nothing else."""
+"""Kind of matrix unit, `NARROW` or "memory" -> the share of the peak that large kernels reach,
+where `Hardware.achieved` says nothing else."""
+
+
+class Cores(NamedTuple):
+    """What bounds kernels that are no products.
+
+    processors: streaming multiprocessors, each of which issues four instructions of warps a cycle
+    (CUDA C++ programming guide). clock: in Hz, under load. cache: B/s of the L2 cache. latency:
+    seconds from a request to the memory's answer. shortest: seconds that no kernel falls below.
+    """
+
+    processors: int
+    clock: float
+    cache: float
+    latency: float
+    shortest: float = LAUNCH
+
+    def issue(self, instructions: float) -> float:
+        """The seconds in which all multiprocessors issue that many instructions of warps."""
+        return instructions / (self.processors * 4 * self.clock)
+
+
+class Host(NamedTuple):
+    """Seconds in which the CPU launches a compiled graph.
+
+    graph: of its guards and its entry, 44 less the kernel's 7 µs, and triton: of a Triton kernel,
+    6.8 to 9.1 µs (meta-pytorch/tritonbench #1017, 2026-04-14, a GB200's host). library: of a
+    product or attention, and python: more, of one that has no kernel of inductor's
+    (``torch.ops.aten._scaled_mm_v2``): 38 and 33 µs on the host of `benchmarks.gpu`, where a Triton
+    kernel took 22; divided by 22 / 8.
+    """
+
+    graph: float = 37e-6
+    triton: float = 8e-6
+    library: float = 14e-6
+    python: float = 12e-6
+
+
+ORDINARY = Host()
+
+HOPPER = Cores(132, 1.45e9, 5.5e12, 0.75e-6, 2.5e-6)
+"""H100 and H200. Multiprocessors: their data sheets. The rest was chosen so that 13 compiled layers
+on one H200 (benchmarks/results/gpu.json, 2026-11) take the times that were measured; the clock is
+the boost clock of 1.755 GHz times the share that products keep under load (650 of 788 TFLOP/s)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +109,8 @@ class Hardware:
         bandwidth: of the memory, in B/s.
         source: where the figures are published, and when.
         achieved: as `ACHIEVED`, for this device.
+        cores: what bounds kernels that are no products; None: not known, bytes alone count.
+        host: what launches them; no part of the device.
 
     Raises:
         ValueError: for an unknown kind of unit, a rate that is not positive, and a share above 1.
@@ -77,6 +128,8 @@ class Hardware:
     bandwidth: float
     source: str
     achieved: Mapping[str, float] = field(default_factory=dict)
+    cores: Cores | None = None
+    host: Host = ORDINARY
 
     def __post_init__(self) -> None:
         if BF16 not in self.peak:
@@ -99,9 +152,12 @@ class Hardware:
                         f"{what} of {self.name!r} must be {allowed}, got {rate}"
                     )
 
-    def rate(self, unit: str) -> float:
-        """FLOP/s that large products reach on this kind of unit."""
-        return self.peak[unit] * self.achieved.get(unit, ACHIEVED[unit])
+    def rate(self, unit: str, narrowest: float = math.inf) -> float:
+        """FLOP/s that large products reach. narrowest: their least dimension."""
+        share = self.achieved.get(unit, ACHIEVED[unit])
+        if unit == "fp8" and narrowest < NARROWEST:
+            share = self.achieved.get(NARROW, share)
+        return self.peak[unit] * share
 
     @property
     def stream(self) -> float:
@@ -109,14 +165,23 @@ class Hardware:
         return self.bandwidth * self.achieved.get(MEMORY, ACHIEVED[MEMORY])
 
     def seconds(
-        self, unit: str, flops: float, moved: float, at_peak: bool = False
+        self,
+        unit: str,
+        flops: float,
+        moved: float,
+        at_peak: bool = False,
+        narrowest: float = math.inf,
     ) -> float:
         """The time of a kernel. unit: of its products. moved: bytes read and written. at_peak: at
-        the rates of the data sheet, where a launch takes no time."""
+        the rates of the data sheet, where a launch takes no time. narrowest: as of `rate`."""
         if at_peak:
             return max(flops / self.peak[unit], moved / self.bandwidth)
-        return max(flops / self.rate(unit), moved / self.stream, LAUNCH)
+        return max(flops / self.rate(unit, narrowest), moved / self.stream, LAUNCH)
 
+
+SUSTAINED = {"bf16": 0.66, "fp8": 0.576, NARROW: 0.475}
+"""Shares of the peak of Hopper's products in a step, where the card is warm: fitted with `HOPPER`.
+bf16: 650 TFLOP/s. fp8: 1140, products of a burst 1302. `NARROW`: 940, of one shape."""
 
 HARDWARE: dict[str, Hardware] = {
     row.name: row
@@ -127,6 +192,9 @@ HARDWARE: dict[str, Hardware] = {
             peak={"bf16": 989.4e12, "fp8": 1978.9e12},
             bandwidth=3.35e12,
             source="NVIDIA H100 Tensor Core GPU, architecture white paper and data sheet (2023-04)",
+            # Of the H200 below, whose multiprocessors and power limit are the same.
+            achieved=dict(SUSTAINED),
+            cores=HOPPER,
         ),
         Hardware(
             name="h200",
@@ -134,8 +202,9 @@ HARDWARE: dict[str, Hardware] = {
             peak={"bf16": 989.4e12, "fp8": 1978.9e12},
             bandwidth=4.8e12,
             source="NVIDIA H200 Tensor Core GPU, data sheet (2023-11)",
-            # benchmarks.gpu (2026-11), one card: products of 8192 x 8192 in FP8, copies.
-            achieved={"fp8": 0.66, MEMORY: 0.72},
+            # Copies of 4 GB and more, measured on one card (2026-11): 4.3e12 B/s, here 4.2e12.
+            achieved={**SUSTAINED, MEMORY: 0.875},
+            cores=HOPPER,
         ),
         Hardware(
             name="b200",

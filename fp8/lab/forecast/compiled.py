@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
     """A kernel of a compiled graph.
 
     kind: that of a product's operands ("fp8", "bf16", "fp32"), or TRITON, ATTENTION, OTHER. read,
-    written: bytes; each argument counts once.
+    written: bytes; each argument counts once. narrowest: the least dimension of a product.
     """
 
     kind: str
@@ -36,6 +36,7 @@ class Kernel(NamedTuple):
     flops: int
     read: int
     written: int
+    narrowest: float = math.inf
 
     @property
     def moved(self) -> int:
@@ -174,8 +175,8 @@ def _kernels(
                 yield Kernel(TRITON, name, 0, *both)
         elif node.is_extern() and type(node.node).__name__ != "MultiOutput":
             name = node.node.get_kernel_name() or type(node.node).__name__
-            kind, flops = _product(name, node.node)
-            yield Kernel(kind, name, flops, sum(read.values()), sum(written.values()))
+            moved = sum(read.values()), sum(written.values())
+            yield _product(Kernel(OTHER, name, 0, *moved), node.node)
 
 
 def _whole(graph: Lowering, accesses: dict[str, int]) -> dict[str, int]:
@@ -189,24 +190,27 @@ def _whole(graph: Lowering, accesses: dict[str, int]) -> dict[str, int]:
     return sizes
 
 
-def _product(name: str, node: Node) -> tuple[str, int]:
-    """The kind of a kernel of a library, and its floating-point operations."""
+def _product(kernel: Kernel, node: Node) -> Kernel:
+    """A kernel of a library with its kind and its floating-point operations."""
     tensors = (x for x in node.inputs if hasattr(x, "get_size"))
     sizes = [list(map(int, x.get_size())) for x in tensors]
-    if "attention" in name:
+    if "attention" in kernel.name:
         query, key = [s for s in sizes if len(s) == 4][:2]
         # Forward q k^T and p v; backward q k^T again, dv, dp, dq and dk.
-        products = 5 if "backward" in name else 2
+        products = 5 if "backward" in kernel.name else 2
         causal = 2 if True in node.constant_args else 1
-        return ATTENTION, 2 * products * math.prod(query) * key[2] // causal
+        flops = 2 * products * math.prod(query) * key[2] // causal
+        return kernel._replace(kind=ATTENTION, flops=flops)
     matrices = [s for s in sizes if len(s) in (2, 3)]
-    if "addmm" in name:
+    if "addmm" in kernel.name:
         matrices = matrices[-2:]
-    if "convolution" in name:
-        return _bits(node), _convolution(sizes, node)
-    if "mm" not in name or len(matrices) < 2:
-        return OTHER, 0
-    return _bits(node), 2 * math.prod(matrices[0]) * matrices[1][-1]
+    if "convolution" in kernel.name:
+        return kernel._replace(kind=_bits(node), flops=_convolution(sizes, node))
+    if "mm" not in kernel.name or len(matrices) < 2:
+        return kernel
+    flops = 2 * math.prod(matrices[0]) * matrices[1][-1]
+    narrowest = min(*matrices[0][-2:], matrices[1][-1])
+    return kernel._replace(kind=_bits(node), flops=flops, narrowest=narrowest)
 
 
 def _convolution(sizes: list[list[int]], node: Node) -> int:

@@ -107,7 +107,9 @@ def _seconds(
         moved = sum(
             n * UNITS[unit if x in operands else BF16] for x, n in elements.items()
         )
-        total += device.seconds(unit, 2 * p.m * p.k * p.n, moved)
+        narrowest = min(p.m, p.k, p.n)
+        flops = 2 * p.m * p.k * p.n
+        total += device.seconds(unit, flops, moved, narrowest=narrowest)
     for operand, names in OPERANDS.items():
         casts = [
             getattr(recipe, n)[PRODUCTS[n].index(operand)] if n in units else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -32,10 +32,11 @@ from ...recipes.recipe import Recipe
 from ..hardware import BF16, Hardware, get_hardware
 from ..trace import Product, trace
 from .card import CARDS, compiling_for, why_not
-from .compiled import OTHER, TRITON, Graph, Kernel, graphs
+from .compiled import OTHER, TRITON, Graph, graphs
 from .estimate import estimate
 from .memory import OPTIMIZERS, of_optimizer, of_passes, on_gpu
 from .result import Forecast, Variant
+from .times import Times, times
 
 __all__ = ["forecast"]
 
@@ -46,9 +47,14 @@ RECIPES = ("unit", "tensor", "row")
 """The recipes that a forecast compares by default."""
 
 UNSEEN = (
-    "not seen: autotuning, the rate of FP8 products without fast accumulation (which some kernels "
-    "lack), gaps between launches, communication, the optimizer"
+    "not seen: the rate of FP8 products without fast accumulation (which some kernels lack), "
+    "communication, the optimizer"
 )
+
+BYTES_ONLY = "by the bytes of kernels alone, without their instructions"
+
+REPLAYS = "reduce-overhead"
+"""The mode of torch.compile in which CUDA graphs replay the kernels, and no CPU launches them."""
 
 
 def forecast(
@@ -59,14 +65,15 @@ def forecast(
     recipes: Sequence[str | Recipe | Policy] = RECIPES,
     hardware: str | Hardware = "h100",
     options: Mapping[str, object] | None = None,
+    progress: Callable[[Variant], object] | None = None,
 ) -> Forecast:
     """Forecasts the time of a training step on a GPU that is not there.
 
     torch.compile compiles the forward and the backward pass for the GPU, from fake tensors; what
-    each kernel reads, writes and multiplies gives its time by a roofline. Nothing is allocated and
-    nothing runs: a model on the meta device serves. It takes a CUDA build of torch and no driver.
-    With a CPU build it is an estimate from the sizes of the products (docs/hardware.md), as the
-    times of single layers always are.
+    each kernel reads, writes, multiplies and executes gives its time (docs/forecast.md). Nothing is
+    allocated and nothing runs: a model on the meta device serves. It takes a CUDA build of torch
+    and no driver. With a CPU build it is an estimate from the sizes of the products
+    (docs/hardware.md), as the times of single layers always are.
 
     Args:
         model: a plain model, on any device. It is not changed.
@@ -78,7 +85,9 @@ def forecast(
             calibrated.
         hardware: a name in `fp8.lab.hardware.HARDWARE`, or a row of your own, which the compiler
             does not know: its forecast is an estimate.
-        options: those of torch.compile.
+        options: those of torch.compile, or {"mode": "reduce-overhead"}: CUDA graphs launch all
+            kernels at once.
+        progress: called with each variant when it is known.
 
     Returns:
         A `Forecast`.
@@ -102,19 +111,29 @@ def forecast(
         variants = [converter.estimated(products, model, device) for converter in ours]
         result = Forecast(device.name, "estimate", tuple(variants), (reason,))
         return _with_memory(result, model, batch, loss, ours)
-    products, variants = trace(*_empty(model, batch, "meta")), []
+    settings = dict(options or {})
+    replays = settings.get("mode") == REPLAYS
+    if replays:
+        del settings["mode"]
+    products, notes, variants = trace(*_empty(model, batch, "meta")), [UNSEEN], []
     with (
         compiling_for(CARDS[device.name]),
         selftest.trusted(),  # which would run kernels
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        step = _Step(*_empty(model, batch, "cuda"), loss, options)
+        step = _Step(*_empty(model, batch, "cuda"), loss, settings)
         for converter in converters:
             variant = converter.estimated(products, model, device)
-            variant = replace(variant, simulated=converter.simulated)
-            variants.append(_summed(variant, step.compiled(converter), device))
-    result = Forecast(device.name, "compiler", tuple(variants), (UNSEEN,))
+            compiled = step.compiled(converter)
+            found = times(compiled, device)
+            variant = _summed(variant, compiled, found, replays)
+            variants.append(replace(variant, simulated=converter.simulated))
+            if found.uncounted:
+                notes.append(f"{variant.recipe}: {BYTES_ONLY}: {found.uncounted}")
+            if progress is not None:
+                progress(variants[-1])
+    result = Forecast(device.name, "compiler", tuple(variants), tuple(notes))
     return _with_memory(result, model, batch, loss, converters)
 
 
@@ -270,26 +289,14 @@ class _Step(NamedTuple):
                 )
 
 
-def _seconds(
-    kernels: Iterable[Kernel], device: Hardware, at_peak: bool = False
-) -> float:
-    """The time of kernels by the roofline."""
-    total = 0.0
-    for kernel in kernels:
-        unit, flops = BF16, kernel.flops
-        if kernel.kind == "fp8":
-            unit = "fp8"
-        if kernel.kind == "fp32":  # TF32 has half the rate
-            flops *= 2
-        total += device.seconds(unit, flops, kernel.moved, at_peak)
-    return total
-
-
-def _summed(variant: Variant, compiled: Sequence[Graph], device: Hardware) -> Variant:
-    """The variant with what its kernels say."""
+def _summed(
+    variant: Variant, compiled: Sequence[Graph], found: Times, replays: bool
+) -> Variant:
+    """The variant with what its kernels say. replays: whether no kernel is launched alone."""
     kernels = [kernel for graph in compiled for kernel in graph.kernels]
     kinds = Counter(kernel.kind for kernel in kernels)
     other = (kernel for kernel in kernels if kernel.kind in (TRITON, OTHER))
+    host = 0.0 if replays else found.host
     return replace(
         variant,
         kernels=len(kernels),
@@ -298,8 +305,10 @@ def _summed(variant: Variant, compiled: Sequence[Graph], device: Hardware) -> Va
         flops=sum(kernel.flops for kernel in kernels),
         moved=sum(kernel.moved for kernel in other),
         saved=sum(graph.saved for graph in compiled),
-        peak=_seconds(kernels, device, at_peak=True),
-        seconds=_seconds(kernels, device),
+        peak=found.peak,
+        card=found.card,
+        host=host,
+        seconds=max(found.card, host),
     )
 
 

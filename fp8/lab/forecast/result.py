@@ -70,7 +70,7 @@ class Variant:
 
     Attributes:
         recipe: the name of the policy; "bf16" for the model as it is.
-        seconds: at the rates that large kernels reach (`fp8.lab.hardware.ACHIEVED`).
+        seconds: at the rates that kernels reach under load (`fp8.lab.hardware`).
         layers: layer -> seconds of its products and casts alone, by the sizes of its products; {}
             for torchao's recipes.
         flops: of all products and attention.
@@ -83,6 +83,8 @@ class Variant:
         fp8, high: the numbers of products with FP8 operands, and with wider ones.
         moved: bytes that kernels beside products and attention read and write.
         memory: in eager mode on the hardware; None if it could not be counted.
+        card: seconds of all kernels.
+        host: seconds in which the CPU launches them; 0 for CUDA graphs. `seconds` is the larger.
     """
 
     recipe: str
@@ -98,6 +100,13 @@ class Variant:
     high: int = 0
     moved: int = 0
     memory: Memory | None = None
+    card: float = 0.0
+    host: float = 0.0
+
+    @property
+    def bound(self) -> str:
+        """What a step waits for: "launches" or "kernels"."""
+        return "launches" if self.host > self.card else "kernels"
 
 
 @dataclass(frozen=True)
@@ -160,7 +169,8 @@ class Forecast:
             "layers slower",
             "MB saved",
         )
-        compiled = ("at peak", "kernels", "products FP8 / other", "MB moved")
+        compiled = ("card", "host", "bound by", "at peak", "kernels")
+        compiled += ("products FP8 / other", "MB moved")
         if self.source == "compiler":
             heads += compiled
         rows = (self._cells(variant)[: len(heads)] for variant in self.variants)
@@ -176,6 +186,9 @@ class Forecast:
             f"{variant.seconds / high.seconds:.3f}",
             slower,
             f"{variant.saved / 1e6:.0f}",
+            f"{1e3 * variant.card:.3g}",
+            f"{1e3 * variant.host:.3g}",
+            variant.bound,
             f"{variant.peak / (high.peak or 1):.3f}",
             str(variant.kernels),
             f"{variant.fp8} / {variant.high}",

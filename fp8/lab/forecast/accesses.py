@@ -1,0 +1,122 @@
+"""What a Triton kernel reads and writes, from Triton's intermediate code of a GPU ("ttgir"): its
+loops, and how the lanes of a warp lie in memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+SECTOR = 32
+"""Bytes of a sector, which the L2 cache transfers as a whole (CUDA C++ programming guide)."""
+
+
+class Access(NamedTuple):
+    """A read or a write of a block.
+
+    own: bytes of a thread. moved: bytes of the block. sectors: bytes of the sectors that its
+    requests touch.
+    """
+
+    reads: bool
+    own: float
+    moved: int
+    sectors: float
+
+
+class Pass(NamedTuple):
+    """A loop, or the code outside of loops."""
+
+    trips: int
+    accesses: list[Access]
+
+    def own(self, *, reads: bool) -> float:
+        """The bytes that a thread reads, or writes, in a trip."""
+        return sum(x.own for x in self.accesses if x.reads == reads)
+
+
+class Tiles(NamedTuple):
+    """threads: of a block. stores: the bytes that single stores of a thread write."""
+
+    threads: int
+    stores: frozenset[int]
+
+
+_LOOP = re.compile(r"scf\.for .* = %(\w+) to %(\w+) step %(\w+) ")
+_ACCESS = re.compile(
+    r"(tt\.load|tt\.store|tt\.atomic_rmw|ttg\.async_copy_global_to_local) "
+    r".*tensor<((?:\d+x)+)!tt\.ptr<\w*?(\d+)\w*>, #(\w+)"
+)
+
+
+def passes_of(text: str, tiles: Tiles) -> list[Pass]:
+    """The code outside of loops, and each loop. Those of inductor are not nested, and their bounds
+    are constants."""
+    constants = {
+        name: int(value)
+        for name, value in re.findall(r"%(\w+) = arith\.constant (-?\d+) : i\d+", text)
+    }
+    layouts = _layouts(text)
+    passes = [Pass(1, [])]
+    opened = depth = current = 0
+    for line in text.splitlines():
+        if found := _LOOP.search(line):
+            begin, end, step = (constants.get(name, 1) for name in found.groups())
+            passes.append(Pass(max(1, math.ceil((end - begin) / step)), []))
+            current, opened = len(passes) - 1, depth
+        if found := _ACCESS.search(line):
+            passes[current].accesses.append(_access(found, layouts, tiles))
+        depth += line.count("{") - line.count("}")
+        if current and depth <= opened:
+            current = 0
+    return passes
+
+
+def reached(passes: Iterable[Pass]) -> float:
+    """Bytes of the sectors that reads touch, relative to what they ask for."""
+    reads = [(x.trips, y) for x in passes for y in x.accesses if y.reads]
+    moved = sum(trips * access.moved for trips, access in reads)
+    return sum(trips * access.sectors for trips, access in reads) / (moved or 1)
+
+
+class _Layout(NamedTuple):
+    """Elements of a thread and lanes of a warp along each dimension, and the dimensions from the
+    contiguous one on."""
+
+    elements: list[int]
+    lanes: list[int]
+    order: list[int]
+
+
+def _layouts(text: str) -> dict[str, _Layout]:
+    found = re.findall(
+        r"#(\w+) = #ttg\.blocked<\{sizePerThread = \[(.*?)\], threadsPerWarp = \[(.*?)\], "
+        r"warpsPerCTA = \[.*?\], order = \[(.*?)\]",
+        text,
+    )
+    return {
+        name: _Layout(*([int(n) for n in part.split(",")] for part in parts))
+        for name, *parts in found
+    }
+
+
+def _access(
+    found: re.Match[str], layouts: Mapping[str, _Layout], tiles: Tiles
+) -> Access:
+    kind, sizes, bits, name = found.groups()
+    shape = [int(n) for n in sizes.split("x") if n]
+    size, elements = max(1, int(bits) // 8), math.prod(shape)
+    own, moved = size * max(1.0, elements / tiles.threads), size * elements
+    reads = kind in ("tt.load", "ttg.async_copy_global_to_local")
+    access = Access(reads, own, moved, moved)
+    layout = layouts.get(name)
+    if layout is None or len(layout.order) != len(shape):
+        return access
+    inner = layout.order[0]
+    vector = min(layout.elements[inner], shape[inner])
+    is_apart = vector == 1 or (not reads and size < 4 and size in tiles.stores)
+    if is_apart and 1 in shape and elements > tiles.threads and len(shape) > 1:
+        return access._replace(sectors=SECTOR * elements)  # a column of a matrix
+    of_warp = size * min(vector * layout.lanes[inner], shape[inner])
+    return access._replace(sectors=moved * max(1.0, SECTOR / of_warp))
