@@ -1,15 +1,17 @@
-"""What a training step takes on an H100, from the compiler's code: `fp8.forecast`.
+"""What a training step takes on an H200, from the compiler's code: `fp8.forecast`.
 
-``python -m benchmarks.forecast [block] [combined] [published]`` needs a CUDA build of torch, and no
-GPU. block: a Llama block under every recipe with kernels and torchao's. combined: the same with
-torch.compile's option "combo_kernels". published: steps whose times were published, beside the
-forecast. Minutes for each variant, on one core.
+``python -m benchmarks.forecast [cases] [combined] [published]`` needs a CUDA build of torch, and no
+GPU. cases: the layer, the head and the Llama block of `benchmarks.gpu` under every recipe with
+kernels and torchao's, beside what was measured. combined: the block with torch.compile's option
+"combo_kernels". published: steps whose times were published, on an H100. A row is printed when it
+is known: half a minute for each, on one core.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -19,22 +21,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8
-from benchmarks.common import Row, report, show
+from benchmarks.common import RESULTS, Row, report, show
 from fp8.common.step import Batch
 from fp8.lab.forecast.card import why_not
-from fp8.lab.hardware import BF16
 
 WIDTH, INNER, HEADS, BATCH, LENGTH = 2048, 5632, 16, 2, 2048
-HARDWARE = "h100"
+HARDWARE, PUBLISHED_ON = "h200", "h100"
 
 OURS = ("unit", "static", "tensor", "row", "row_gw_hp", "delayed", "block")
 TORCHAO = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp")
 
 QUESTION = f"""\
-forward and backward pass of a bf16 model on an {HARDWARE}, by the roofline of what torch.compile
-generates for it; nothing was measured. block: a Llama block, width {WIDTH}, MLP {INNER},
-{BATCH * LENGTH} tokens, also with torch.compile's option combo_kernels. published: the ratio of a
-recipe's time to bf16's that others have measured beside the forecast"""
+forward and backward pass of a bf16 model on an {HARDWARE}, from the code that torch.compile makes
+for it; nothing was measured. linear, head: layers of nanochat. block: a Llama block, width {WIDTH},
+MLP {INNER}, {BATCH * LENGTH} tokens. us: of the kernels; ratio: of the larger of us and host_us;
+ratio_graphs: under CUDA graphs. measured: by benchmarks.gpu, of older code under torch 2.11.
+published: on an {PUBLISHED_ON}, the ratio of a recipe's time to bf16's that others have measured
+beside the forecast"""
 
 
 class Block(nn.Module):
@@ -203,31 +206,67 @@ PUBLISHED: dict[str, Published] = {
 }
 
 
-def block_rows(
-    case: str = "block", options: Mapping[str, bool] | None = None
+CASES: dict[str, Callable[[], Part]] = {
+    "linear": lambda: MLP.parts()[0],
+    "head": lambda: HEAD.parts()[0],
+    "block": lambda: Part(
+        Block().to(torch.bfloat16),
+        torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True),
+    ),
+}
+"""Those of `benchmarks.gpu`, by its names."""
+
+
+def measured() -> dict[tuple[str, str], float]:
+    """(case, recipe) -> the ratio to bf16's time in the last results of `benchmarks.gpu`."""
+    rows = json.loads((RESULTS / "gpu.json").read_text())["rows"]
+    return {(row["case"], row["recipe"]): row["ratio"] for row in rows if "ms" in row}
+
+
+def case_rows(
+    theirs: bool,
+    cases: Sequence[str] = tuple(CASES),
+    options: Mapping[str, bool] | None = None,
 ) -> Iterator[Row]:
-    with torch.device("meta"):
-        model = Block().to(torch.bfloat16)
-        x = torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    recipes = (*OURS, *TORCHAO)
-    result = fp8.forecast(model, x, recipes=recipes, hardware=HARDWARE, options=options)
-    for v in result.variants:
-        yield {
-            "case": case,
-            "recipe": v.recipe,
-            "kernels": v.kernels,
-            "fp8": v.fp8,
-            "high": v.high,
-            "MB_moved": round(v.moved / 1e6),
-            "MB_saved": round(v.saved / 1e6),
-            "us": round(1e6 * v.seconds),
-            "ratio": round(result.ratio(v.recipe), 3),
-            "ratio_at_peak": round(v.peak / result[BF16].peak, 3),
-        }
+    known, name = measured(), "{}"
+    if options:
+        known, name = {}, "{}, " + ", ".join(options)
+    for case in cases:
+        with torch.device("meta"):
+            part = CASES[case]()
+        recipes = TORCHAO if theirs else OURS
+        result = fp8.forecast(
+            part.model,
+            part.batch,
+            recipes=recipes,
+            hardware=HARDWARE,
+            options=options,
+        )
+        high = result.variants[0]
+        for v in result.variants[theirs:]:
+            row = {
+                "case": name.format(case),
+                "recipe": v.recipe,
+                "kernels": v.kernels,
+                "fp8": v.fp8,
+                "high": v.high,
+                "MB_moved": round(v.moved / 1e6),
+                "MB_saved": round(v.saved / 1e6),
+                "us": round(1e6 * v.card),
+                "host_us": round(1e6 * v.host),
+                "ratio": round(result.ratio(v.recipe), 3),
+                "ratio_graphs": round(v.card / high.card, 3),
+                "ratio_at_peak": round(v.peak / high.peak, 3),
+            }
+            if (case, v.recipe) in known:
+                row["measured"] = known[case, v.recipe]
+            yield row
 
 
-def published_rows() -> Iterator[Row]:
+def published_rows(theirs: bool) -> Iterator[Row]:
     for name, case in PUBLISHED.items():
+        if (case.recipe in TORCHAO) != theirs:
+            continue
         with torch.device("meta"):
             parts = case.parts()
         high, low = seconds(parts, case.recipe)
@@ -248,15 +287,15 @@ def seconds(parts: list[Part], recipe: str) -> tuple[float, float]:
     high = low = 0.0
     for model, batch, times, cast in parts:
         recipes = [recipe] if cast else []
-        result = fp8.forecast(model, batch, recipes=recipes, hardware=HARDWARE)
+        result = fp8.forecast(model, batch, recipes=recipes, hardware=PUBLISHED_ON)
         high += times * result.variants[0].seconds
         low += times * result.variants[-1].seconds
     return high, low
 
 
-PARTS = {
-    "block": block_rows,
-    "combined": partial(block_rows, "block, combo_kernels", {"combo_kernels": True}),
+PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {
+    "cases": case_rows,
+    "combined": partial(case_rows, cases=["block"], options={"combo_kernels": True}),
     "published": published_rows,
 }
 
@@ -265,7 +304,15 @@ def main(parts: list[str]) -> None:
     if reason := why_not():
         print(f"forecast: left out: {reason}")
         return
-    rows = [row for part in parts for row in PARTS[part]()]
+    rows: list[Row] = []
+    # Ours first: torchao's conversion changes inductor for the whole process.
+    for theirs in (False, True):
+        for part in parts:
+            for row in PARTS[part](theirs):
+                print(json.dumps(row), flush=True)
+                rows.append(row)
+    order = list(dict.fromkeys(row["case"] for row in rows))
+    rows.sort(key=lambda row: order.index(row["case"]))
     known = [row["off"] for row in rows if "off" in row]
     if known:
         rows.append({"case": "median of published", "off": median(known)})
