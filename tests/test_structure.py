@@ -50,6 +50,9 @@ PRIVATE = {
         "torch.ops.aten._scaled_dot_product_flash_attention": "torch's choice asks the driver",
         "torch.utils._python_dispatch": "TorchDispatchMode: constants on the CPU",
     },
+    "fp8/lab/forecast/assembly.py": {
+        "torch._inductor": "the grid of a kernel in one of its configurations"
+    },
     "fp8/lab/forecast/compiled.py": {
         "torch._inductor": "the kernels that it generates, and their arguments"
     },
