@@ -1,11 +1,14 @@
 """What FP8 gains on a GPU: one command of at most eight minutes, `make gpu`.
 
-python -m benchmarks.gpu [--device cuda] [--small] [--seconds 470] [--out FILE] [STAGE ...]
+python -m benchmarks.gpu [--list] [--small] [--seconds 470] [--out FILE] [STAGE ...]
 
-Each stage runs in a process of its own and sends rows, which are written at once: the file is
+Each stage runs in a process of its own and sends rows, which are written at once: the files are
 complete up to the moment at which the command is ended, by SIGTERM, by Ctrl-C or by the time. A
 stage that fails, hangs or runs out of its time is ended, and the next one begins. Named stages
-replace their rows in the file and leave the others.
+replace their rows in the files and leave the others. Kernels are in a file of their own,
+out/gpu_kernels.json, or beside that of --out. Nothing is downloaded; what is compiled stays in
+out/inductor for a second run. --seconds is divided among the stages; with fewer than 16 cores give
+it 800.
 
 "--device cpu --small" shows that the script runs: products are simulated or torch's CPU kernels,
 nothing is compiled to code, and times say nothing.
@@ -23,15 +26,22 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common import RESULTS, Row, machine, show
-from benchmarks.gpu_stages import FORECASTS, STAGES, Sizes
+from benchmarks.gpu_cases import Sizes
+from benchmarks.gpu_kernels import TIMES
+from benchmarks.gpu_stages import STAGES
+from fp8.common.report import as_table
+from fp8.kernels.selftest import trusted
 from fp8.lab.hardware import BF16
 from fp8.lab.preflight.preflight import terminable
 
@@ -43,43 +53,50 @@ forecast: what fp8.forecast says"""
 SECONDS = 470.0
 """For everything: the command promises eight minutes."""
 
-RATES = {
-    "selftest": 70.0,
-    "rates": 30.0,
-    "nanochat": 45.0,
-    "block": 75.0,
-    "model": 60.0,
-}
-RATES |= {"nanochat torchao": 25.0, "block torchao": 35.0, "model torchao": 30.0}
-LAST = {"tests": 100.0, **dict.fromkeys(FORECASTS, 100.0)}
-"""Stage -> its share of the time, in seconds of SECONDS. Those of LAST time nothing and run side by
-side; time that a stage leaves is the next ones'."""
+CACHE = Path("out/inductor")
+"""What inductor has compiled, for the stages of this run and of later ones."""
 
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for a stage."""
 
 
 class Record:
-    """The file of results, written after each change: first under another name, so that it is whole
-    at any moment."""
+    """The files of results, written after each change: first under another name, so that they are
+    whole at any moment."""
 
-    def __init__(self, path: Path, stages: Sequence[str], device: str) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path, kernels: Path, stages: Sequence[str], device: str
+    ) -> None:
+        self._path, self._kernels = path, kernels
         before = json.loads(path.read_text()) if path.exists() else {}
+        listed = json.loads(kernels.read_text()) if kernels.exists() else []
+        rows = [r for r in before.get("rows", ()) if r["stage"] not in stages]
+        here = machine() | ({"device": device} if device else {})
+        if rows:
+            here |= before["machine"]
+        ended = before.get("stages", {})
         self.values: dict[str, Any] = {
             "question": QUESTION,
-            "machine": machine() | before.get("machine", {}) | {"device": device},
-            "stages": {
-                k: v for k, v in before.get("stages", {}).items() if k not in stages
-            },
-            "rows": [
-                row for row in before.get("rows", ()) if row["stage"] not in stages
-            ],
+            "machine": here,
+            "stages": {name: end for name, end in ended.items() if name not in stages},
+            "rows": rows,
         }
+        self.kernels = [row for row in listed if row["stage"] not in stages]
         self.save()
 
     def add(self, stage: str, row: Row) -> None:
-        self.values["rows"].append({"stage": stage, **row})
+        """Adds a row, or its figures to those of the stage for the same case and recipe."""
+        row = {"stage": stage, **row}
+        times = row.pop(TIMES, ())
+        named = {key: row[key] for key in ("stage", "case", "recipe") if key in row}
+        self.kernels += [{**named, **kernel} for kernel in times]
+        rows: list[Row] = self.values["rows"]
+        same = (r for r in rows if "case" in row and named.items() <= r.items())
+        found = next(same, None)
+        if found is None:
+            rows.append(row)
+        else:
+            found.update(row)
         self.save()
 
     def end(self, stage: str, how: str, seconds: float) -> None:
@@ -88,10 +105,15 @@ class Record:
 
     def save(self) -> None:
         self.values["rows"] = with_forecasts(self.values["rows"])
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.values, indent=2) + "\n")
-        temporary.replace(self._path)
+        written(self._path, json.dumps(self.values, indent=2))
+        written(self._kernels, "[" + ",\n".join(map(json.dumps, self.kernels)) + "]")
+
+
+def written(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text + "\n")
+    temporary.replace(path)
 
 
 def with_forecasts(rows: list[Row]) -> list[Row]:
@@ -99,52 +121,51 @@ def with_forecasts(rows: list[Row]) -> list[Row]:
     how much it is off, of replayed graphs if they were measured. A model is the sum of its parts.
     """
     forecast: dict[tuple[str, str], float] = {}
+    parts: dict[str, float] = {}
     for row in rows:
-        if row["stage"] in FORECASTS:
-            case, recipe = row["case"], row["recipe"]
-            forecast[case, recipe] = row["ms"]
+        if is_forecast(row):
+            forecast[row["case"], row["recipe"]] = row["ms"]
             in_model = row["times_in_model"] * row["ms"]
-            forecast["model", recipe] = forecast.get(("model", recipe), 0.0) + in_model
-    for case, recipe in list(forecast):
-        if (
-            case == "model"
-            and not {("block", recipe), ("readout", recipe)} <= forecast.keys()
-        ):
-            del forecast[case, recipe]
+            parts[row["recipe"]] = parts.get(row["recipe"], 0.0) + in_model
+    for recipe, ms in parts.items():
+        if {("block", recipe), ("readout", recipe)} <= forecast.keys():
+            forecast["model", recipe] = ms
     return [_with_forecast(row, forecast) for row in rows]
 
 
+def is_forecast(row: Row) -> bool:
+    return str(row["stage"]).startswith("forecast ")
+
+
 def _with_forecast(row: Row, forecast: dict[tuple[str, str], float]) -> Row:
-    case, recipe = row.get("case", ""), row.get("recipe", "")
-    if (
-        row["stage"] in FORECASTS
-        or "ratio" not in row
-        or (case, recipe) not in forecast
-    ):
+    of = row.get("case", ""), row.get("recipe", "")
+    if is_forecast(row) or "ratio" not in row or of not in forecast:
         return row
-    ratio = forecast[case, recipe] / forecast[case, BF16]
-    return {
-        **row,
-        "forecast": round(ratio, 3),
-        "off": round(ratio / row.get("gpu_ratio", row["ratio"]) - 1, 3),
-    }
+    ratio = forecast[of] / forecast[of[0], BF16]
+    off = ratio / row.get("gpu_ratio", row["ratio"]) - 1
+    return {**row, "forecast": round(ratio, 3), "off": round(off, 3)}
 
 
 class Process:
-    """A stage that runs. Its rows are put into a queue with its name; None at its end."""
+    """A stage in a process of its own, which imports what it needs and waits until `begin`. Its
+    rows are put into a queue with its name; None at its end."""
 
     def __init__(
         self, stage: str, device: str, small: bool, rows: queue.Queue[Any]
     ) -> None:
-        self.stage, self.begun = stage, time.monotonic()
+        self.stage, self._begun = stage, time.monotonic()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
-        command = [sys.executable, "-m", "benchmarks.gpu", "--run", stage, "--device"]
-        command += [(stage in FORECASTS and card()) or device]
-        environment = dict(os.environ)
-        if stage in FORECASTS:
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(CACHE.absolute()), **os.environ}
+        if STAGES[stage].group == "before":  # with the processes of the others
+            environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+        if not STAGES[stage].on_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # compiled for, not used
+            device = card() or device
+        command = [sys.executable, "-m", "benchmarks.gpu", "--run", stage]
+        command += ["--device", device, *(["--small"] if small else [])]
         self._process = subprocess.Popen(
-            [*command, *(["--small"] if small else [])],
+            command,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
@@ -154,6 +175,12 @@ class Process:
         self._reader = threading.Thread(target=self._read, args=(rows,), daemon=True)
         self._reader.start()
 
+    def begin(self, until: float) -> None:
+        self._begun = time.monotonic()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as begins:
+            print(until - self._begun, file=begins)  # if it has not failed
+
     def _read(self, rows: queue.Queue[Any]) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
@@ -162,21 +189,28 @@ class Process:
                     rows.put((self.stage, json.loads(line)))
         rows.put((self.stage, None))
 
+    def stop(self) -> None:
+        """Ends it with its children."""
+        self._signal(signal.SIGTERM)
+        self._wait()
+
     def end(self, record: Record, why: str = "") -> None:
-        """Ends it, if it still runs, with its children."""
+        """Ends it, if it still runs, and records how."""
         if why:
             self._signal(signal.SIGTERM)
+        self._wait()
+        done = self._process.returncode == 0
+        how = why or ("done" if done else f"failed: {self._last_error()}")
+        record.end(self.stage, how, time.monotonic() - self._begun)
+        self._errors.close()
+
+    def _wait(self) -> None:
         try:
             self._process.wait(GRACE)
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
             self._process.wait()
-        self._reader.join()
-        how = why or (
-            "done" if self._process.returncode == 0 else f"failed: {self._last_error()}"
-        )
-        record.end(self.stage, how, time.monotonic() - self.begun)
-        self._errors.close()
+        self._reader.join(GRACE)
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
@@ -188,42 +222,65 @@ class Process:
         return f"exit code {self._process.returncode}: {(lines or [''])[-1][:300]}"
 
 
-def run_together(
-    stages: Sequence[str], record: Record, until: float, device: str, small: bool
-) -> None:
-    """Runs stages side by side, until they end or the time has come."""
-    rows: queue.Queue[Any] = queue.Queue()
-    running = {stage: Process(stage, device, small, rows) for stage in stages}
-    try:
-        while running:
-            try:
-                stage, row = rows.get(timeout=max(until - time.monotonic(), 0.0))
-            except queue.Empty:
-                break
-            if row is None:
-                running.pop(stage).end(record)
-            else:
-                record.add(stage, row)
-                print(stage, json.dumps(row), flush=True)
-        for stage in list(running):
-            running.pop(stage).end(record, "its time was up")
-    finally:
-        for process in running.values():
-            process.end(record, "interrupted")
+class Group:
+    """Stages that run side by side."""
+
+    def __init__(self, stages: Sequence[str], device: str, small: bool) -> None:
+        self._rows: queue.Queue[Any] = queue.Queue()
+        self._running = {
+            stage: Process(stage, device, small, self._rows) for stage in stages
+        }
+
+    def run(self, record: Record, until: float) -> None:
+        """Runs the stages until they end or the time has come."""
+        for process in self._running.values():
+            process.begin(until)
+        try:
+            while self._running:
+                stage, row = self._rows.get(timeout=max(until - time.monotonic(), 0.0))
+                if row is None:
+                    self._running.pop(stage).end(record)
+                else:
+                    record.add(stage, row)
+                    shown = {k: v for k, v in row.items() if k != TIMES}
+                    print(stage, shown, flush=True)
+        except queue.Empty:
+            for stage in list(self._running):
+                self._running.pop(stage).end(record, "its time was up")
+        finally:
+            for process in self._running.values():
+                process.end(record, "interrupted")
+
+    def stop(self) -> None:
+        """Ends the processes of stages that have not begun."""
+        for process in self._running.values():
+            process.stop()
 
 
 def run_all(
     stages: Sequence[str], record: Record, seconds: float, device: str, small: bool
 ) -> None:
-    """Runs stages one after the other, and those of LAST at the end, side by side."""
+    """Runs the groups of the stages one after another. Time that one leaves is the next ones'."""
     end = time.monotonic() + seconds
-    groups = [[stage] for stage in stages if stage in RATES]
-    groups += [last] if (last := [stage for stage in stages if stage in LAST]) else []
-    shares = [max((RATES | LAST)[stage] for stage in group) for group in groups]
-    for i, group in enumerate(groups):
-        left = end - GRACE - time.monotonic()
-        until = time.monotonic() + left * shares[i] / sum(shares[i:])
-        run_together(group, record, until, device, small)
+    groups: dict[str, list[str]] = {}
+    for stage in stages:
+        groups.setdefault(STAGES[stage].group, []).append(stage)
+    shares = [max(STAGES[s].seconds for s in group) for group in groups.values()]
+    ahead: deque[Group] = deque()
+    waiting = deque(groups.values())
+    try:
+        for i, share in enumerate(shares):
+            if not ahead:
+                ahead.append(Group(waiting.popleft(), device, small))
+            # The next stage imports what it needs meanwhile.
+            if waiting and len(waiting[0]) == 1:
+                ahead.append(Group(waiting.popleft(), device, small))
+            left = end - GRACE - time.monotonic()
+            until = time.monotonic() + left * share / sum(shares[i:])
+            ahead.popleft().run(record, until)
+    finally:
+        for group in ahead:
+            group.stop()
 
 
 def card() -> str:
@@ -232,43 +289,67 @@ def card() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the stages that the arguments name, or all, and writes the file."""
+    """Runs the stages that the arguments name, or all, and writes the files."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--small", action="store_true", help="small sizes, to try the script"
-    )
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="(%(default)s)")
-    parser.add_argument(
-        "--out", type=Path, help="(benchmarks/results/gpu.json; else out/gpu.json)"
-    )
-    parser.add_argument("--run", choices=STAGES, help=argparse.SUPPRESS)
-    parser.add_argument("stages", nargs="*", default=[], help=f"of {', '.join(STAGES)}")
+    add = parser.add_argument
+    add("--device", default="cuda")
+    add("--small", action="store_true", help="small sizes, to try the script")
+    add("--seconds", type=float, default=SECONDS, help="for everything (%(default)s)")
+    add("--out", type=Path, help="(benchmarks/results/gpu.json; else out/gpu.json)")
+    add("--list", action="store_true", help="what the stages do, and their seconds")
+    add("--run", choices=STAGES, help=argparse.SUPPRESS)
+    add("stages", nargs="*", default=[], help=f"of {', '.join(STAGES)}")
     given = parser.parse_args(arguments)
+    if given.list:
+        print(listed())
+        return
+    sizes = Sizes.small() if given.small else Sizes()
     if given.run:
-        for row in STAGES[given.run](
-            given.device, Sizes.small() if given.small else Sizes()
-        ):
-            print(json.dumps(row), flush=True)
+        run(given.run, given.device, sizes)
         return
     unknown = [stage for stage in given.stages if stage not in STAGES]
     if unknown:
         parser.error(f"unknown stage {unknown[0]!r}; choose of {', '.join(STAGES)}")
     stages = given.stages or list(STAGES)
-    if given.device == "cuda" and not card() and set(stages) - set(FORECASTS):
+    on_gpu = any(STAGES[stage].on_gpu for stage in stages)
+    if given.device == "cuda" and on_gpu and not card():
         parser.error("no CUDA device; --device cpu --small shows that the script runs")
     recorded = given.device == "cuda" and not given.small
     path = given.out or (RESULTS if recorded else Path("out")) / "gpu.json"
+    folder = given.out.parent if given.out else Path("out")
     with terminable():
-        record = Record(path, stages, card() or given.device)
+        record = Record(path, folder / "gpu_kernels.json", stages, card())
         try:
             run_all(stages, record, given.seconds, given.device, given.small)
         except KeyboardInterrupt:
             print("interrupted")
-        for stage in record.values["stages"]:
+        for stage, end in record.values["stages"].items():
+            if stage not in stages:
+                continue
             rows = [row for row in record.values["rows"] if row["stage"] == stage]
-            show(stage, record.values["stages"][stage]["ended"], rows)
+            show(stage, end["ended"], rows)
         print(f"written: {path}")
+
+
+def listed() -> str:
+    """A table of the stages."""
+    rows = [
+        [name, stage.group, f"{stage.seconds:.0f}", stage.about]
+        for name, stage in STAGES.items()
+    ]
+    return as_table([["stage", "side by side", "seconds", "content"], *rows])
+
+
+def run(stage: str, device: str, sizes: Sizes) -> None:
+    """Prints the rows of a stage, once its input says how many seconds it has."""
+    if device == "cuda":
+        torch.cuda.init()
+        import_module("torch._inductor.compile_fx")
+    sizes = replace(sizes, time=float(sys.stdin.readline()))
+    # That is a stage of its own, and takes seconds in each process.
+    with nullcontext() if stage == "selftest" else trusted():
+        for row in STAGES[stage].run(device, sizes):
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@ they go on where they were stopped."""
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from benchmarks import (
     transfer,
     transfer_depth,
 )
+from benchmarks.gpu import Record
+from benchmarks.gpu_kernels import TIMES, in_trace
 from benchmarks.one_line import WAYS
 from benchmarks.strangers.__main__ import measured, summary
 from benchmarks.strangers.case import Stranger, loss_inside
@@ -200,18 +201,11 @@ def test_preflights_are_measured_recorded_and_go_on(run, changed, tmp_path):
 
 def test_rows_are_written_as_they_come_and_stay_after_sigterm(tmp_path):
     out = tmp_path / "gpu.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--device=cpu",
-        "--small",
-        f"--out={out}",
-    ]
-    command += ["rates", "nanochat"]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OUT": str(out)})
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device=cpu", "--small"]
+    command += [f"--out={out}", "rates", "linear", "head"]
+    process = subprocess.Popen(command, cwd=ROOT)
     rows, end = [], time.monotonic() + 300
-    while not (rows and rows[-1]["stage"] == "nanochat") and time.monotonic() < end:
+    while not (rows and rows[-1]["stage"] == "linear") and time.monotonic() < end:
         time.sleep(0.1)
         if out.exists():
             rows = json.loads(out.read_text())["rows"]
@@ -219,10 +213,43 @@ def test_rows_are_written_as_they_come_and_stay_after_sigterm(tmp_path):
     assert process.wait(60) == -signal.SIGTERM
     record = json.loads(out.read_text())
     ended = {name: stage["ended"] for name, stage in record["stages"].items()}
-    assert ended == {"rates": "done", "nanochat": "interrupted"}
-    row = next(row for row in record["rows"] if row["stage"] == "nanochat")
+    assert ended == {"rates": "done", "linear": "interrupted"}
+    row = next(row for row in record["rows"] if row["stage"] == "linear")
     assert {"case": "linear", "recipe": BF16}.items() <= row.items()
     assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+
+
+def test_kernels_are_those_of_the_later_steps(tmp_path):
+    """Two steps of a product and a cast, whose launch calls the driver."""
+    grid = {"grid": [4, 2, 1], "block": [128, 1, 1], "registers per thread": 32}
+    events = []
+    for at, (name, us) in enumerate([("gemm", 9), ("triton_a", 8)] * 2):
+        us -= at // 2
+        kernel = {"cat": "kernel", "name": name, "ts": at, "dur": us, "args": grid}
+        calls = [
+            {"cat": f"cuda_{of}", "name": "Launch", "args": {"correlation": at}}
+            for of in ("runtime", "driver")
+        ]
+        events += [kernel, *calls]
+    step = in_trace(events, 2)
+    assert step.row() == {
+        "kernels": 2,
+        "launches": 2,
+        "triton_ms": 0.007,
+        "attention_ms": 0,
+        "product_ms": 0.008,
+        "other_ms": 0,
+    }
+    record = Record(tmp_path / "a.json", tmp_path / "b.json", [], "")
+    same = {"case": "block", "recipe": "unit"}
+    for row in ({"ratio": 1.0}, {TIMES: step.details()}):
+        record.add("block", same | row)
+    assert record.values["rows"] == [{"stage": "block", **same, "ratio": 1.0}]
+    listed = json.loads((tmp_path / "b.json").read_text())
+    assert [row["us"] for row in listed] == [8, 7]
+    assert {"blocks": 8, "warps": 4, "stage": "block", **same}.items() <= listed[
+        0
+    ].items()
 
 
 # Models of other libraries
