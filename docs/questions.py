@@ -297,9 +297,10 @@ def _forecast(rows: list[Row]) -> str:
 def _gpu(rows: list[Row]) -> str:
     cases: dict[str, list[str]] = {"block": [], "model": []}
     for row in rows:
-        if row["stage"] in cases and "ratio" in row and row["recipe"] != "bf16":
+        stage = row["stage"].removesuffix(" torchao")
+        if stage in cases and "ratio" in row and row["recipe"] != "bf16":
             beside = f" (forecast {row['forecast']:.2f})" if "forecast" in row else ""
-            cases[row["stage"]].append(
+            cases[stage].append(
                 f"{row['recipe']} {row.get('gpu_ratio', row['ratio']):.2f}{beside}"
             )
     listed = (
