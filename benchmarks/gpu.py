@@ -121,15 +121,13 @@ def with_forecasts(rows: list[Row]) -> list[Row]:
     how much it is off, of replayed graphs if they were measured. A model is the sum of its parts.
     """
     forecast: dict[tuple[str, str], float] = {}
-    parts: dict[str, float] = {}
-    for row in rows:
-        if is_forecast(row):
-            forecast[row["case"], row["recipe"]] = row["ms"]
-            in_model = row["times_in_model"] * row["ms"]
-            parts[row["recipe"]] = parts.get(row["recipe"], 0.0) + in_model
-    for recipe, ms in parts.items():
+    for row in filter(is_forecast, rows):
+        forecast[row["case"], row["recipe"]] = row["ms"]
+    times = {row["case"]: row["times_in_model"] for row in filter(is_forecast, rows)}
+    for recipe in {recipe for _, recipe in forecast}:
         if {("block", recipe), ("readout", recipe)} <= forecast.keys():
-            forecast["model", recipe] = ms
+            parts = (n * forecast[case, recipe] for case, n in times.items() if n)
+            forecast["model", recipe] = sum(parts)
     return [_with_forecast(row, forecast) for row in rows]
 
 
@@ -138,10 +136,10 @@ def is_forecast(row: Row) -> bool:
 
 
 def _with_forecast(row: Row, forecast: dict[tuple[str, str], float]) -> Row:
-    of = row.get("case", ""), row.get("recipe", "")
-    if is_forecast(row) or "ratio" not in row or of not in forecast:
+    low, high = ((row.get("case", ""), x) for x in (row.get("recipe", ""), BF16))
+    if is_forecast(row) or "ratio" not in row or not {low, high} <= forecast.keys():
         return row
-    ratio = forecast[of] / forecast[of[0], BF16]
+    ratio = forecast[low] / forecast[high]
     off = ratio / row.get("gpu_ratio", row["ratio"]) - 1
     return {**row, "forecast": round(ratio, 3), "off": round(off, 3)}
 

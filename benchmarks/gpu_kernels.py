@@ -17,12 +17,14 @@ from importlib import import_module
 from math import prod
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import Row
+from fp8.lab.forecast.assembly import code_of
 
 # An event of a trace in Chrome's format; an object of inductor.
 Event = dict[str, Any]
@@ -141,16 +143,19 @@ def _later(events: list[Event], repeats: int) -> list[Event]:
 
 def instructions(kernel: Kernel) -> float:
     """The instructions that a Triton kernel executes for each element of its iteration."""
-    assembly = import_module("fp8.lab.forecast.assembly")
     for source, folder in _winners(kernel):
-        binary = folder / f"{kernel.name}.cubin"
-        intermediate = binary.with_suffix(".ttgir").read_text()
-        executed = assembly.instructions(
-            binary.read_bytes(), intermediate, kernel.warps
+        path = folder / f"{kernel.name}.cubin"
+        binary = SimpleNamespace(
+            metadata=SimpleNamespace(num_warps=kernel.warps, shared=0),
+            asm={
+                "cubin": path.read_bytes(),
+                "ttgir": path.with_suffix(".ttgir").read_text(),
+            },
         )
-        threads = 32 * kernel.warps * kernel.blocks
+        code = code_of(source, binary, kernel.blocks, {})
         sizes = re.findall(r"^\s+\w*numel\w* = (\d+)$", source, re.M)
-        return float(executed * threads / prod(map(int, sizes)))
+        threads = 32 * kernel.warps * kernel.blocks
+        return code.instructions * threads / prod(map(int, sizes))
     raise LookupError(f"no compiled kernel is named {kernel.name}")
 
 

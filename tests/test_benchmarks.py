@@ -31,7 +31,7 @@ from benchmarks.strangers.__main__ import measured, summary
 from benchmarks.strangers.case import Stranger, loss_inside
 from benchmarks.strangers.examine import Options, examine
 from fp8.common.step import tensors
-from fp8.lab.hardware import BF16
+from fp8.lab.hardware import BF16, Hardware, Host
 from fp8.lab.preflight.training import loss_of
 from notebooks.nanogpt.data import load_corpus
 from notebooks.transfer import COMPLETE, ENDS, PARAMETRISATIONS, Experiment, train
@@ -214,6 +214,8 @@ def test_rows_are_written_as_they_come_and_stay_after_sigterm(tmp_path):
     record = json.loads(out.read_text())
     ended = {name: stage["ended"] for name, stage in record["stages"].items()}
     assert ended == {"rates": "done", "linear": "interrupted"}
+    hardware = next(r["hardware"] for r in record["rows"] if "hardware" in r)
+    Hardware(**hardware | {"host": Host(**hardware["host"])})
     row = next(row for row in record["rows"] if row["stage"] == "linear")
     assert {"case": "linear", "recipe": BF16}.items() <= row.items()
     assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
@@ -244,7 +246,12 @@ def test_kernels_are_those_of_the_later_steps(tmp_path):
     same = {"case": "block", "recipe": "unit"}
     for row in ({"ratio": 1.0}, {TIMES: step.details()}):
         record.add("block", same | row)
-    assert record.values["rows"] == [{"stage": "block", **same, "ratio": 1.0}]
+    for ms, recipe in ((2, "unit"), (4, BF16)):
+        row = {"recipe": recipe, "case": "block", "ms": ms, "times_in_model": 1}
+        record.add("forecast block", row)
+    first, *_ = record.values["rows"]
+    expected = {"stage": "block", **same, "ratio": 1.0, "forecast": 0.5, "off": -0.5}
+    assert first == expected
     listed = json.loads((tmp_path / "b.json").read_text())
     assert [row["us"] for row in listed] == [8, 7]
     assert {"blocks": 8, "warps": 4, "stage": "block", **same}.items() <= listed[

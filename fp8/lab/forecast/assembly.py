@@ -77,7 +77,7 @@ def codes(name: str, source: str, card: Card) -> tuple[Code, ...]:
 def _codes(source: str, card: str) -> tuple[Code, ...]:
     target = next(row for row in CARDS.values() if row.name == card)
     made = configurations("kernel", source, target)
-    return tuple(_code(binary, source, blocks, sizes) for binary, blocks, sizes in made)
+    return tuple(code_of(source, *configuration) for configuration in made)
 
 
 class Configuration(NamedTuple):
@@ -132,7 +132,8 @@ def _numbers(source: str) -> dict[str, int]:
     return {name: int(value) for name, value in found}
 
 
-def _code(binary: Any, source: str, blocks: int, sizes: Mapping[str, int]) -> Code:
+def code_of(source: str, binary: Any, blocks: int, sizes: Mapping[str, int]) -> Code:
+    """What a compiled kernel executes. The others are those of a `Configuration`."""
     warps = binary.metadata.num_warps
     text = _disassembly(binary.asm["cubin"])
     steps = _steps(text)
