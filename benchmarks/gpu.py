@@ -56,6 +56,9 @@ SECONDS = 470.0
 CACHE = Path("out/inductor")
 """What inductor has compiled, for the stages of this run and of later ones."""
 
+ROWS = "ROWS"
+"""What stands for the rows while a record is made."""
+
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for a stage."""
 
@@ -105,8 +108,15 @@ class Record:
 
     def save(self) -> None:
         self.values["rows"] = with_forecasts(self.values["rows"])
-        written(self._path, json.dumps(self.values, indent=2))
-        written(self._kernels, "[" + ",\n".join(map(json.dumps, self.kernels)) + "]")
+        text = json.dumps({**self.values, "rows": ROWS}, indent=2)
+        rows = in_lines(self.values["rows"])
+        written(self._path, text.replace(json.dumps(ROWS), rows))
+        written(self._kernels, in_lines(self.kernels))
+
+
+def in_lines(rows: Sequence[Row]) -> str:
+    """A list in JSON, a row to a line."""
+    return "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
 
 
 def written(path: Path, text: str) -> None:

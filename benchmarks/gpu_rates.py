@@ -25,6 +25,7 @@ from fp8.common.step import described
 from fp8.kernels.product import why_not_here
 from fp8.kernels.table import kernel_of, multiply, store
 from fp8.lab.hardware import BF16
+from fp8.torch_internals import inductor
 
 Call = Callable[[], object]
 
@@ -221,11 +222,6 @@ def seconds_of(step: Call, device: str) -> float:
     return min(timed(step, 50, device) for _ in range(5)) / 50
 
 
-def compiled(function: Callable[..., object], device: str) -> Callable[..., object]:
-    backend = "inductor" if device == "cuda" else "eager"
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
-
-
 def chain(length: int, device: str) -> Call:
     """A compiled forward and backward pass with so many Triton kernels in each: reductions over
     rows and over columns in turns, which inductor cannot fuse."""
@@ -235,7 +231,8 @@ def chain(length: int, device: str) -> Call:
             x = x + x.sum(i % 2, keepdim=True) / 64
         return x
 
-    function = compiled(forward, device)
+    backend = "inductor" if device == "cuda" else "eager"
+    function = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
     x = torch.ones(64, 64, device=device, dtype=DTYPE, requires_grad=True)
     grad = torch.ones_like(x)
 
@@ -258,4 +255,6 @@ def multiplied(length: int, device: str, in_fp8: bool) -> Call:
         return [multiply(kind, a(x), b(y), 1.0, DTYPE, True) for y in w.split(64)]
 
     tensors = left.values, right.values, left.scale, right.scale
-    return partial(torch.no_grad()(compiled(forward, device)), *tensors)
+    if device != "cuda":
+        return partial(forward, *tensors)
+    return partial(inductor.compiled(forward, *tensors), *tensors)
