@@ -169,10 +169,9 @@ class Forecast:
             "layers slower",
             "MB saved",
         )
-        compiled = ("card", "host", "bound by", "at peak", "kernels")
-        compiled += ("products FP8 / other", "MB moved")
         if self.source == "compiler":
-            heads += compiled
+            heads += ("card", "host", "bound by", "at peak", "kernels")
+            heads += ("products FP8 / other", "MB moved")
         rows = (self._cells(variant)[: len(heads)] for variant in self.variants)
         return as_table([heads, *rows])
 
