@@ -156,8 +156,8 @@ FAR = [
     (named(fp8.optim.AdamW, lr=1e-3), BELOW.format("0.001")),
     (named(OPT.SGD, lr=1e-4), BELOW.format("0.0001")),
     (named(OPT.NAdam, lr=4.0), r"rate of 4, \d+ times above that of the rule"),
-    (named(uu.optim.AdamW, lr=2**-5), "lr=0.03125, 16 times below.* Leave lr out"),
-    (named(uu.optim.AdamW, lr=2**4), "lr=16, 32 times above.* Leave lr out"),
+    (named(uu.optim.AdamW, lr=2**-4.25), "lr=0.05256, 10 times below.* Leave lr out"),
+    (named(uu.optim.AdamW, lr=2**2.25), "lr=4.757, 10 times above.* Leave lr out"),
 ]
 NEAR = [
     named(OPT.Adagrad, lr=4.0),  # it may multiply its rate by a factor of its own
@@ -168,7 +168,7 @@ NEAR = [
     warm,
     reduced,
     named(uu.optim.AdamW),
-    named(uu.optim.AdamW, lr=2.0),
+    named(uu.optim.AdamW, lr=2**1.75),
     named(uu.optim.AdamW, lr_mult=uu.optim.UMUP),
     lambda model: Container(model.parameters(), {}),
 ]
