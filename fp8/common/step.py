@@ -355,16 +355,16 @@ class restored(TorchFunctionMode):
 
     def _keep(self, written: Iterable[Tensor]) -> None:
         if self._at is None:
-            self._at = {_storage(t): t for t in self._parameters}
+            self._at = {storage_of(t): t for t in self._parameters}
             self._at.pop(None, None)
-        for key in map(_storage, written):
+        for key in map(storage_of, written):
             if key in self._at and key not in self._values:
                 values = self._at[key].detach()
                 self._values[key] = values, values.clone()
 
     def wrote(self, parameter: Tensor) -> bool:
         """Whether a call has written its values, which are restored."""
-        return self._is_replaced(parameter) or _storage(parameter) in self._values
+        return self._is_replaced(parameter) or storage_of(parameter) in self._values
 
     def _is_replaced(self, parameter: Tensor) -> bool:
         """Whether its data are another tensor's."""
@@ -374,7 +374,7 @@ class restored(TorchFunctionMode):
         """Whether a call has changed its values."""
         if self._is_replaced(parameter):
             return True
-        values, before = self._values.get(_storage(parameter), (parameter, None))
+        values, before = self._values.get(storage_of(parameter), (parameter, None))
         return before is not None and not torch.equal(values, before)
 
     def __exit__(self, *error: object) -> None:
@@ -406,7 +406,7 @@ def is_in_place(name: str, kwargs: Keywords) -> bool:
     return operator or marked or "out" in kwargs or bool(kwargs.get("inplace"))
 
 
-def _storage(tensor: Tensor) -> int | None:
+def storage_of(tensor: Tensor) -> int | None:
     """The address of the values of a tensor; None where there is none (sparse, wrapped)."""
     with suppress(RuntimeError):
         return tensor.untyped_storage().data_ptr() or None

@@ -90,16 +90,11 @@ class _Replacing(Calls):
         return written.copy_(output)
 
 
-_METHODS = {
-    "add": "add",
-    "sub": "sub",
-    "mul": "mul",
-    "truediv": "div",
-}
 OPERATORS: dict[Function, Function] = {operator.matmul: torch.Tensor.matmul}
 """An operator -> what a mode sees of it."""
 
-for _name, _method in _METHODS.items():
+for _name in "add sub mul truediv".split():
+    _method = _name.removeprefix("true")
     OPERATORS[getattr(operator, _name)] = getattr(torch.Tensor, _method)
     OPERATORS[getattr(operator, f"i{_name}")] = getattr(torch.Tensor, f"{_method}_")
 

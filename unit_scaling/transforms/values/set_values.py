@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from fp8.common.dtensor import part_of
 from fp8.common.report import LEFT_ALONE, Row
+from fp8.common.step import storage_of
 
 from ...common.calls import Args, Given, Kwargs, T
 from ...ops.recurrent import GRU_FACTOR, LSTM_FACTOR, RELU_FACTOR, TANH_FACTOR
@@ -355,7 +356,7 @@ class _Setter:
         self._tag_fan_in(name, index)
         moved = tensors[weight.slot]
         parameter = self.parameters[name]
-        is_copy = _storage(moved) != _storage(parameter)
+        is_copy = storage_of(part_of(moved)) != storage_of(part_of(parameter))
         if is_copy and not self.changes[name].keeps:
             # A copy in another dtype or order, or what FSDP has gathered.
             moved.data.mul_(number)
@@ -516,13 +517,6 @@ _CELLS = {
 def _of_any_item(name: str) -> str:
     """The name of a parameter without the numbers of items in lists."""
     return re.sub(r"\.\d+\.", "..", name)
-
-
-def _storage(tensor: Tensor) -> int:
-    """The address of its memory; 0 for a wrapper, as of `fp8.training.fsdp`."""
-    with suppress(RuntimeError):
-        return part_of(tensor).untyped_storage().data_ptr()
-    return 0
 
 
 def _off_one(tensor: Tensor) -> float:
