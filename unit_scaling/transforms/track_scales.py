@@ -420,16 +420,12 @@ def _pruned(graph: Graph, prune: Callable[[Node], bool], tracked: bool = True) -
     graph = copy.deepcopy(graph)
     for node in graph.nodes:
         if node.op != "output" and prune(node):
-            _remove(graph, node)
+            source: Any = _float_input(node)
+            for user in list(node.users):
+                user.replace_input_with(node, source)
+            graph.erase_node(node)
     graph.lint()
     return graph
-
-
-def _remove(graph: Graph, node: Node) -> None:
-    source: Any = _float_input(node)
-    for user in list(node.users):
-        user.replace_input_with(node, source)
-    graph.erase_node(node)
 
 
 def _is_float(node: Node) -> bool:

@@ -365,7 +365,8 @@ class Recorder(Pass):
                 inputs.append(self._input((place,), known))
             else:
                 inputs.append(Input((place,), known))
-        module = _module_of(maker)
+        function_class = getattr(maker, "_forward_cls", None)
+        module = getattr(function_class, "__module__", "")
         # The functions of torch.distributed move values between processes.
         is_move = module.startswith("torch.distributed.")
         kind = "clone" if is_move and len(inputs) == 1 else ""
@@ -421,11 +422,6 @@ class Recorder(Pass):
             self._alive.append(tensor)
             if tensor.grad_fn is not None:
                 self._makers[tensor.grad_fn] = latest
-
-
-def _module_of(maker: Node) -> str:
-    """The module that defines an autograd function."""
-    return getattr(getattr(maker, "_forward_cls", None), "__module__", None) or ""
 
 
 _RECOMPUTES = "CheckpointFunctionBackward"

@@ -36,9 +36,8 @@ class Classes:
         self._tags = tags
         self._outputs = seen.outputs
         self._changed = seen.changed
-        scaled = (name for name, each in tags.items() if each.mup_divisor)
         #: The weights and gains that were divided by their RMS.
-        self.scaled = frozenset(scaled)
+        self.scaled = frozenset(n for n, each in tags.items() if each.mup_divisor)
         self._readouts = frozenset(
             n for n, each in tags.items() if each.mup_type == "output"
         )

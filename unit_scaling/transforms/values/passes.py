@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -36,20 +36,23 @@ Before = Callable[[Place, Args, Kwargs], None]
 
 
 class Sizes(Pass):
-    """Measures the RMS of results, 0 for zeros, as ``sizes``.
+    """Measures the RMS of results, 0 for zeros, as ``sizes`` by name.
 
-    places: those whose results are measured. set_at: those of the calls that ``before`` is called
-    before. has_nan: whether the output has NaN.
+    names: the places whose results are measured. set_at: those of the calls that ``before`` is
+    called before. has_nan: whether the output has NaN.
     """
 
     def __init__(
-        self, places: Collection[Place], set_at: Collection[Place], before: Before
+        self,
+        names: Mapping[Place, str | None],
+        set_at: Collection[Place],
+        before: Before,
     ) -> None:
         super().__init__()
-        self._places = places
+        self._names = names
         self._set_at = set_at
         self._before = before
-        self.sizes: dict[Place, float] = {}
+        self.sizes: dict[str, float] = {}
         self.has_nan = False
 
     def end(self, output: Any, written: restored) -> None:
@@ -68,8 +71,9 @@ class Sizes(Pass):
             results = results_of(place, args, output)
             if results:
                 self.count(place)
-                if place in self._places:
-                    self.sizes[place] = read_size(max(results, key=Tensor.numel))
+                name = self._names.get(place)
+                if name is not None:
+                    self.sizes[name] = read_size(max(results, key=Tensor.numel))
         return output
 
 

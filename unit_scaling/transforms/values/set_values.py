@@ -22,8 +22,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +60,7 @@ PASSES = 6
 """The largest number of passes that set values."""
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What `unit_scale` does with a model: the changes of its parameters by name, and the rows of
     the report."""
 
@@ -132,7 +130,8 @@ class _Setter:
         self._find_targets(seen.outputs)
         self.written = seen.written
         self.passes = 0
-        self.measured = {self.place_of[index] for index in self.weights}
+        weights = self.weights.items()
+        self.names = {self.place_of[at]: self.flow.origin(i) for at, i in weights}
         self.set_at = {self.place_of[index] for index in (*self.first, *self.targets)}
         self.multiplied: set[Holder] = set()  # in the last pass
 
@@ -190,7 +189,7 @@ class _Setter:
         """Sets values in a pass, and measures the results of products with weights. Whether the
         output has NaN."""
         self.multiplied.clear()
-        seen = Sizes(self.measured, self.set_at, self.before)
+        seen = Sizes(self.names, self.set_at, self.before)
         # The dict alone: ``seen`` refers to this object, and a cycle would keep parameters alive.
         self.sizes = seen.sizes
         run_pass(self.model, self.given, seen)
@@ -199,16 +198,6 @@ class _Setter:
             self._write(name)
         self.passes += 1
         return seen.has_nan
-
-    def _results(self) -> dict[str, float]:
-        """The RMS of the results so far in this pass, by the names of the weights."""
-        results = {}
-        for index, weight in self.weights.items():
-            name = self.flow.origin(weight)
-            size = self.sizes.get(self.place_of[index])
-            if name is not None and size is not None:
-                results[name] = size
-        return results
 
     def _agreed(self, what: str, value: T) -> T:
         """The value of the first process: each has a batch of its own, and learning rates follow
@@ -335,9 +324,8 @@ class _Setter:
         if not holders:
             return 1.0
         held = holders[0].parameter
-        size = self._results().get(held)
-        if size:
-            return 1 / size
+        if self.sizes.get(held):
+            return 1 / self.sizes[held]
         return self.changes[held].start
 
     def _set_weight(self, index: int, tensors: Mapping[Slot, Tensor]) -> None:
@@ -441,7 +429,7 @@ class _Setter:
         numbers = {name: change.number for name, change in self.changes.items()}
         for name, number in agreed(f"{self.name}/values", numbers).items():
             self.changes[name].number = number
-        results = agreed(f"{self.name}/results", self._results())
+        results = agreed(f"{self.name}/results", self.sizes)
         for name, change in self.changes.items():
             self._finish_one(name, change, results.get(name))
         if has_nan:
@@ -498,8 +486,7 @@ class _Setter:
                     break
 
 
-@dataclass(frozen=True)
-class _Cell:
+class _Cell(NamedTuple):
     """A recurrent layer. size: its hidden state over torch's."""
 
     size: float
