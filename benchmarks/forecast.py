@@ -1,10 +1,10 @@
 """What a training step takes on an H200, from the compiler's code: `fp8.forecast`.
 
-``python -m benchmarks.forecast [cases] [combined] [published]`` needs a CUDA build of torch, and no
-GPU. cases: the layer, the head and the Llama block of `benchmarks.gpu` under every recipe with
-kernels and torchao's, beside what was measured. combined: the block with torch.compile's option
-"combo_kernels". published: steps whose times were published, on an H100. A row is printed when it
-is known: half a minute for each, on one core.
+``python -m benchmarks.forecast [cases] [model] [combined] [published]`` needs a CUDA build of
+torch, and no GPU. cases: the layer, the head and the Llama block of `benchmarks.gpu` under every
+recipe with kernels and torchao's, beside what was measured. model: the memory of its model.
+combined: the block with torch.compile's option "combo_kernels". published: steps whose times were
+published, on an H100. A row is printed when it is known: half a minute for each, on one core.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import fp8
 from benchmarks.common import RESULTS, Row, report, show
 from fp8.common.step import Batch
 from fp8.lab.forecast.card import why_not
+from fp8.lab.hardware import BF16
 
 WIDTH, INNER, HEADS, BATCH, LENGTH = 2048, 5632, 16, 2, 2048
 HARDWARE, PUBLISHED_ON = "h200", "h100"
@@ -217,10 +218,13 @@ CASES: dict[str, Callable[[], Part]] = {
 """Those of `benchmarks.gpu`, by its names."""
 
 
-def measured() -> dict[tuple[str, str], float]:
-    """(case, recipe) -> the ratio to bf16's time in the last results of `benchmarks.gpu`."""
+def measured(field: str) -> dict[tuple[str, str], float]:
+    """(case, recipe) -> "ratio", to bf16's time, or "peak_GB" in the last results of
+    `benchmarks.gpu`."""
     rows = json.loads((RESULTS / "gpu.json").read_text())["rows"]
-    return {(row["case"], row["recipe"]): row["ratio"] for row in rows if "ms" in row}
+    return {
+        (row["case"], row["recipe"]): row[field] for row in rows if "peak_GB" in row
+    }
 
 
 def case_rows(
@@ -228,9 +232,9 @@ def case_rows(
     cases: Sequence[str] = tuple(CASES),
     options: Mapping[str, bool] | None = None,
 ) -> Iterator[Row]:
-    known, name = measured(), "{}"
+    known, peaks, name = measured("ratio"), measured("peak_GB"), "{}"
     if options:
-        known, name = {}, "{}, " + ", ".join(options)
+        known, peaks, name = {}, {}, "{}, " + ", ".join(options)
     for case in cases:
         with torch.device("meta"):
             part = CASES[case]()
@@ -252,6 +256,7 @@ def case_rows(
                 "high": v.high,
                 "MB_moved": round(v.moved / 1e6),
                 "MB_saved": round(v.saved / 1e6),
+                "peak_GB": round(v.compiled / 1e9, 2),
                 "us": round(1e6 * v.card),
                 "host_us": round(1e6 * v.host),
                 "ratio": round(result.ratio(v.recipe), 3),
@@ -260,7 +265,37 @@ def case_rows(
             }
             if (case, v.recipe) in known:
                 row["measured"] = known[case, v.recipe]
+                row["measured_GB"] = peaks[case, v.recipe]
             yield row
+
+
+def model_rows(theirs: bool) -> Iterator[Row]:
+    """The peaks of `benchmarks.gpu`'s model: where the backward pass begins, every block keeps what
+    it saves, and its input. The embedding is as large as the readout."""
+    from benchmarks.gpu_stages import MODELS, Sizes  # which imports this module
+
+    sizes, peaks, parts = Sizes(), measured("peak_GB"), []
+    ours = [x for case, x in peaks if case == "model" and (x in TORCHAO) == theirs]
+    recipes = [name for name in ours if name != BF16]
+    for name in ("block", "readout"):
+        with torch.device("meta"):
+            model, batch = MODELS[name](sizes)
+        parts.append(
+            fp8.forecast(model, batch, recipes=recipes, hardware=HARDWARE).variants
+        )
+    for block, readout in list(zip(*parts, strict=True))[theirs:]:
+        assert block.memory is not None
+        assert readout.memory is not None
+        kept = block.memory.weights + block.saved + block.memory.batch
+        beside = readout.memory.weights - readout.memory.batch
+        yield {
+            "case": "model",
+            "recipe": block.recipe,
+            "peak_GB": round(
+                (sizes.layers * kept + beside + readout.compiled) / 1e9, 2
+            ),
+            "measured_GB": peaks["model", block.recipe],
+        }
 
 
 def published_rows(theirs: bool) -> Iterator[Row]:
@@ -295,6 +330,7 @@ def seconds(parts: list[Part], recipe: str) -> tuple[float, float]:
 
 PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "cases": case_rows,
+    "model": model_rows,
     "combined": partial(case_rows, cases=["block"], options={"combo_kernels": True}),
     "published": published_rows,
 }

@@ -276,6 +276,7 @@ def forecast(name: str, theirs: bool, device: str, sizes: Sizes) -> Iterator[Row
             "ratio": round(result.ratio(variant.recipe), 3),
             "times_in_model": {"block": sizes.layers, "readout": 1}.get(name, 0),
             "kernels": variant.kernels,
+            "peak_GB": round(variant.compiled / 1e9, 2),
             "source": result.source,
         }
 

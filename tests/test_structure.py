@@ -62,6 +62,9 @@ PRIVATE = {
         "torch.utils._pytree": "arguments of operations",
         "torch.utils._python_dispatch": "TorchDispatchMode: operations without arithmetic",
     },
+    "fp8/lab/forecast/replay.py": {
+        "torch._inductor": "what loads kernels in generated code"
+    },
     "fp8/lab/forecast/memory.py": {
         "torch.ops.aten._scaled_dot_product_attention_math": "attention of other shapes",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "a kernel, with dropout too",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -45,12 +44,13 @@ class Kernel(NamedTuple):
 
 class Graph(NamedTuple):
     """A compiled graph. saved: bytes that the backward pass reads and the forward pass stored,
-    without parameters. source: the generated code."""
+    without parameters. source: the generated code. inputs: name -> layout, None for a number."""
 
     backward: bool
     kernels: tuple[Kernel, ...]
     saved: int
     source: str
+    inputs: Mapping[str, Layout | None]
 
 
 def graphs(
@@ -92,7 +92,9 @@ def _capturing(results: list[Graph]) -> Iterator[None]:
     def described(self: Lowering, code: Node) -> types.SimpleNamespace:
         outputs = [_layout(x) for x in self.graph_outputs]
         kernels = tuple(_kernels(self, fused))
-        results.append(Graph(self.is_backward, kernels, _saved(self), code.value))
+        inputs = {x: _layout(self.graph_inputs[x]) for x in self.graph_input_names}
+        saved = _saved(self.is_backward, inputs)
+        results.append(Graph(self.is_backward, kernels, saved, code.value, inputs))
         fused.clear()
 
         def call(inputs: list[object]) -> list[Tensor | None]:
@@ -109,7 +111,9 @@ def _capturing(results: list[Graph]) -> Iterator[None]:
         yield
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
+    """That of a buffer or of an input."""
+
     size: list[int]
     stride: list[int]
     dtype: torch.dtype
@@ -124,11 +128,11 @@ class _Layout(NamedTuple):
         )
 
 
-def _layout(x: Node) -> _Layout | None:
+def _layout(x: Node) -> Layout | None:
     """Returns the layout of a buffer or input of a graph; None if it is not a tensor."""
     try:
         size = list(map(int, x.get_size()))
-        return _Layout(size, list(map(int, x.get_stride())), x.get_dtype())
+        return Layout(size, list(map(int, x.get_stride())), x.get_dtype())
     except (AttributeError, NotImplementedError, TypeError):
         return None
 
@@ -145,14 +149,17 @@ def _arguments(args: Node) -> set[str]:
     return names
 
 
-def _saved(graph: Lowering) -> int:
+def _saved(backward: bool, inputs: Mapping[str, Layout | None]) -> int:
     """Bytes of the inputs of a backward graph beside parameters and gradients."""
-    if not graph.is_backward:
+    if not backward:
         return 0
-    # By the names that AOTAutograd gives parameters and gradients.
-    names = (x for x in graph.graph_input_names if not re.match("primals|tangents", x))
-    layouts = (_layout(graph.graph_inputs[name]) for name in names)
-    return sum(x.nbytes for x in layouts if x is not None)
+    return sum(x.nbytes for name, x in inputs.items() if x and not is_given(name))
+
+
+def is_given(name: str) -> bool:
+    """Whether an input of a graph is an argument of the function or the gradient of a result, by
+    the names that AOTAutograd gives them."""
+    return name.startswith(("primals", "tangents"))
 
 
 def _kernels(

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ...casts.watch import watches_of
 from ...common.copies import deep_copy
 from ...common.libraries import need
-from ...common.step import Batch, Loss, call, described, loss_value, unwrapped
+from ...common.step import Batch, Loss, call, described, loss_value, tensors, unwrapped
 from ...common.validation import check_module
 from ...kernels import selftest
 from ...kernels.product import why_not_recipe
@@ -35,6 +35,7 @@ from .card import CARDS, compiling_for, why_not
 from .compiled import OTHER, TRITON, Graph, graphs
 from .estimate import estimate
 from .memory import OPTIMIZERS, of_optimizer, of_passes, on_gpu
+from .replay import peak
 from .result import Forecast, Variant
 from .times import Times, times
 
@@ -128,13 +129,23 @@ def forecast(
             compiled = step.compiled(converter)
             found = times(compiled, device)
             variant = _summed(variant, compiled, found, replays)
-            variants.append(replace(variant, simulated=converter.simulated))
+            size, why = _peak(step, compiled, notes), converter.simulated
+            variants.append(replace(variant, compiled=size, simulated=why))
             if found.uncounted:
                 notes.append(f"{variant.recipe}: {BYTES_ONLY}: {found.uncounted}")
             if progress is not None:
                 progress(variants[-1])
     result = Forecast(device.name, "compiler", tuple(variants), tuple(notes))
     return _with_memory(result, model, batch, loss, converters)
+
+
+def _peak(step: _Step, compiled: Sequence[Graph], notes: list[str]) -> int:
+    """The most bytes of a step of compiled code; 0, and a note, if its code cannot be run here."""
+    try:
+        return step.nbytes + peak(compiled, step.loss is None)
+    except Exception as error:
+        notes.append(f"the peak of compiled code was not counted: {described(error)}")
+        return 0
 
 
 def _with_memory(
@@ -235,6 +246,12 @@ class _Step(NamedTuple):
     batch: Batch
     loss: Loss | None
     options: Mapping[str, object] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters, buffers and the batch."""
+        ours = (*self.model.parameters(), *self.model.buffers(), *tensors(self.batch))
+        return sum(x.nbytes for x in set(ours))
 
     def converted(self, converter: _Converter, backend: str = "auto") -> nn.Module:
         """A copy that shares parameters and buffers."""

@@ -1,5 +1,5 @@
-"""Operations without their arithmetic: inside of `Allocations` each allocates its results and
-computes nothing, and what is alive is counted.
+"""The memory that operations allocate: `Allocations` counts what is alive. Inside of `Hollow`,
+operations allocate their results and compute nothing.
 
 The memory of a large result is reserved by the operating system and never touched, so that a model
 of any size fits. Classes and devices of tensors are those of a real run on a CPU.
@@ -72,7 +72,8 @@ class _View:
 
 
 class Allocations(TorchDispatchMode):
-    """Within the block, operations allocate and compute nothing.
+    """Within the block, the memory of the results of operations is counted, not what their kernels
+    allocate besides.
 
     Attributes:
         alive: id of a storage -> its allocation.
@@ -83,8 +84,6 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.alive: dict[int, Allocation] = {}
         self.now = self.peak = 0
-        self._fake = FakeTensorMode()
-        self._results: dict[object, tuple[list[object], object]] = {}
 
     def begin(self) -> None:
         """Counts the peak from here on."""
@@ -95,17 +94,38 @@ class Allocations(TorchDispatchMode):
         for key in keys:
             self.alive[key] = self.alive[key]._replace(origin=origin)
 
-    def _add(self, x: Tensor, origin: str) -> None:
-        """Counts the storage of ``x``, a new tensor, until nothing holds it."""
-        storage: Storage = x.untyped_storage()
-        key = id(storage)
-        self.alive[key] = Allocation(storage.nbytes(), x.dtype, origin)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, key).atexit = False
+    def add(self, output: Output, origin: str = "") -> Output:
+        """Counts the storages of tensors until nothing holds them. Returns ``output``."""
+        for x in pytree.tree_leaves(output):
+            if isinstance(x, Tensor) and key_of(x) not in self.alive:
+                storage: Storage = x.untyped_storage()
+                found = Allocation(storage.nbytes(), x.dtype, origin)
+                self.alive[id(storage)] = found
+                self.now += found.nbytes
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, id(storage)).atexit = False
+        return output
 
     def _free(self, key: int) -> None:
         self.now -= self.alive.pop(key).nbytes
+
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        return self.add(func(*args, **(kwargs or {})))
+
+
+class Hollow(Allocations):
+    """Within the block, operations allocate their results and compute nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode()
+        self._results: dict[object, tuple[list[object], object]] = {}
 
     def __torch_dispatch__(
         self,
@@ -122,7 +142,7 @@ class Allocations(TorchDispatchMode):
         origin = self._origin(inputs)
         # Numbers, which control flow reads (a counter of steps), are computed.
         if inputs and all(x.numel() <= 1 for x in inputs):
-            return self._counted(func(*args, **kwargs), origin)
+            return self.add(func(*args, **kwargs), origin)
         try:
             results, result_form = self._described(func, leaves, form)
         except (
@@ -131,24 +151,18 @@ class Allocations(TorchDispatchMode):
             return func(*args, **kwargs)
         made_here = [x for x in results if isinstance(x, _Layout)]
         if not inputs and all(x.size.numel() <= 1 for x in made_here):
-            return self._counted(func(*args, **kwargs), origin)
+            return self.add(func(*args, **kwargs), origin)
         if any(isinstance(x, _View) for x in results):
             return func(*args, **kwargs)
         made = []
         for result in results:
             if isinstance(result, _Layout):
                 result = result.empty()
-                self._add(result, origin)
+                self.add(result, origin)
             elif isinstance(result, _Same):
                 result = leaves[result.place]
             made.append(result)
         return pytree.tree_unflatten(made, result_form)
-
-    def _counted(self, output: Output, origin: str) -> Output:
-        for x in pytree.tree_leaves(output):
-            if isinstance(x, Tensor) and key_of(x) not in self.alive:
-                self._add(x, origin)
-        return output
 
     def _described(
         self, func: Operator, leaves: list[Any], form: object

@@ -1,10 +1,11 @@
 """The memory of a training step in eager mode, by what it is for: the step runs without its
-arithmetic (`Allocations`), and every tensor that torch, the casts and the optimizer allocate counts
+arithmetic (`Hollow`), and every tensor that torch, the casts and the optimizer allocate counts
 for as long as something holds it. It needs no GPU and no CUDA build of torch.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +26,7 @@ from ...optim import AdamW, step
 from ...optim.state import PURPOSES
 from ...torch_internals import Context
 from ...training.levels import LEVELS, initialize
-from .hollow import DATA, PLAIN, WEIGHTS, Allocations, key_of
+from .hollow import DATA, PLAIN, WEIGHTS, Allocations, Hollow, key_of
 from .result import Memory, OptimizerMemory
 
 
@@ -61,7 +62,7 @@ def of_passes(
         make: returns a model and a batch of new tensors on the CPU. It runs without arithmetic.
         loss: as in `fp8.forecast`.
     """
-    with seeded(None, cuda=()), Allocations() as allocations:
+    with seeded(None, cuda=()), Hollow() as allocations:
         model, batch = make()
         inputs = set(map(key_of, tensors(batch)))
         buffers = set(map(key_of, model.buffers()))
@@ -115,7 +116,7 @@ def of_optimizer(
 ) -> OptimizerMemory:
     """The memory of a model that an optimizer steps. make: as in `of_passes`; returns the model.
     optimize: as in `OPTIMIZERS`."""
-    with seeded(None, cuda=()), Allocations() as allocations:
+    with seeded(None, cuda=()), Hollow() as allocations:
         model, optimizer = optimize(make())
         parameters = [p for p in model.parameters() if p.requires_grad]
         for _ in range(3):  # the first ones make the state and round weights
@@ -125,7 +126,8 @@ def of_optimizer(
             del grads
             gradients = allocations.now - before
             allocations.begin()
-            optimizer.step()
+            with torch.no_grad():  # without hooks, by which models count their passes
+                inspect.unwrap(type(optimizer).step)(optimizer)
             optimizer.zero_grad()
         weights = before - sum(state.values())
         return OptimizerMemory(weights, gradients, state, allocations.peak)

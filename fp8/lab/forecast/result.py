@@ -85,6 +85,8 @@ class Variant:
         memory: in eager mode on the hardware; None if it could not be counted.
         card: seconds of all kernels.
         host: seconds in which the CPU launches them; 0 for CUDA graphs. `seconds` is the larger.
+        compiled: the most bytes that are alive at once in a step of compiled code, with the
+            workspaces of cuBLAS; 0 where the compiler does not tell.
     """
 
     recipe: str
@@ -102,6 +104,7 @@ class Variant:
     memory: Memory | None = None
     card: float = 0.0
     host: float = 0.0
+    compiled: int = 0
 
     @property
     def bound(self) -> str:
@@ -212,14 +215,19 @@ class Forecast:
         return max(memory.peak + stepped.total_state, stepped.step + beside)
 
     def memory(self) -> str:
-        """The memory in eager mode as two text tables: of recipes, without an optimizer, and of
-        optimizers."""
+        """The memory as two text tables: of recipes, without an optimizer, and of optimizers."""
         kinds = ("weights", "gradients", "casts", "copies", "activations", "peak")
         parts = ("weights", "gradients", "total_state", "step")
+        of_compiled: tuple[str, ...] = ("saved", "compiled")
         recipes: list[tuple[str, ...]] = [("GB in eager mode", *kinds)]
+        if self.source == "compiler":
+            recipes = [(*recipes[0], "compiled: kept", "peak")]
+        else:
+            of_compiled = ()
         for variant in self.variants:
             if variant.memory is not None:
-                recipes.append((variant.recipe, *_in_gb(variant.memory, kinds)))
+                values = (*_in_gb(variant.memory, kinds), *_in_gb(variant, of_compiled))
+                recipes.append((variant.recipe, *values))
         heads = ("optimizer", "weights", "gradients", "state", "peak of its step")
         optimizers: list[tuple[str, ...]] = [heads]
         for name, memory in self.optimizers.items():
