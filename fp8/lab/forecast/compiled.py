@@ -50,7 +50,7 @@ class Graph(NamedTuple):
     kernels: tuple[Kernel, ...]
     saved: int
     source: str
-    inputs: Mapping[str, Layout | None]
+    inputs: Mapping[str, Layout | None] = types.MappingProxyType({})
 
 
 def graphs(
