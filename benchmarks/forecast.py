@@ -222,9 +222,8 @@ def measured(field: str) -> dict[tuple[str, str], float]:
     """(case, recipe) -> "ratio", to bf16's time, or "peak_GB" in the last results of
     `benchmarks.gpu`."""
     rows = json.loads((RESULTS / "gpu.json").read_text())["rows"]
-    return {
-        (row["case"], row["recipe"]): row[field] for row in rows if "peak_GB" in row
-    }
+    timed = (row for row in rows if "rounds" in row and field in row)
+    return {(row["case"], row["recipe"]): row[field] for row in timed}
 
 
 def case_rows(

@@ -285,35 +285,40 @@ def _faults(rows: list[Row]) -> str:
 
 
 def _forecast(rows: list[Row]) -> str:
-    block = [row for row in rows if row["case"] == "block" and row["recipe"] != "bf16"]
-    times = ", ".join(f"{row['recipe']} {row['ratio']:.2f}" for row in block)
+    cases = {"linear": "layer", "head": "head", "block": "Llama block"}
+    listed = "; ".join(_ratios(text, case, rows) for case, text in cases.items())
     off = next(row["off"] for row in rows if row["case"].startswith("median"))
     return (
-        f"A Llama block on an H100, of bf16's time: {times}. Of published times "
-        f"the forecast is {off:.0%} off in the median, most too fast"
+        f"On an H200, of bf16's time: {listed}. Of published times, on an H100, the "
+        f"forecast is {off:.0%} off in the median"
     )
 
 
 def _gpu(rows: list[Row]) -> str:
-    cases: dict[str, list[str]] = {"block": [], "model": []}
-    for row in rows:
-        stage = row["stage"].removesuffix(" torchao")
-        if stage in cases and "ratio" in row and row["recipe"] != "bf16":
-            beside = f" (forecast {row['forecast']:.2f})" if "forecast" in row else ""
-            cases[stage].append(
-                f"{row['recipe']} {row.get('gpu_ratio', row['ratio']):.2f}{beside}"
-            )
-    listed = (
-        f"{case}, of bf16's time: {', '.join(texts)}"
-        for case, texts in cases.items()
-        if texts
+    cases = {
+        "linear": "layer",
+        "head": "head",
+        "block": "Llama block",
+        "model": "model",
+    }
+    timed = [row for row in rows if "ratio" in row and "ms" in row and "rounds" in row]
+    listed = "; ".join(_ratios(text, case, timed) for case, text in cases.items())
+    return f"On one H200, of bf16's time: {listed}"
+
+
+def _ratios(text: str, case: str, rows: list[Row]) -> str:
+    """The ratios of a case to bf16's time, by recipe."""
+    ratios = (
+        f"{row['recipe']} {row.get('gpu_ratio', row['ratio']):.2f}"
+        for row in rows
+        if row["case"] == case and row["recipe"] != "bf16"
     )
-    return "; ".join(listed)
+    return f"{text} {', '.join(ratios)}"
 
 
 QUESTIONS: dict[str, Question] = {
     "forecast": Question(
-        text="How long would a training step take on an H100?", answer=_forecast
+        text="How long would a training step take on an H200?", answer=_forecast
     ),
     "demo": Question(
         text="Which loss does a small GPT reach in FP32, BF16 and FP8 in `make demo`?",
