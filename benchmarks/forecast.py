@@ -244,6 +244,7 @@ def case_rows(
             recipes=recipes,
             hardware=HARDWARE,
             options=options,
+            progress=lambda v: print(v.recipe, f"{v.seconds:.3g} s", flush=True),
         )
         high = result.variants[0]
         for v in result.variants[theirs:]:
