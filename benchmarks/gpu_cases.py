@@ -99,7 +99,7 @@ class Case:
         output = call(model, self.batch)
         if output.dim():
             if self._grad is None:
-                self._grad = torch.randn_like(output) / output.numel() ** 0.5
+                self._grad = torch.randn_like(output)
             output.backward(self._grad)
         else:
             output.backward()
