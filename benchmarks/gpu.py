@@ -8,7 +8,7 @@ stage that fails, hangs or runs out of its time is ended, and the next one begin
 replace their rows in the files and leave the others. Kernels are in a file of their own,
 out/gpu_kernels.json, or beside that of --out. Nothing is downloaded; what is compiled stays in
 out/inductor for a second run. --seconds is divided among the stages; with fewer than 16 cores give
-it 800.
+it 800. Forecasts need no GPU: those that did not end can be run later, on another machine.
 
 "--device cpu --small" shows that the script runs: products are simulated or torch's CPU kernels,
 nothing is compiled to code, and times say nothing.
@@ -32,7 +32,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -130,47 +130,58 @@ def with_forecasts(rows: list[Row]) -> list[Row]:
     """The rows, measured ones with the forecast of their case and recipe: its ratio to bf16, and by
     how much it is off, of replayed graphs if they were measured. A model is the sum of its parts.
     """
-    forecast: dict[tuple[str, str], float] = {}
-    for row in filter(is_forecast, rows):
-        forecast[row["case"], row["recipe"]] = row["ms"]
-    times = {row["case"]: row["times_in_model"] for row in filter(is_forecast, rows)}
-    for recipe in {recipe for _, recipe in forecast}:
-        if {("block", recipe), ("readout", recipe)} <= forecast.keys():
-            parts = (n * forecast[case, recipe] for case, n in times.items() if n)
-            forecast["model", recipe] = sum(parts)
-    return [_with_forecast(row, forecast) for row in rows]
+    known = {(r["case"], r["recipe"]): r for r in rows if is_forecast(r)}
+    for recipe in {recipe for _, recipe in known}:
+        parts = [known.get((case, recipe), {}) for case in ("block", "readout")]
+        if all(parts):
+            known["model", recipe] = {
+                kind: sum(part["times_in_model"] * part[kind] for part in parts)
+                for kind in parts[0].keys() & {"ms", "card_ms"}
+            }
+    return [_with_forecast(row, known) for row in rows]
 
 
 def is_forecast(row: Row) -> bool:
     return str(row["stage"]).startswith("forecast ")
 
 
-def _with_forecast(row: Row, forecast: dict[tuple[str, str], float]) -> Row:
+def _with_forecast(row: Row, known: dict[tuple[str, str], Row]) -> Row:
     low, high = ((row.get("case", ""), x) for x in (row.get("recipe", ""), BF16))
-    if is_forecast(row) or "ratio" not in row or not {low, high} <= forecast.keys():
+    if is_forecast(row) or "ratio" not in row or not {low, high} <= known.keys():
         return row
-    ratio = forecast[low] / forecast[high]
-    off = ratio / row.get("gpu_ratio", row["ratio"]) - 1
-    return {**row, "forecast": round(ratio, 3), "off": round(off, 3)}
+    kind, ratio = "ms", row["ratio"]
+    if "gpu_ratio" in row and "card_ms" in known[low]:
+        kind, ratio = "card_ms", row["gpu_ratio"]
+    expected = known[low][kind] / known[high][kind]
+    off = expected / ratio - 1
+    return {**row, "forecast": round(expected, 3), "off": round(off, 3)}
+
+
+class Target(NamedTuple):
+    """What is measured. device: "cuda" or "cpu". card: the name of the GPU, for which stages that
+    do not run on it compile. small: with small sizes."""
+
+    device: str
+    card: str
+    small: bool
 
 
 class Process:
     """A stage in a process of its own, which imports what it needs and waits until `begin`. Its
     rows are put into a queue with its name; None at its end."""
 
-    def __init__(
-        self, stage: str, device: str, small: bool, rows: queue.Queue[Any]
-    ) -> None:
+    def __init__(self, stage: str, target: Target, rows: queue.Queue[Any]) -> None:
         self.stage, self._begun = stage, time.monotonic()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(CACHE.absolute()), **os.environ}
         if STAGES[stage].group == "before":  # with the processes of the others
             environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+        device = target.device
         if not STAGES[stage].on_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # compiled for, not used
-            device = card() or device
+            device = target.card
         command = [sys.executable, "-m", "benchmarks.gpu", "--run", stage]
-        command += ["--device", device, *(["--small"] if small else [])]
+        command += ["--device", device, *(["--small"] if target.small else [])]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -233,11 +244,9 @@ class Process:
 class Group:
     """Stages that run side by side."""
 
-    def __init__(self, stages: Sequence[str], device: str, small: bool) -> None:
+    def __init__(self, stages: Sequence[str], target: Target) -> None:
         self._rows: queue.Queue[Any] = queue.Queue()
-        self._running = {
-            stage: Process(stage, device, small, self._rows) for stage in stages
-        }
+        self._running = {stage: Process(stage, target, self._rows) for stage in stages}
 
     def run(self, record: Record, until: float) -> None:
         """Runs the stages until they end or the time has come."""
@@ -266,7 +275,7 @@ class Group:
 
 
 def run_all(
-    stages: Sequence[str], record: Record, seconds: float, device: str, small: bool
+    stages: Sequence[str], record: Record, seconds: float, target: Target
 ) -> None:
     """Runs the groups of the stages one after another. Time that one leaves is the next ones'."""
     end = time.monotonic() + seconds
@@ -279,10 +288,10 @@ def run_all(
     try:
         for i, share in enumerate(shares):
             if not ahead:
-                ahead.append(Group(waiting.popleft(), device, small))
+                ahead.append(Group(waiting.popleft(), target))
             # The next stage imports what it needs meanwhile.
             if waiting and len(waiting[0]) == 1:
-                ahead.append(Group(waiting.popleft(), device, small))
+                ahead.append(Group(waiting.popleft(), target))
             left = end - GRACE - time.monotonic()
             until = time.monotonic() + left * share / sum(shares[i:])
             ahead.popleft().run(record, until)
@@ -327,8 +336,10 @@ def main(arguments: list[str] | None = None) -> None:
     folder = given.out.parent if given.out else Path("out")
     with terminable():
         record = Record(path, folder / "gpu_kernels.json", stages, card())
+        measured_on = record.values["machine"].get("device", given.device)
+        target = Target(given.device, measured_on, given.small)
         try:
-            run_all(stages, record, given.seconds, given.device, given.small)
+            run_all(stages, record, given.seconds, target)
         except KeyboardInterrupt:
             print("interrupted")
         for stage, end in record.values["stages"].items():
