@@ -29,6 +29,7 @@ from fp8.kernels.product import why_not_here
 from fp8.kernels.selftest import why_not_compiled
 from fp8.kernels.table import store
 from fp8.lab.forecast.card import CARDS
+from fp8.lab.forecast.result import Forecast, Variant
 from fp8.lab.hardware import BF16
 from fp8.recipes.cast import Cast
 from fp8.torch_internals.inductor import in_each_configuration
@@ -266,9 +267,16 @@ def forecast(name: str, theirs: bool, device: str, sizes: Sizes) -> Iterator[Row
     hardware = next((known for known in CARDS if known in device.lower()), "h100")
     with torch.device("meta"):
         model, batch = MODELS[name](sizes)
-    names = TORCHAO if theirs else OURS
-    result = fp8.forecast(model, batch, recipes=names, hardware=hardware)
-    for variant in result.variants[theirs:]:
+    for recipe in TORCHAO if theirs else OURS:
+        result = fp8.forecast(model, batch, recipes=[recipe], hardware=hardware)
+        first = recipe == OURS[0]
+        yield from _forecasts(name, result, result.variants[not first :], sizes)
+
+
+def _forecasts(
+    name: str, result: Forecast, variants: Iterable[Variant], sizes: Sizes
+) -> Iterator[Row]:
+    for variant in variants:
         yield {
             "case": name,
             "recipe": variant.recipe,
