@@ -29,7 +29,6 @@ from fp8.kernels.product import why_not_here
 from fp8.kernels.selftest import why_not_compiled
 from fp8.kernels.table import store
 from fp8.lab.forecast.card import CARDS
-from fp8.lab.forecast.result import Forecast, Variant
 from fp8.lab.hardware import BF16
 from fp8.recipes.cast import Cast
 from fp8.torch_internals.inductor import in_each_configuration
@@ -269,8 +268,9 @@ def forecast(name: str, theirs: bool, device: str, sizes: Sizes) -> Iterator[Row
         model, batch = MODELS[name](sizes)
     for recipe in TORCHAO if theirs else OURS:
         result = fp8.forecast(model, batch, recipes=[recipe], hardware=hardware)
-        first = recipe == OURS[0]
-        yield from _forecasts(name, result, result.variants[not first :], sizes)
+        high, *low = result.variants  # an estimate has none of torchao
+        shown = (high, *low) if recipe == OURS[0] else low
+        yield from _forecasts(name, result, shown, sizes)
 
 
 def _forecasts(
