@@ -59,6 +59,9 @@ CACHE = Path("out/inductor")
 ROWS = "ROWS"
 """What stands for the rows while a record is made."""
 
+GRAPHS = 256
+"""The most graphs of a function, which has one under each recipe."""
+
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for a stage."""
 
@@ -364,6 +367,7 @@ def run(stage: str, device: str, sizes: Sizes) -> None:
     if device == "cuda":
         torch.cuda.init()
         import_module("torch._inductor.compile_fx")
+    torch._dynamo.config.recompile_limit = GRAPHS
     sizes = replace(sizes, time=float(sys.stdin.readline()))
     # That is a stage of its own, and takes seconds in each process.
     with nullcontext() if stage == "selftest" else trusted():

@@ -12,7 +12,6 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import Row
+from fp8.common.step import described
 from fp8.lab.forecast.assembly import code_of
 
 # An event of a trace in Chrome's format; an object of inductor.
@@ -87,8 +87,10 @@ class Step(NamedTuple):
         for kernel in sorted(self.kernels, key=lambda k: -k.count * k.us):
             row = {**kernel._asdict(), "us": round(kernel.us, 2)}
             if kernel.kind == "triton" and kernel.count * kernel.us > SHARE * total:
-                with suppress(Exception):  # of private names, of tools: the time stays
+                try:
                     row["instructions"] = round(instructions(kernel), 2)
+                except Exception as error:  # of private names, of tools: the time stays
+                    row["uncounted"] = described(error)
             rows.append(row)
         return rows
 

@@ -35,9 +35,6 @@ from fp8.torch_internals.inductor import in_each_configuration
 
 Step = Callable[[], object]
 
-GRAPHS = 256
-"""The most graphs of a function, which has one under each recipe."""
-
 PROFILED = 2.0
 """Seconds that are kept for profiling the kernels of a recipe, after all have been timed."""
 
@@ -144,7 +141,6 @@ def measured(name: str, theirs: bool, device: str, sizes: Sizes) -> Iterator[Row
     names, end = recipes(theirs, device), time.monotonic() + sizes.time
     if not names:
         return
-    torch._dynamo.config.recompile_limit = GRAPHS
     case = Case.of(name, sizes, device)
     variants = {BF16: case.variant(BF16)}
     case.step(variants[BF16])  # compiled before torchao changes the compiler
