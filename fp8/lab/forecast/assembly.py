@@ -12,15 +12,16 @@ import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from .accesses import Pass, Tiles, passes_of, reached
-from .card import CARDS, Card
+from .card import Card
 from .compiled import Graph
 
 
@@ -65,19 +66,36 @@ def sources(graph: Graph) -> dict[str, str]:
     return dict(_KERNEL.findall(graph.source))
 
 
-def codes(name: str, source: str, card: Card) -> tuple[Code, ...]:
-    """A kernel in each of its configurations, inside of `card.compiling_for`. Raises AttributeError
-    where inductor, OSError where Triton's tools are not those that this module knows."""
+def codes(name: str, source: str, card: Card) -> Iterable[Code]:
+    """A kernel in its configurations, inside of `card.compiling_for`. Each is compiled when it is
+    asked for, once. Raises AttributeError where inductor, OSError where Triton's tools are not
+    those that this module knows."""
     # Kernels of several recipes differ in their names.
     source = re.sub(r"'backend_hash': '\w+', ", "", source.replace(name, "kernel"))
-    return _codes(source, card.name)
+    return _codes(source, card.capability)
 
 
 @cache
-def _codes(source: str, card: str) -> tuple[Code, ...]:
-    target = next(row for row in CARDS.values() if row.name == card)
-    made = configurations("kernel", source, target)
-    return tuple(code_of(source, *configuration) for configuration in made)
+def _codes(source: str, capability: tuple[int, int]) -> _Codes:
+    return _Codes(source, capability)
+
+
+class _Codes:
+    """The configurations of a kernel that have been compiled, and then the others."""
+
+    def __init__(self, source: str, capability: tuple[int, int]) -> None:
+        made = configurations("kernel", source, capability)
+        self._others = (code_of(one, source) for one in made)
+        self._known: list[Code] = []
+
+    def __iter__(self) -> Iterator[Code]:
+        for place in count():
+            if place == len(self._known):
+                more = next(self._others, None)
+                if more is None:
+                    return
+                self._known.append(more)
+            yield self._known[place]
 
 
 class Configuration(NamedTuple):
@@ -88,12 +106,15 @@ class Configuration(NamedTuple):
     sizes: Mapping[str, int]
 
 
-def configurations(name: str, source: str, card: Card) -> Iterator[Configuration]:
+def configurations(
+    name: str, source: str, capability: tuple[int, int]
+) -> Iterator[Configuration]:
     """Compiles a kernel in each configuration that a device would time. Those
     that the assembler refuses are left out, as on a device."""
     compiler = import_module("triton.compiler")
     refused = import_module("triton.runtime.errors").PTXASError
-    target = import_module("triton.backends.compiler").GPUTarget("cuda", card.arch, 32)
+    arch = 10 * capability[0] + capability[1]
+    target = import_module("triton.backends.compiler").GPUTarget("cuda", arch, 32)
     heuristics = import_module("torch._inductor.runtime.triton_heuristics")
     tuner = getattr(_module(source), name)
     for choice in tuner.configs:
@@ -132,8 +153,8 @@ def _numbers(source: str) -> dict[str, int]:
     return {name: int(value) for name, value in found}
 
 
-def code_of(source: str, binary: Any, blocks: int, sizes: Mapping[str, int]) -> Code:
-    """What a compiled kernel executes. The others are those of a `Configuration`."""
+def code_of(made: Configuration, source: str) -> Code:
+    binary, blocks, sizes = made
     warps = binary.metadata.num_warps
     text = _disassembly(binary.asm["cubin"])
     steps = _steps(text)
@@ -162,10 +183,10 @@ def code_of(source: str, binary: Any, blocks: int, sizes: Mapping[str, int]) -> 
 def _share(numbers: Mapping[str, int]) -> float:
     """The share of the elements of all blocks that exist."""
     share = 1.0
-    for name, count in numbers.items():
+    for name, number in numbers.items():
         size = numbers.get(name.removesuffix("numel").upper() + "BLOCK")
         if name.endswith("numel") and size:
-            share *= count / (size * math.ceil(count / size))
+            share *= number / (size * math.ceil(number / size))
     return share
 
 

@@ -181,9 +181,17 @@ def _kernels(
                 )
                 yield Kernel(TRITON, name, 0, *both)
         elif node.is_extern() and type(node.node).__name__ != "MultiOutput":
-            name = node.node.get_kernel_name() or type(node.node).__name__
+            name = _name(node.node)
             moved = sum(read.values()), sum(written.values())
             yield _product(Kernel(OTHER, name, 0, *moved), node.node)
+
+
+def _name(node: Node) -> str:
+    """The name of a library's function; of a copy between devices the class."""
+    try:
+        return node.get_kernel_name() or type(node).__name__
+    except AssertionError:
+        return type(node).__name__
 
 
 def _whole(graph: Lowering, accesses: dict[str, int]) -> dict[str, int]:

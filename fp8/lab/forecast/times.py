@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ def times(graphs: Sequence[Graph], device: Hardware) -> Times:
         counted = _Counts(graph, device)
         for kernel in graph.kernels:
             peak += by_bytes(kernel, device, at_peak=True)
-            card += min(counted.seconds(kernel))
+            card += counted.seconds(kernel)
         uncounted = uncounted or counted.why_not
     return Times(card, host_seconds(graphs, device), peak, uncounted)
 
@@ -84,26 +85,30 @@ class _Counts:
     def __init__(self, graph: Graph, device: Hardware) -> None:
         self._sources, self._device, self.why_not = sources(graph), device, ""
 
-    def seconds(self, kernel: Kernel) -> list[float]:
-        """The times of a kernel in each configuration, of which a device takes the fastest."""
+    def seconds(self, kernel: Kernel) -> float:
+        """The time of a kernel in the fastest of its configurations."""
         cores, least = self._device.cores, by_bytes(kernel, self._device)
         if kernel.kind != TRITON:
-            return [least]
+            return least
         if cores is None:
             self.why_not = f"the clock of {self._device.name} is not known"
-            return [least]
-        found: Sequence[Code] = ()
-        if kernel.moved >= LEAST:
-            found = self._codes(kernel)
-        return [max(least, by_code(code, cores)) for code in found] or [
-            max(least, cores.shortest)
-        ]
-
-    def _codes(self, kernel: Kernel) -> Sequence[Code]:
-        """A kernel in its configurations; none where they cannot be had."""
-        source = self._sources.get(kernel.name, "")
+            return least
+        least = max(least, cores.shortest)
+        if kernel.moved < LEAST:
+            return least
+        fastest = math.inf
         try:
-            return codes(kernel.name, source, CARDS[self._device.name])
+            for code in self._codes(kernel):
+                fastest = min(fastest, by_code(code, cores))
+                if fastest <= least:
+                    break
         except (AttributeError, ImportError, LookupError, OSError, TypeError) as error:
             self.why_not = f"{type(error).__name__}: {error}"
-            return ()
+        if fastest == math.inf:
+            self.why_not = self.why_not or "no configuration compiles"
+            return least
+        return max(least, fastest)
+
+    def _codes(self, kernel: Kernel) -> Iterable[Code]:
+        source = self._sources.get(kernel.name, "")
+        return codes(kernel.name, source, CARDS[self._device.name])

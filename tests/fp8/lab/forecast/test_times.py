@@ -95,7 +95,8 @@ def test_instructions_of_a_gradients_cast(tokens):
             lambda x: both(x), torch.empty(tokens, 32768, dtype=DTYPE, device="cuda")
         )
         kernel = max(graph.kernels, key=lambda kernel: kernel.written)
-        made = assembly.codes(kernel.name, assembly.sources(graph)[kernel.name], card)
+        source = assembly.sources(graph)[kernel.name]
+        made = list(assembly.codes(kernel.name, source, card))
     least = by_bytes(kernel, device)
     _, each = min(
         (
