@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import Row
 from fp8.common.step import described
-from fp8.lab.forecast.assembly import code_of
+from fp8.lab.forecast.assembly import Configuration, code_of
 
 # An event of a trace in Chrome's format; an object of inductor.
 Event = dict[str, Any]
@@ -154,7 +154,7 @@ def instructions(kernel: Kernel) -> float:
                 "ttgir": path.with_suffix(".ttgir").read_text(),
             },
         )
-        code = code_of(source, binary, kernel.blocks, {})
+        code = code_of(Configuration(binary, kernel.blocks, {}), source)
         sizes = re.findall(r"^\s+\w*numel\w* = (\d+)$", source, re.M)
         threads = 32 * kernel.warps * kernel.blocks
         return code.instructions * threads / prod(map(int, sizes))

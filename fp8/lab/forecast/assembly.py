@@ -154,6 +154,7 @@ def _numbers(source: str) -> dict[str, int]:
 
 
 def code_of(made: Configuration, source: str) -> Code:
+    """What a compiled kernel executes."""
     binary, blocks, sizes = made
     warps = binary.metadata.num_warps
     text = _disassembly(binary.asm["cubin"])
