@@ -29,6 +29,7 @@ from fp8.kernels.product import why_not_here
 from fp8.kernels.selftest import why_not_compiled
 from fp8.kernels.table import store
 from fp8.lab.forecast.card import CARDS
+from fp8.lab.forecast.result import Forecast, Variant
 from fp8.lab.hardware import BF16
 from fp8.recipes.cast import Cast
 from fp8.torch_internals.inductor import in_each_configuration
