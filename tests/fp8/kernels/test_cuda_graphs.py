@@ -60,10 +60,9 @@ def test_cuda_graphs_hold_both_passes(name, looks, monkeypatch):
         assert not any("_scaled_mm_v2.default(" in source for source in sources)
 
 
-def test_a_pass_with_scales_of_an_earlier_one_launches_few_kernels_more():
-    """One for each operand, which checks a few elements."""
+def test_static_scales_launch_no_kernel():
     unit, static = (
         sum(len(graph.kernels) for graph in step(fp8.RECIPES[name]))
         for name in ("unit", "static")
     )
-    assert static <= unit + 3 * 2
+    assert static <= unit
