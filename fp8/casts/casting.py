@@ -42,7 +42,6 @@ from .counts import (
     observe,
     passes,
     range_of_spots,
-    spots,
     write_spot,
 )
 from .rotation import rotated
@@ -188,11 +187,7 @@ def _scale_and_label(
     if type(x) not in PLAIN and is_dtensor(x):
         x = part_of(x)
     if label.look.in_graph:
-        if spec.history:  # for which the largest of all is computed
-            largest = scaling.largest_finite(x.detach(), None)
-        else:
-            largest = spots(x.detach()).abs().amax()
-        write_spot(label, largest, scale)
+        write_spot(label, x, scale)
     elif not passes(x, scale, range_of_spots(spec.number_format)):
         return scale, label
     return scale, ""

@@ -180,34 +180,16 @@ def statistics(cast: Observed) -> Tensor:
     return torch.stack(parts).float()
 
 
-SPOTTED = OPERANDS[:3]
-"""The operands that may have a scale of an earlier pass."""
-
-
-class Statistics(NamedTuple):
-    """The statistics of a product.
-
-    Attributes:
-        table: `STATISTICS` of each of `OPERANDS`.
-        spots: the largest of the `spots` of each of `SPOTTED`, in units of its scale. A graph
-            writes each in the kernel that computes it, of which a part of a tensor takes two more.
-    """
-
-    table: Tensor
-    spots: tuple[Tensor, ...]
-
-
 class Look(NamedTuple):
     """Where the casts of a product write their statistics.
 
     Attributes:
-        table, spots: of the product, as in `Statistics`.
+        table: of the product.
         is_spot: whether casts write only if a few elements are out of the range of the format.
         in_graph: whether a graph is traced, which writes the largest of these elements.
     """
 
     table: Tensor
-    spots: tuple[Tensor, ...]
     is_spot: bool
     in_graph: bool
 
@@ -235,7 +217,7 @@ def note(row: Row, cast: Observed) -> None:
     values = statistics(cast._replace(before=before))
     if not _is_transformed(values):
         _tell(row.look.table, operand, values)
-        row.look.table[OPERANDS.index(operand)].copy_(values)
+        row.look.table[OPERANDS.index(operand)][: len(STATISTICS)].copy_(values)
 
 
 SPOTS = 1 << 10
@@ -266,13 +248,14 @@ def _grid(
     return few.shape, few.stride()
 
 
-def write_spot(row: Row, largest: Tensor, scale: Tensor | None) -> None:
-    """Writes the largest magnitude, of all elements or of `spots`, in units of the scale; in a
-    graph."""
+def write_spot(row: Row, x: Tensor, scale: Tensor | None) -> None:
+    """Writes the largest of the spots of ``x``, not empty, in units of the scale; in a graph."""
+    largest = spots(x.detach()).abs().amax().float()
     if scale is not None:
-        largest = largest.float() / scale
-    operand = _operand(row).removesuffix(" again")
-    row.look.spots[SPOTTED.index(operand)].copy_(largest)
+        largest = largest / scale
+    spot = row.look.table[OPERANDS.index(_operand(row))][len(STATISTICS)]
+    # NaN stands for what is not written.
+    spot.copy_(torch.fmax(spot, largest.nan_to_num(nan=math.inf, posinf=math.inf)))
 
 
 def passes(x: Tensor, scale: Tensor | None, range: tuple[float, float]) -> bool:

@@ -15,9 +15,9 @@ import itertools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,8 @@ from .counts import (
     LEAST,
     LOST,
     OPERANDS,
-    SPOTTED,
     STATISTICS,
     Look,
-    Statistics,
     decibels,
     range_of_spots,
 )
@@ -141,8 +139,8 @@ class Watch:
     @property
     def is_open(self) -> bool:
         """Whether casts have written since the last reading. Does not synchronize."""
-        products = [p for layer in list(self.layers) for _, p in layer.products()]
-        return any(is_written(x) for p in products for x in (p.table, *p.spots))
+        tables = (table for layer in list(self.layers) for _, table in layer.tables())
+        return any(vars(table)["fp8_read_at"] != table._version for table in tables)
 
     def holds(self, parameters: set[int]) -> bool:
         """Whether one of the parameters, by their ids, is of the model."""
@@ -211,68 +209,39 @@ class Watch:
             if found:
                 take_largest(found, mesh.get_all_groups())
 
-    def _reads(self, device: torch.device) -> bool:
-        """Whether statistics on a device are read after this pass. Reading waits for the device."""
-        if device.type == "meta":
+    def _reads(self, table: Tensor) -> bool:
+        """Whether the values of a table are read after this pass. Reading waits for the device."""
+        if table.is_meta:
             return False
-        return self.looks or self.checks or device.type == "cpu"
+        return self.looks or self.checks or table.device.type == "cpu"
 
     def read(self) -> None:
         """Reads what the last pass has written: warns, and calls the listeners of a look."""
-        written: dict[torch.device, list[_Written]] = {}
-        for layer in sorted(self.layers, key=self.layers.__getitem__):
-            for product, statistics in layer.products():
-                device = statistics.table.device
-                if self._reads(device):
-                    made = _Written(layer, product, statistics)
-                    written.setdefault(device, []).append(made)
+        written = [
+            (layer, product, table)
+            for layer in sorted(self.layers, key=self.layers.__getitem__)
+            for product, table in layer.tables()
+            if self._reads(table)
+        ]
+        if not written:
+            return
+        devices: dict[torch.device, list[Tensor]] = {}
+        for _, _, table in written:
+            devices.setdefault(table.device, []).append(table)
+        # One transfer from each device.
+        values = {
+            device: iter(torch.stack(tables).tolist())
+            for device, tables in devices.items()
+        }
         rows: list[Seen] = []
-        for products in written.values():
-            rows += _read(products)
+        for layer, product, table in written:
+            numbers = next(values[table.device])
+            rows += layer.rows(product, numbers)
+            table.fill_(torch.nan)
+            table.fp8_read_at = table._version  # type: ignore[attr-defined]
         if rows and self.looks:
             for listener in list(self.listeners):
                 listener(rows)
-
-
-class _Written(NamedTuple):
-    """The statistics of a product of a layer."""
-
-    layer: LayerWatch
-    product: str
-    statistics: Statistics
-
-
-def _read(written: list[_Written]) -> Iterator[Seen]:
-    """The rows of what products of one device have written."""
-    tables = [x.statistics.table for x in written if is_written(x.statistics.table)]
-    spots = [s for x in written for s in x.statistics.spots if is_written(s)]
-    # One transfer of each kind.
-    numbers = iter(torch.stack(tables).tolist() if tables else ())
-    largest = iter(torch.stack(spots).tolist() if spots else ())
-    for layer, product, (table, places) in written:
-        seen = set()
-        if is_written(table):
-            for row in layer.rows(product, next(numbers)):
-                seen.add(row.operand)
-                yield row
-            table.fill_(torch.nan)
-            note_read(table)
-        for operand, spot in zip(SPOTTED, places, strict=True):
-            if is_written(spot):
-                value = next(largest)
-                if operand not in seen:
-                    layer.check(operand, value)
-                note_read(spot)
-
-
-def note_read(x: Tensor) -> None:
-    """Notes that what has been written into ``x`` is read."""
-    x.fp8_read_at = x._version  # type: ignore[attr-defined]
-
-
-def is_written(x: Tensor) -> bool:
-    """Whether ``x`` has been written into since. Does not synchronize."""
-    return bool(vars(x)["fp8_read_at"] != x._version)
 
 
 def is_look(step: int, every: int = 0) -> bool:
@@ -322,7 +291,7 @@ def _count_steps() -> None:
         _COUNTS.append(register_optimizer_step_post_hook(_after_step))
 
 
-_PRODUCT = "product_"
+_TABLE = "table_"
 
 
 class LayerWatch:
@@ -368,67 +337,62 @@ class LayerWatch:
         self.has_scales = all(c.scaling != "unit" for c in present.values())
         self.is_static = any(c.scaling == "static" for c in present.values())
 
-    def add(self, product: str, device: torch.device) -> Statistics:
+    def add(self, product: str, device: torch.device) -> Tensor:
         """Adds, or replaces, the statistics of a product."""
         with torch.inference_mode(False):
-            sizes = (len(OPERANDS), len(STATISTICS))
-            table = torch.full(sizes, torch.nan, device=device)
-            spots = tuple(torch.zeros((), device=device) for _ in SPOTTED)
-        for tensor in (table, *spots):
-            note_read(tensor)
+            table = torch.full(
+                (len(OPERANDS), len(STATISTICS) + 1), torch.nan, device=device
+            )
+        table.fp8_read_at = table._version  # type: ignore[attr-defined]
         table.fp8_seen_by = weakref.WeakMethod(self.saw), product  # type: ignore[attr-defined]
-        statistics = Statistics(table, spots)
-        setattr(self, _PRODUCT + product, statistics)
-        return statistics
+        setattr(self, _TABLE + product, table)
+        return table
 
     def drop(self) -> None:
         """Forgets all statistics."""
-        for product, _ in self.products():
-            delattr(self, _PRODUCT + product)
+        for product, _ in self.tables():
+            delattr(self, _TABLE + product)
 
     def look(
         self, product: str, x: Tensor, is_spot: bool, in_graph: bool
     ) -> Look | None:
         """Where a product of ``x`` writes its statistics; None in a graph that would have to add
         them."""
-        found: Statistics | None = getattr(self, _PRODUCT + product, None)
-        if found is None or found.table.device != x.device:
-            found = self._added(product, x)
-        if found is None:
+        table: Tensor | None = getattr(self, _TABLE + product, None)
+        if table is None or table.device != x.device:
+            table = self._added(product, x)
+        if table is None:
             return None
-        spots = found.spots if is_spot and in_graph else ()
-        return Look(found.table, spots, is_spot, in_graph)
+        return Look(table, is_spot, in_graph)
 
     @eager_only()
-    def _added(self, product: str, x: Tensor) -> Statistics | None:
-        """New statistics of a product of ``x``, in eager code."""
+    def _added(self, product: str, x: Tensor) -> Tensor | None:
+        """A new table for a product of ``x``, in eager code."""
         if x.is_meta:
             return None
         return self.add(product, x.device)
 
-    def products(self) -> list[tuple[str, Statistics]]:
+    def tables(self) -> list[tuple[str, Tensor]]:
         """The products, and their statistics."""
         return [
-            (name.removeprefix(_PRODUCT), statistics)
-            for name, statistics in vars(self).items()
-            if name.startswith(_PRODUCT)
+            (name.removeprefix(_TABLE), table)
+            for name, table in vars(self).items()
+            if name.startswith(_TABLE)
         ]
 
     def rows(self, product: str, numbers: list[list[float]]) -> list[Seen]:
         """The rows of what was written into a table, of which ``numbers`` are the values."""
-        return [
-            self.saw(product, operand, values)
-            for operand, values in zip(OPERANDS, numbers, strict=True)
-            if not all(map(math.isnan, values))
-        ]
-
-    def check(self, operand: str, spot: float) -> None:
-        """Asks for a look if what was written as a spot is out of the range of the format."""
-        format = self.formats.get(operand)
-        if format is not None and spot != 0:
-            low, high = range_of_spots(format)
-            if not low <= spot <= high:
-                self.watch.ask()
+        rows = []
+        for operand, (*values, spot) in zip(OPERANDS, numbers, strict=True):
+            if not all(map(math.isnan, values)):
+                rows.append(self.saw(product, operand, values))
+                continue
+            format = self.formats.get(operand)
+            if format is not None and spot > 0:  # NaN: nothing was written
+                low, high = range_of_spots(format)
+                if not low <= spot <= high:
+                    self.watch.ask()
+        return rows
 
     def saw(self, product: str, operand: str, values: list[float]) -> Seen:
         """The row of what a cast has written. Warns of what is lost."""

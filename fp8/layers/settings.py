@@ -240,7 +240,7 @@ def watch_layers(model: nn.Module) -> None:
         watched.layer = weakref.ref(layer)
         watched.join(watch)  # of a part that was converted on its own
         watched.under(layer.fp8_recipe)
-        if not layer.fp8_settings.by_call and not watched.products():
+        if not layer.fp8_settings.by_call and not watched.tables():
             watched.add("", layer.weight.device)
 
 
