@@ -37,10 +37,12 @@ class Pass(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """threads: of a block. stores: the bytes that single stores of a thread write."""
+    """threads: of a block. stores: the bytes that single stores of a thread write. rows: of a block
+    whose loop is over rows, 0 for others."""
 
     threads: int
     stores: frozenset[int]
+    rows: int = 0
 
 
 _LOOP = re.compile(r"scf\.for .* = %(\w+) to %(\w+) step %(\w+) ")
@@ -52,7 +54,7 @@ _ACCESS = re.compile(
 
 def passes_of(text: str, tiles: Tiles) -> list[Pass]:
     """The code outside of loops, and each loop. Those of inductor are not nested, and their bounds
-    are constants."""
+    are constants, or 0 and a number of rows. Raises LookupError for other ones."""
     constants = {
         name: int(value)
         for name, value in re.findall(r"%(\w+) = arith\.constant (-?\d+) : i\d+", text)
@@ -62,7 +64,11 @@ def passes_of(text: str, tiles: Tiles) -> list[Pass]:
     opened = depth = current = 0
     for line in text.splitlines():
         if found := _LOOP.search(line):
-            begin, end, step = (constants.get(name, 1) for name in found.groups())
+            begin, end, step = (
+                constants.get(name, tiles.rows) for name in found.groups()
+            )
+            if not end:
+                raise LookupError("a loop without constant bounds")
             passes.append(Pass(max(1, math.ceil((end - begin) / step)), []))
             current, opened = len(passes) - 1, depth
         if found := _ACCESS.search(line):

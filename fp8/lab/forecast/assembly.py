@@ -29,14 +29,16 @@ class Code(NamedTuple):
     """A Triton kernel in one of the configurations that a device would time.
 
     blocks: of the grid. warps: of a block. instructions: that a warp executes. trips: of its loops,
-    one after another, each of which waits for memory; 1 without a loop. cached: bytes of the
-    sectors that all of its requests touch. registers: of a thread. shared: bytes of a block.
+    one after another, each of which waits for memory; 1 without a loop. moved: bytes of all of its
+    requests, cached: of the sectors that they touch. registers: of a thread. shared: bytes of a
+    block.
     """
 
     blocks: int
     warps: int
     instructions: float
     trips: float
+    moved: float
     cached: float
     registers: int
     shared: int
@@ -161,12 +163,15 @@ def code_of(made: Configuration, source: str) -> Code:
     steps = _steps(text)
     loops = _loops(steps)
     stores = frozenset(step.bytes for step in steps if step.name.startswith("STG"))
-    tiles = Tiles(32 * warps, stores)
+    rows = sizes.get("RSPLIT_SIZE", 0) // sizes.get("XBLOCK", 1)
+    tiles = Tiles(32 * warps, stores, rows)
     passes = passes_of(binary.asm["ttgir"], tiles)
     trips = _trips(loops, passes[1:])
     executed = _executed(steps, loops, trips)
     cached = tiles.threads * _asked(steps, executed) * reached(passes)
+    moved = 0.0
     for part in passes:
+        moved += part.trips * sum(x.moved for x in part.accesses)
         cached += part.trips * sum(x.sectors for x in part.accesses if not x.reads)
     registers = max(map(int, re.findall(r"\bR(\d+)\b", text)), default=0) + 3
     share = _share({**_numbers(source), **sizes})
@@ -175,6 +180,7 @@ def code_of(made: Configuration, source: str) -> Code:
         warps=warps,
         instructions=sum(executed),
         trips=max(1.0, sum(trips)),
+        moved=blocks * share * moved,
         cached=blocks * share * cached,
         registers=registers,  # two are the driver's
         shared=binary.metadata.shared,

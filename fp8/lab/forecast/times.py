@@ -93,21 +93,22 @@ class _Counts:
         if cores is None:
             self.why_not = f"the clock of {self._device.name} is not known"
             return least
-        least = max(least, cores.shortest)
         if kernel.moved < LEAST:
-            return least
-        fastest = math.inf
+            return max(least, cores.shortest)
+        fastest, bytes_alone = math.inf, least
         try:
             for code in self._codes(kernel):
-                fastest = min(fastest, by_code(code, cores))
+                # The compiler counts the whole of a tensor of which a kernel reads a part.
+                least = min(bytes_alone, code.moved / self._device.stream)
+                fastest = min(fastest, max(least, by_code(code, cores)))
                 if fastest <= least:
                     break
         except (AttributeError, ImportError, LookupError, OSError, TypeError) as error:
             self.why_not = f"{type(error).__name__}: {error}"
         if fastest == math.inf:
             self.why_not = self.why_not or "no configuration compiles"
-            return least
-        return max(least, fastest)
+            return max(bytes_alone, cores.shortest)
+        return fastest
 
     def _codes(self, kernel: Kernel) -> Iterable[Code]:
         source = self._sources.get(kernel.name, "")

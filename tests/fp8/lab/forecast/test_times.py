@@ -24,6 +24,7 @@ CODE = Code(
     warps=64,
     instructions=1.0,
     trips=1.0,
+    moved=1.0,
     cached=1.0,
     registers=16,
     shared=0,
