@@ -179,9 +179,9 @@ class Hardware:
         return max(flops / self.rate(unit, narrowest), moved / self.stream, LAUNCH)
 
 
-SUSTAINED = {"bf16": 0.66, "fp8": 0.576, NARROW: 0.475}
-"""Shares of the peak of Hopper's products in a step, where the card is warm: fitted with `HOPPER`.
-bf16: 650 TFLOP/s. fp8: 1140, products of a burst 1302. `NARROW`: 940, of one shape."""
+SUSTAINED = {"bf16": 0.66, "fp8": 0.576}
+"""Shares of the peak of Hopper's products in a step, where the card is warm: 650 and 1140 TFLOP/s,
+in a burst 788 and 1302. Fitted with `HOPPER`."""
 
 HARDWARE: dict[str, Hardware] = {
     row.name: row
@@ -203,7 +203,9 @@ HARDWARE: dict[str, Hardware] = {
             bandwidth=4.8e12,
             source="NVIDIA H200 Tensor Core GPU, data sheet (2023-11)",
             # Copies of 4 GB and more, measured on one card (2026-11): 4.3e12 B/s, here 4.2e12.
-            achieved={**SUSTAINED, MEMORY: 0.875},
+            # Narrow products: of one shape, 65536 x 768 x 32768, fitted with the others; that of
+            # nanochat on an H100 was faster (dev/LOG.md, 2026-01-13).
+            achieved={**SUSTAINED, NARROW: 0.475, MEMORY: 0.875},
             cores=HOPPER,
         ),
         Hardware(
