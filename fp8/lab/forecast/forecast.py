@@ -144,7 +144,7 @@ def _peak(step: _Step, compiled: Sequence[Graph], notes: list[str]) -> int:
     try:
         return step.nbytes + peak(compiled, step.loss is None)
     except Exception as error:
-        notes.append(f"the peak of compiled code was not counted: {described(error)}")
+        notes.append(_UNCOUNTED.format("compiled code", described(error)))
         return 0
 
 
@@ -175,14 +175,19 @@ def _with_memory(
                     variant = replace(variant, saved=memory.kept)
                 variants.append(replace(variant, memory=memory))
             except Exception as error:  # the time of the model is forecast all the same
-                why = described(error)
-                notes.append(f"{variant.recipe}: memory was not counted: {why}")
+                notes.append(_UNCOUNTED.format(variant.recipe, described(error)))
                 variants.append(variant)
         for name, optimize in OPTIMIZERS.items():
-            optimizers[name] = of_optimizer(lambda: empty().model, optimize)
+            try:
+                optimizers[name] = of_optimizer(lambda: empty().model, optimize)
+            except Exception as error:  # no parameters, or one that no level stores
+                notes.append(_UNCOUNTED.format(name, described(error)))
     return replace(
         result, variants=tuple(variants), notes=tuple(notes), optimizers=optimizers
     )
+
+
+_UNCOUNTED = "{}: memory was not counted: {}"
 
 
 class _Converter(NamedTuple):

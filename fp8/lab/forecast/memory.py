@@ -204,6 +204,10 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
+    if weight is not None and weight.dtype != x.dtype:  # composed on a GPU too
+        wide, dims = x.float(), tuple(range(-len(shape), 0))
+        inverse = torch.rsqrt(wide.square().mean(dims, keepdim=True))
+        return (wide * inverse).to(x.dtype) * weight
     result: Tensor = _RMSNorm.apply(x, weight, len(shape))
     return result
 

@@ -208,9 +208,10 @@ class Forecast:
             KeyError: for an unknown recipe or optimizer.
             ValueError: if the memory of the recipe was not counted.
         """
-        memory, stepped = self[recipe].memory, self.optimizers[optimizer]
+        memory = self[recipe].memory
         if memory is None:
             raise ValueError(f"the memory of {recipe!r} was not counted")
+        stepped = self.optimizers[optimizer]
         beside = memory.weights - stepped.weights + memory.batch
         return max(memory.peak + stepped.total_state, stepped.step + beside)
 

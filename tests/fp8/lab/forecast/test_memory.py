@@ -17,7 +17,7 @@ from fp8.lab.forecast.forecast import _Converter, _empty, _Step
 from fp8.lab.forecast.hollow import Allocations
 from fp8.lab.forecast.memory import OPTIMIZERS, of_optimizer, of_passes, on_gpu
 from tests.fp8.blocks import bytes_of, saved_by
-from tests.shared import Net, filterwarnings, parametrize
+from tests.shared import Net, filterwarnings, parametrize, refuses
 
 compiles = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -177,3 +177,14 @@ def test_the_peak_of_compiled_code_is_that_of_a_gpu():
         pytest.approx(measured, abs=0.01) for measured in (2.08, 2.66)
     ]
     assert "compiled: kept" in result.memory()
+
+
+def test_what_cannot_be_counted_is_a_note(monkeypatch):
+    """A shape that depends on values; a model without parameters."""
+    monkeypatch.setattr("fp8.lab.forecast.forecast.why_not", lambda: "no")
+    model = Net(lambda self, x: x[x.sum(1) > 0] * 2)
+    result = fp8.forecast(model, batch(8, 16), recipes=())
+    assert result["bf16"].memory is None
+    assert "bf16: memory was not counted: Dynamic" in "\n".join(result.notes)
+    with refuses("was not counted"):
+        result.peak("bf16")
