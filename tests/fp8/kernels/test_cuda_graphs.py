@@ -22,7 +22,7 @@ pytestmark = [
 OPTIONS = {"triton.cudagraphs": True, "graph_partition": False}
 
 
-def step(recipe, looks=False, options=None):
+def step(recipe, kind="", options=None):
     """The graphs of a step of two layers with set scales."""
     with compiling_for(CARDS["h100"]), selftest.trusted(), torch.device("cuda"):
         if why := why_not_here(recipe, torch.device("cuda", 0), torch.bfloat16):
@@ -30,7 +30,8 @@ def step(recipe, looks=False, options=None):
         layers = (nn.Linear(*n, dtype=torch.bfloat16) for n in ((256, 512), (512, 256)))
         model = fp8.convert(nn.Sequential(next(layers), nn.GELU(), *layers), recipe)
         for layer in (model[0], model[2]):
-            layer.fp8_watch.watch.looks = looks
+            watch = layer.fp8_watch.watch
+            watch.looks, watch.checks = kind == "looks", kind == "checks"
             if recipe.keeps_history:
                 states = dict.fromkeys(layer._buffers, True)
                 vars(layer.fp8_measured).update(states)
@@ -39,10 +40,15 @@ def step(recipe, looks=False, options=None):
 
 
 @parametrize(
-    "name, looks",
-    [*dict.fromkeys(fp8.RECIPES, False).items(), ("static", True), ("row", True)],
+    "name, kind",
+    [
+        *dict.fromkeys(fp8.RECIPES, "").items(),
+        ("row", "looks"),
+        ("static", "looks"),
+        ("static", "checks"),
+    ],
 )
-def test_cuda_graphs_hold_both_passes(name, looks, monkeypatch):
+def test_cuda_graphs_hold_both_passes(name, kind, monkeypatch):
     """No operation of a CPU, no synchronization, and what is written keeps its address."""
     recipe, made = fp8.RECIPES[name], []
 
@@ -53,7 +59,7 @@ def test_cuda_graphs_hold_both_passes(name, looks, monkeypatch):
 
     monkeypatch.setattr(compile_fx, "cudagraphify", cudagraphify)
     counters.clear()
-    sources = [graph.source for graph in step(recipe, looks, OPTIONS)]
+    sources = [graph.source for graph in step(recipe, kind, OPTIONS)]
     assert made == [False, True]
     assert not counters["inductor"]["cudagraph_skips"]
     if {cast.scaling for cast in recipe.casts if cast} <= {"unit", "tensor", "row"}:
