@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -387,19 +388,17 @@ class Alarm:
         casts = self._looked or []
         names = broken or casts
         mine = [loss, grad_norm, float(len(broken)), float(len(casts))]
-        ranks = _of_ranks(mine, self._model)
-        losses = [rank[0] for rank in ranks if rank[0] is not None]
-        norms = [rank[1] for rank in ranks if rank[1] is not None]
+        losses, norms, of_broken, of_casts = _of_ranks(mine, self._model)
         mean, norm = _mean(losses), _mean(norms)
-        counts = [int(sum(rank[i] or 0 for rank in ranks)) for i in (2, 3)]
-        self._look_again(counts[1])
+        lost_casts = int(sum(of_casts))
+        self._look_again(lost_casts)
         return Observed(
             mean,
             norm,
             self._is_high(self._losses, mean),
             self._is_high(self._norms, norm),
-            counts[0],
-            counts[1],
+            int(sum(of_broken)),
+            lost_casts,
             _listed(names) or "on another rank",
         )
 
@@ -481,29 +480,22 @@ def _suffix() -> str:
 
 def _of_ranks(
     numbers: Sequence[Tensor | float | None], model: nn.Module
-) -> list[list[float | None]]:
-    """The numbers of each rank, read from the device at once."""
-    known = [0.0 if x is None else 1.0 for x in numbers]
+) -> list[list[float]]:
+    """Each number on the ranks that know it, read from the device at once."""
     devices = [x.device for x in numbers if isinstance(x, Tensor)]
     if ranks() > 1:
         # That of the collectives of the model.
         devices = [p.device for p in model.parameters()]
     device = devices[0] if devices else torch.device("cpu")
-    values = [
-        torch.as_tensor(0.0 if x is None else x).detach().to(device, torch.float32)
-        for x in numbers
-    ]
-    packed = torch.stack(
-        [v.reshape(()) for v in values] + list(torch.tensor(known).to(device))
-    )
+    given = [torch.as_tensor(0.0 if x is None else x).detach() for x in numbers]
+    values = [x.reshape(()).to(device, torch.float32) for x in given]
+    known = torch.tensor([float(x is not None) for x in numbers])
+    packed = torch.cat([torch.stack(values), known.to(device)])
     parts = [packed]
     if ranks() > 1:
         parts = [torch.empty_like(packed) for _ in range(ranks())]
         torch.distributed.all_gather(parts, packed)
-    rows = torch.stack(parts).tolist()
+    columns = torch.stack(parts, 1).tolist()
     count = len(numbers)
-    result: list[list[float | None]] = []
-    for row in rows:
-        pairs = zip(row[:count], row[count:], strict=True)
-        result.append([x if is_known else None for x, is_known in pairs])
-    return result
+    pairs = zip(columns[:count], columns[count:], strict=True)
+    return [list(compress(found, is_known)) for found, is_known in pairs]
