@@ -286,8 +286,8 @@ RECIPES: dict[str, Recipe] = {
         # Powers of two, measured once: the loss scale of half precision (Micikevicius et al. 2018,
         # arXiv:1710.03740, section 3.2), for each operand.
         _all("static", "e4m3", "static", grad=_E5M2),
-        # For models of about 10**8 parameters, where transposed casts cost more than the product
-        # gains (KellerJordan/modded-nanogpt, pull request 363).
+        # For models of about 10**8 parameters, where transposed casts may cost more than the
+        # product gains (KellerJordan/modded-nanogpt, pull request 363).
         _gw_hp("tensor", grad=_E5M2),
         _gw_hp("static", grad=_E5M2),
         _all("row", "e4m3", "row"),
