@@ -202,7 +202,7 @@ HARDWARE: dict[str, Hardware] = {
             peak={"bf16": 989.4e12, "fp8": 1978.9e12},
             bandwidth=4.8e12,
             source="NVIDIA H200 Tensor Core GPU, data sheet (2023-11)",
-            # Copies of 4 GB and more, measured on one card (2026-11): 4.3e12 B/s, here 4.2e12.
+            # Memory: a copy of 8.6 GB on one card (2026-11) 4.3e12 B/s, fitted 4.2e12.
             # Narrow products: of one shape, 65536 x 768 x 32768, fitted with the others; that of
             # nanochat on an H100 was faster (dev/LOG.md, 2026-01-13).
             achieved={**SUSTAINED, NARROW: 0.475, MEMORY: 0.875},
