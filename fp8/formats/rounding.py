@@ -146,11 +146,12 @@ def saturated(x: Tensor, unscaled: Tensor, grid: Grid) -> Tensor:
     ``unscaled`` is, of which ``x`` is a multiple. In a graph without Inf, which it makes NaN."""
     if _is_for_cuda(x):
         return _saturated_on_cuda(x, unscaled, grid.largest)
+    # In place: the peak of an eager step is here, in the cast of its largest gradient.
     y = x.clamp(-grid.largest, grid.largest)
     if grid.infinity is None or math.isnan(grid.infinity) or makes_finite(x):
-        return torch.add(y, unscaled, alpha=0.0)  # Inf * 0 is NaN
+        return y.add_(unscaled, alpha=0.0)  # Inf * 0 is NaN
     infinite = torch.hardshrink(unscaled, torch.finfo(unscaled.dtype).max)
-    return (y + infinite).copysign_(unscaled)
+    return y.add_(infinite).copysign_(unscaled)
 
 
 def _round_by_bits(

@@ -29,7 +29,7 @@ def mlp():
 
 def block():
     """A Llama block: inputs that several products read."""
-    return Block(64, 176, 2).bfloat16(), batch(1, 128, 64)
+    return Block(64, 176, 2).bfloat16(), batch(1, 512, 64)
 
 
 def convolutions():
@@ -134,7 +134,7 @@ def test_bytes_are_those_of_a_real_optimizer(name):
 def test_what_a_gpu_keeps_of_a_block():
     """By hand, for each token: norms keep their input and a number, attention its operands and a
     number for each head, the others what they multiply."""
-    width, inner, heads, tokens = 64, 176, 2, 128
+    width, inner, heads, tokens = 64, 176, 2, 512
     with on_gpu((9, 0)):
         counted = of_passes(block)
         low = of_passes(partial(converted, block, "tensor", "native"))
