@@ -45,7 +45,7 @@ class Geometry(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Casts:
+class ProductCasts:
     """The casts of the six operands of a layer's three products; None: not cast.
 
     reuses_a, reuses_b, reuses_grad: whether the first copy of an operand serves its second product.
@@ -171,10 +171,10 @@ def token_of(text: str, layer: bool = True, rotated: bool = True) -> str:
 
 
 @cache
-def casts_of(token: str) -> Casts:
+def casts_of(token: str) -> ProductCasts:
     """The casts that a token of `token_of` stands for; none for ""."""
     if not token:
-        return Casts()
+        return ProductCasts()
     lines = token.split("\n")
     options = lines[6:]
     specs = casts_of_lines(lines[:6], rotated=_UNROTATED not in options)
@@ -190,7 +190,7 @@ def casts_of(token: str) -> Casts:
         else:
             b_for_grad_a = a.rotated(grad_for_a.hadamard, grad_for_a.signs)
     reuses_grad = one_copy(grad_for_a, grad_for_b)
-    casts = Casts(
+    casts = ProductCasts(
         a=a,
         b=b,
         grad_for_a=grad_for_a,

@@ -12,8 +12,8 @@ from torch.autograd import Function
 
 from ..casts.casting import QuantizedOperand
 from ..casts.operands import (
-    Casts,
     Constants,
+    ProductCasts,
     SharedCast,
     States,
     casts_of,
@@ -232,7 +232,7 @@ class _Native(Function):
         return da, db, dbias, None, None, None
 
 
-def _recast(b: QuantizedOperand, casts: Casts) -> QuantizedOperand:
+def _recast(b: QuantizedOperand, casts: ProductCasts) -> QuantizedOperand:
     """A weight as stored for the gradient of a. b: the weight, and the scale of its first cast."""
     if casts.reuses_b and not b.scale.dim():
         scale = None if casts.b is None or casts.b.scaling == "unit" else b.scale

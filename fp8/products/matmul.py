@@ -31,8 +31,8 @@ result by the scales of both operands.
 summed over k in the forward pass and over m in grad_weight, so a kernel needs it in both layouts,
 and so it does w and g. If one scale covers the tensor, the second layout has the same values:
 it is a transposed copy. If tiles have scales, they lie along the other axis there: the values
-differ, and the operand is cast again from high precision. `Casts.reuses_a` and `reuses_b` say
-which.
+differ, and the operand is cast again from high precision. `ProductCasts.reuses_a` and `reuses_b`
+say which.
 
 **What is saved for the backward pass.** x and w as they were cast, one byte a value, where the
 second product reuses them; else as they came, in high precision.
