@@ -29,7 +29,17 @@ from fp8.lab.hardware import BF16
 WIDTH, INNER, HEADS, BATCH, LENGTH = 2048, 5632, 16, 2, 2048
 HARDWARE, PUBLISHED_ON = "h200", "h100"
 
-OURS = ("unit", "static", "tensor", "row", "row_gw_hp", "delayed", "block")
+OURS = (
+    "unit",
+    "static",
+    "tensor",
+    "row",
+    "tensor_gw_hp",
+    "static_gw_hp",
+    "row_gw_hp",
+    "delayed",
+    "block",
+)
 TORCHAO = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp")
 
 QUESTION = f"""\
