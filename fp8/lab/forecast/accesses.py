@@ -60,6 +60,8 @@ def passes_of(text: str, tiles: Tiles) -> list[Pass]:
         for name, value in re.findall(r"%(\w+) = arith\.constant (-?\d+) : i\d+", text)
     }
     layouts = _layouts(text)
+    if any(_is_single(found, layouts) for found in _ACCESS.finditer(text)):
+        tiles = tiles._replace(stores=frozenset())  # which explains narrow stores
     passes = [Pass(1, [])]
     opened = depth = current = 0
     for line in text.splitlines():
@@ -107,11 +109,23 @@ def _layouts(text: str) -> dict[str, _Layout]:
     }
 
 
+def _shape(found: re.Match[str]) -> list[int]:
+    return [int(n) for n in found[2].split("x") if n]
+
+
+def _is_single(found: re.Match[str], layouts: Mapping[str, _Layout]) -> bool:
+    """Whether each thread writes one element of a block at once, of several that it has."""
+    layout, shape = layouts.get(found[4]), _shape(found)
+    if found[1] != "tt.store" or layout is None or max(shape) == 1:
+        return False
+    return math.prod(layout.elements) == 1
+
+
 def _access(
     found: re.Match[str], layouts: Mapping[str, _Layout], tiles: Tiles
 ) -> Access:
-    kind, sizes, bits, name = found.groups()
-    shape = [int(n) for n in sizes.split("x") if n]
+    kind, _, bits, name = found.groups()
+    shape = _shape(found)
     size, elements = max(1, int(bits) // 8), math.prod(shape)
     own, moved = size * max(1.0, elements / tiles.threads), size * elements
     reads = kind in ("tt.load", "ttg.async_copy_global_to_local")

@@ -93,7 +93,8 @@ class _Counts:
         if cores is None:
             self.why_not = f"the clock of {self._device.name} is not known"
             return least
-        if kernel.moved < LEAST:
+        combined = "combo_grid_meta" in self._sources.get(kernel.name, "")
+        if kernel.moved < LEAST or combined:  # of whose parts a block executes one
             return max(least, cores.shortest)
         fastest, bytes_alone = math.inf, least
         try:
