@@ -9,13 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.compiler import (
-    compiled_as,
-    eager_only,
-    in_memory,
-    reads_values,
-    updates_states,
-)
+from ..common.compiler import compiled_as, eager_only, reads_values, updates_states
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format
@@ -308,14 +302,6 @@ def in_format(x: Tensor, format: Format, tile: Tile = (0, 0)) -> tuple[Tensor, T
     return in_dtype(units, format.dtype), scale
 
 
-# No kernel reads a history shifted and writes it. The one that finds the largest entry makes the
-# copy; of `clone` the compiler would make none.
-@compiled_as(lambda entries: in_memory(entries.abs()))
-def _copied(entries: Tensor) -> Tensor:
-    """Entries of a history, which are not negative."""
-    return entries
-
-
 def _delayed_scale(
     x: Tensor, history: Tensor, format: Format, rule: str, record: bool
 ) -> Tensor:
@@ -330,9 +316,8 @@ def _delayed_scale(
         amax = torch.where((amax > 0) & (amax < torch.inf), amax, now)
     scale = RULES[rule].scale_of(amax, format)
     if record:
-        before = _copied(entries)
-        newest = torch.cat([now[None], before[:-1]])
-        newest = torch.where((now > 0) & (now < torch.inf), newest, before)
+        newest = torch.cat([now[None], entries[:-1]])
+        newest = torch.where((now > 0) & (now < torch.inf), newest, entries)
         refuse_transformed(newest)
         history.copy_(newest.view_as(history))
     return scale
