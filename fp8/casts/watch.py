@@ -173,15 +173,17 @@ class Watch:
         """An optimizer has made a step. Of several ones, a pass is a step of each."""
         if not self._stepped or optimizer in self._stepped:
             self._stepped.clear()
-            self.next()
+            self.next(optimizer)
         self._stepped.add(optimizer)
 
-    def next(self) -> None:
-        """A pass has ended."""
+    def next(self, optimizer: Optimizer | None = None) -> None:
+        """A pass has ended, with the step of an optimizer if one has made it."""
         if self.looks or self._asked or self.checks:
             self.read()
         if is_look(self.step) and not self.frozen:
-            self.agree()
+            # Of another model each process may have another watch, until it is collected.
+            if optimizer is None or self.holds(parameters_of(optimizer)):
+                self.agree()
         self._leader = None
         self.step += 1
         self.measures = is_look(self.step) or self._asked
@@ -268,13 +270,17 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         _count(optimizer)
 
 
+def parameters_of(optimizer: Optimizer) -> set[int]:
+    """The ids of the parameters of an optimizer."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def _count(optimizer: Optimizer) -> None:
     # Other models may train in this process, in other threads: their steps are not those of this
     # one. An optimizer of parameters that no model has (of adapters) steps all.
     watches = list(_WATCHES)
     if len(watches) > 1:
-        groups = optimizer.param_groups
-        parameters = {id(p) for group in groups for p in group["params"]}
+        parameters = parameters_of(optimizer)
         own = [watch for watch in watches if watch.holds(parameters)]
         watches = own or watches
     for watch in watches:

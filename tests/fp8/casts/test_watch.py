@@ -177,6 +177,10 @@ def sharded(rank, store):
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     assert torch.equal(scales, largest)
     assert scales[0] == 2.0**8
+    # A step of another model asks for no agreement, for which one process alone would wait.
+    del optimizer
+    watch_of(net).step = 512 + rank
+    train(linears(WIDTH, WIDTH), 1)
 
 
 @needs_gloo
