@@ -180,10 +180,8 @@ class Watch:
         """A pass has ended, with the step of an optimizer if one has made it."""
         if self.looks or self._asked or self.checks:
             self.read()
-        if is_look(self.step) and not self.frozen:
-            # Of another model each process may have another watch, until it is collected.
-            if optimizer is None or self.holds(parameters_of(optimizer)):
-                self.agree()
+        if is_look(self.step) and not self.frozen and self._is_of(optimizer):
+            self.agree()
         self._leader = None
         self.step += 1
         self.measures = is_look(self.step) or self._asked
@@ -192,6 +190,11 @@ class Watch:
             self.looks = True
         self.checks = self.step % CHECKS == 0 and not self.frozen
         self._asked = False
+
+    def _is_of(self, optimizer: Optimizer | None) -> bool:
+        """Whether an optimizer, if one has made the step, has parameters of the model. Another model
+        may have been collected in one process, and not yet in another, which would wait for it."""
+        return optimizer is None or self.holds(parameters_of(optimizer))
 
     def agree(self) -> None:
         """Sets the static scales of layers whose parameters are DTensors to the largest ones of the
