@@ -210,7 +210,7 @@ def casts_of(token: str) -> ProductCasts:
 
 RECAST_ROWS = 4096
 """The number of rows from which on the backward pass casts a weight again, and its cast is not
-saved, one byte an element. That reads the weight once more: 1.3 % of the step of a Llama block of
+saved, one byte an element. That reads the weight once more: 1.7 % of the step of a Llama block of
 width 2048 with this number, by the forecast, and less with more (docs/forecast.md)."""
 
 

@@ -192,7 +192,7 @@ class Watch:
         self._asked = False
 
     def _is_of(self, optimizer: Optimizer | None) -> bool:
-        """Whether an optimizer, if one has made the step, has parameters of the model. Another model
+        """Whether an optimizer, if one has made the step, has parameters of the model. Another one
         may have been collected in one process, and not yet in another, which would wait for it."""
         return optimizer is None or self.holds(parameters_of(optimizer))
 
