@@ -40,7 +40,7 @@ LAYER = nn.Linear(16, 16)
 CASES = {
     "tensor": (fp8.convert(nn.Linear(16, 16), "tensor"), nullcontext(), 55, 25),
     "static": (fp8.convert(nn.Linear(16, 16), "static"), nullcontext(), 70, 25),
-    "delayed": (fp8.convert(nn.Linear(16, 16), "delayed"), nullcontext(), 85, 30),
+    "delayed": (fp8.convert(nn.Linear(16, 16), "delayed"), nullcontext(), 88, 30),
     "row": (fp8.convert(nn.Linear(16, 16), "row"), nullcontext(), 47, 45),
     "autocast": (LAYER, fp8.autocast("tensor"), 55, 25),
     "U.linear": (lambda x: U.linear(x, LAYER.weight, None), nullcontext(), 18, 5),
