@@ -88,7 +88,9 @@ def _adam(
     m = decode(tensors.first) * b1 + g * c1
     v = decode(tensors.second) * b2 + g * g * c2
     w = decode(tensors.weight) * decay - m * size / (v.sqrt() * root + eps)
-    bits = low = high = None
+    bits = None
+    low = None
+    high = None
     of_weight, of_first, of_second = how.stochastic
     if of_first or of_second:
         word = bits_from_key(g.shape, keys[0], device=g.device)
@@ -310,7 +312,9 @@ def update(
 ) -> None:
     """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
     tensors = _Tensors(unit.weight(), unit.stored(FIRST), unit.stored(SECOND))
-    grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
+    grad = unit.gradient()
+    numbers = unit.numbers(scales)
+    how = unit.how
     if largest_grad > LARGEST:
         grad = grad.to(torch.float32).clamp(-LARGEST, LARGEST)
     count, keys, dynamic = len(grad), [], None
