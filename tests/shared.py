@@ -92,6 +92,12 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
+def normals(seed):
+    """A function of a shape: standard normal numbers in float64, others in each call."""
+    draw = functools.partial(torch.randn, dtype=torch.float64, generator=seeded(seed))
+    return lambda *shape: draw(shape)
+
+
 @contextmanager
 def quietly():
     """Without the warnings of other libraries."""
@@ -132,12 +138,11 @@ def paths(rows, done):
     return {row.path for row in rows if row.done == done}
 
 
-def saved(thing):
+def saved(thing, weights_only=True):
     """What a file of torch has of it."""
-    file = io.BytesIO()
-    torch.save(thing, file)
+    torch.save(thing, file := io.BytesIO())
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(file, weights_only=weights_only)
 
 
 def pickled(thing):

@@ -12,6 +12,7 @@ from torch import nn
 import fp8
 import unit_scaling as uu
 from fp8.lab.hardware import HARDWARE
+from tests.shared import descend, seeded
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 pytestmark = pytest.mark.smoke
@@ -27,7 +28,7 @@ def model():
 
 
 def batch():
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    return torch.randn(8, 16, generator=seeded(1))
 
 
 def converted(recipe="tensor"):
@@ -91,12 +92,7 @@ def test_each_name_works(name, tmp_path):
 def test_a_unit_scaled_model_trains():
     net = simulate_fp8(unit_scale(model()))
     optimizer = uu.optim.AdamW(net.parameters())
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        value = (net(batch()) - batch()).square().mean()
-        value.backward()
-        optimizer.step()
-        losses.append(float(value.detach()))
+    x = batch()
+    losses = descend(optimizer, ((net(x) - x).square().mean() for _ in range(8)))
     assert losses[-1] < losses[0]
     assert not uu.report(net).left_alone

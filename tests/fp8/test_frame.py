@@ -36,6 +36,10 @@ def within(block, call, *args):
         return call(*args)
 
 
+def product(recipe="unit"):
+    return within(fp8.autocast(recipe), F.linear, X, W)
+
+
 def nothing_is_cast():
     return torch.equal(F.linear(X, W), torch.ops.aten.linear(X, W))
 
@@ -70,7 +74,7 @@ def held(recipe):
 
 
 def test_generators_close_blocks_innermost_first():
-    expected = within(fp8.autocast("unit"), F.linear, X, W)
+    expected = product()
     first, second = held("unit"), held("tensor")
     next(first)
     list(held("tensor"))  # nested
@@ -92,13 +96,13 @@ def test_a_block_is_closed_in_its_thread():
 
 
 def test_a_block_in_each_task():
-    expected = [within(fp8.autocast(r), F.linear, X, W) for r in RECIPES]
+    expected = [*map(product, RECIPES)]
 
     async def calls(recipe):
         outputs = []
         for _ in range(3):
             await asyncio.sleep(0)
-            outputs.append(within(fp8.autocast(recipe), F.linear, X, W))
+            outputs.append(product(recipe))
             await asyncio.sleep(0)
             assert nothing_is_cast()
         return outputs
@@ -125,12 +129,12 @@ def test_a_block_of_another_task_is_refused(enabled):
         await opened.wait()
         with refuses(r"open in holder, another task.*before await", RuntimeError):
             F.linear(X, W)
-        assert_same(within(fp8.autocast("tensor"), F.linear, X, W), expected)
+        assert_same(product("tensor"), expected)
         close.set()
         await task
         assert nothing_is_cast()
 
-    expected = within(fp8.autocast("tensor"), F.linear, X, W)
+    expected = product("tensor")
     asyncio.run(main())
 
 
@@ -146,9 +150,7 @@ def counted(function, **options):
 
 def test_blocks_that_are_compiled():
     """One graph for all threads, with blocks open in others or not."""
-    fn, graphs = counted(
-        lambda: within(fp8.autocast("unit"), F.linear, X, W), fullgraph=True
-    )
+    fn, graphs = counted(product, fullgraph=True)
     got = [fn(), *together(*[fn] * 3)]
-    assert_close(got, [within(fp8.autocast("unit"), F.linear, X, W)] * 4)
+    assert_close(got, [product()] * 4)
     assert graphs == [1]

@@ -33,6 +33,16 @@ def _fresh():
 
 
 @pytest.fixture
+def accelerator():
+    return library.Accelerator(cpu=True)
+
+
+@pytest.fixture
+def model():
+    return small()
+
+
+@pytest.fixture
 def te_kwargs(te, monkeypatch):
     """TERecipeKwargs, which asks whether TransformerEngine is installed."""
     monkeypatch.setattr(kwargs_module, "is_transformer_engine_available", lambda: True)
@@ -44,10 +54,8 @@ POLICY = fp8.Policy("tensor", rules=[("down", None, "row")], keep=["readout"])
 
 @proves("Accelerate", "FP8 by prepare", how="library")
 @parametrize("recipe", ["tensor", POLICY], ids=["recipe", "policy"])
-def test_the_same_losses_as_a_plain_loop(recipe):
-    model = small()
+def test_the_same_losses_as_a_plain_loop(recipe, accelerator, model):
     other = deepcopy(model)
-    accelerator = library.Accelerator(cpu=True)
     prepared = accelerate.prepare(accelerator, model, adam(model), recipe=recipe)
     got = accelerated(accelerator, *prepared, batches(6))
     fp8.convert(other, recipe)
@@ -56,9 +64,9 @@ def test_the_same_losses_as_a_plain_loop(recipe):
     assert got[-1] < got[0]
 
 
-def test_objects_in_any_order_and_several_models():
+def test_objects_in_any_order_and_several_models(accelerator, model):
     """As ``accelerator.prepare(unet, text_encoder, optimizer, loader, scheduler)`` is called."""
-    accelerator, model, second = library.Accelerator(cpu=True), small(), small()
+    second = small()
     optimizer = adam(model)
     loader = torch.utils.data.DataLoader(torch.cat(batches(2)), batch_size=8)
     objects = (loader, model, second, None, optimizer)
@@ -71,8 +79,8 @@ def test_objects_in_any_order_and_several_models():
     assert accelerate.prepare(accelerator, alone) is alone
 
 
-def test_an_error_for_one_model_converts_none():
-    accelerator, model, other = library.Accelerator(cpu=True), small(), nn.Linear(4, 4)
+def test_an_error_for_one_model_converts_none(accelerator, model):
+    other = nn.Linear(4, 4)
     policy = fp8.Policy("row", rules=[("up", None, None)])
     with refuses("'up' matches no layer"):
         accelerate.prepare(accelerator, model, other, recipe=policy)
@@ -84,8 +92,7 @@ def test_an_error_for_one_model_converts_none():
 
 
 @proves("Accelerate", "BF16 around FP8", how="library")
-def test_with_bf16_and_gradient_accumulation():
-    model = small()
+def test_with_bf16_and_gradient_accumulation(model):
     other = deepcopy(model)
     accelerator = library.Accelerator(
         cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2
@@ -110,11 +117,11 @@ def test_with_bf16_and_gradient_accumulation():
 
 @proves("Accelerate", "TERecipeKwargs", how="library")
 @parametrize("in_eval", [False, True])
-def test_recipe_object_of_transformer_engine(te, te_kwargs, in_eval):
+def test_recipe_object_of_transformer_engine(
+    te, te_kwargs, in_eval, accelerator, model
+):
     """Accelerate drops amax_compute_algo="most_recent", which it documents, since that is its own
     default: TransformerEngine's, "max", is what then runs."""
-    model = small()
-    accelerator = library.Accelerator(cpu=True)
     options = {"margin": 1, "fp8_format": "E4M3", "amax_history_len": 64}
     given = te_kwargs(use_autocast_during_eval=in_eval, **options)
     assert "amax_compute_algo" not in given.to_kwargs()
@@ -131,8 +138,7 @@ def test_recipe_object_of_transformer_engine(te, te_kwargs, in_eval):
     assert RAN[-1] is (recipe if in_eval else None)
 
 
-def test_mxfp8_of_transformer_engine(te_kwargs):
-    accelerator, model = library.Accelerator(cpu=True), small()
+def test_mxfp8_of_transformer_engine(te_kwargs, accelerator, model):
     given = te_kwargs(use_mxfp8_block_scaling=True)
     recipe = accelerate.prepare(accelerator, model, recipe=given).fp8_te_recipe
     assert type(recipe).__name__ == "MXFP8BlockScaling"
@@ -146,26 +152,21 @@ def test_mxfp8_of_transformer_engine(te_kwargs):
 @parametrize(
     "option", [{"interval": 2}, {"override_linear_precision": (True, False, False)}]
 )
-def test_what_nothing_computes_is_an_error(te_kwargs, option):
+def test_what_nothing_computes_is_an_error(te_kwargs, option, accelerator, model):
     """Accelerate hands these to a TransformerEngine that ignores them."""
-    model = small()
     with refuses(f"{next(iter(option))} must be"):
-        accelerate.prepare(
-            library.Accelerator(cpu=True), model, recipe=te_kwargs(**option)
-        )
+        accelerate.prepare(accelerator, model, recipe=te_kwargs(**option))
     assert type(model.up) is nn.Linear
 
 
 @proves("Accelerate", "AORecipeKwargs", how="library")
 @parametrize("config", [True, False])
-def test_recipe_object_of_torchao(config):
+def test_recipe_object_of_torchao(config, accelerator, model):
     """Its default configuration asks for an all-gather in FP8, for which torchao replaces every
     weight, FSDP2 or not: an optimizer made before then holds none of them."""
     pytest.importorskip("torchao")
     from torchao.float8 import Float8LinearConfig
 
-    model = small()
-    accelerator = library.Accelerator(cpu=True)
     given = AORecipeKwargs(config=Float8LinearConfig(emulate=True) if config else None)
     assert config or given.config.enable_fsdp_float8_all_gather
     optimizer = adam(model)
@@ -184,8 +185,7 @@ def test_recipe_object_of_torchao(config):
     assert paths(fp8.report(model), "converted") == {"up"}
 
 
-def test_bad_input():
-    accelerator, model = library.Accelerator(cpu=True), small()
+def test_bad_input(accelerator, model):
     given = AORecipeKwargs(module_filter_func=lambda layer, name: True)
     known = "'simulate', 'native', 'auto', 'transformer_engine', 'torchao', 'msamp'"
     for options, message in (
@@ -217,11 +217,9 @@ def test_bad_input():
 
 @proves("Accelerate", "opt_level", how="library")
 @parametrize("level", ["O2", "O3"])
-def test_levels(level, tmp_path):
+def test_levels(level, tmp_path, accelerator, model):
     """Trained, checkpointed and resumed at a level, with the losses of a plain loop."""
-    model = small()
     other = deepcopy(model)
-    accelerator = library.Accelerator(cpu=True)
 
     def start(model):
         return accelerate.prepare(
@@ -243,8 +241,7 @@ def test_levels(level, tmp_path):
 
 @proves("Accelerate", "opt_level", how="library")
 @parametrize("recipe", [MSAMPRecipeKwargs(), MSAMPRecipeKwargs(opt_level="O1"), "unit"])
-def test_recipe_object_of_ms_amp(recipe):
-    accelerator, model = library.Accelerator(cpu=True), small()
+def test_recipe_object_of_ms_amp(recipe, accelerator, model):
     backend = "msamp" if recipe == "unit" else "auto"
     model, _ = accelerate.prepare(
         accelerator, model, adam(model), recipe=recipe, backend=backend
@@ -258,9 +255,8 @@ def test_recipe_object_of_ms_amp(recipe):
 
 
 @proves("Accelerate", "FP8RecipeKwargs", how="library")
-def test_deprecated_recipe_object(te, te_kwargs):
+def test_deprecated_recipe_object(te, te_kwargs, accelerator, model):
     """Accelerate leaves its opt_level None where the backend is MS-AMP."""
-    accelerator, model = library.Accelerator(cpu=True), small()
     given = library.utils.FP8RecipeKwargs(backend="msamp")
     assert given.opt_level is None
     model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=given)
@@ -272,12 +268,11 @@ def test_deprecated_recipe_object(te, te_kwargs):
 
 @proves("Accelerate", "TransformerEngine with MS-AMP", how="library")
 @parametrize("backend", ["transformer_engine", "torchao"])
-def test_layers_of_another_library_and_a_level(te, backend):
+def test_layers_of_another_library_and_a_level(te, backend, accelerator):
     """ "Combining the two": the products are TransformerEngine's, the states of the optimizer those
     of the level."""
     model = small(64)
     other = deepcopy(model)
-    accelerator = library.Accelerator(cpu=True)
     options = {"recipe": "tensor", "backend": backend}
     prepared = accelerate.prepare(
         accelerator, model, adam(model), **options, opt_level="O2"

@@ -3,7 +3,6 @@ the scale; healthy models are not."""
 
 import itertools
 import math
-import warnings
 from functools import partial
 
 import torch
@@ -14,7 +13,7 @@ import unit_scaling as uu
 from benchmarks.problems import PROBLEMS, Problem, read, zoo
 from fp8.lab.preflight.training import loss_of
 from fp8.warnings import PitfallWarning
-from tests.shared import normal, parametrize
+from tests.shared import normal, parametrize, said
 from unit_scaling.transforms import unit_scale
 
 OPERANDS = ("input", "weight", "grad")
@@ -94,12 +93,8 @@ WAYS = {
 @parametrize("way", WAYS)
 @parametrize(("setter", "loss", "operand"), CASES)
 def test_each_loss_is_named(setter, loss, operand, way):
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with said(PitfallWarning) as texts:
         train(setter, loss, operand, WAYS[way])
-    texts = [
-        str(each.message) for each in seen if issubclass(each.category, PitfallWarning)
-    ]
     assert any(f"{operand} of 'middle'" in text for text in texts), texts
 
 

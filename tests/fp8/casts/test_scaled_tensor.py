@@ -93,13 +93,10 @@ def test_bad_input():
 
 IN_PLACE = {
     "add_": lambda x, y: x.add_(y, alpha=0.5),
-    "+=": lambda x, y: x.__iadd__(y),
     "addcdiv_": lambda x, y: x.addcdiv_(y, y.square() + 1, value=-0.1),
     "copy_": lambda x, y: x.copy_(y),
-    "lerp_": lambda x, y: x.lerp_(y, 0.25),
     "mul_": lambda x, y: x.mul_(y),
     "clamp_": lambda x, y: x.clamp_(-1, 1),
-    "fill_": lambda x, y: x.fill_(0.1),
     "zero_": lambda x, y: x.zero_(),
     "view": lambda x, y: x.view(-1).add_(1),
     "t": lambda x, y: x.t().add_(y.t()),
@@ -134,19 +131,14 @@ def test_in_place(name):
 FUNCTIONS = {
     "norm": torch.linalg.vector_norm,
     "norms": lambda x: torch._foreach_norm([x, x])[1],
-    "isfinite": torch.isfinite,
-    "sum": torch.sum,
     "matmul": lambda x: x @ x.t(),
     "linear": lambda x: torch.nn.functional.linear(torch.ones(2, 4), x),
-    "plus": lambda x: x + normal(6, 4),
     "where": lambda x: torch.where(x > 0, x, 0.0),
     "cat": lambda x: torch.cat([x, x]),
     "double": lambda x: x.double(),
     "part": lambda x: x[2:4, 1],
     "parts": lambda x: x.chunk(2)[1],
     "zeros_like": torch.zeros_like,
-    "softmax": lambda x: x.softmax(-1),
-    "half": lambda x: x * 0.5,
     "transpose": lambda x: x.mT,
     "reshape": lambda x: x.reshape(2, 12),
 }

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.native
 
 RECIPES = "unit tensor row row_gw_hp static".split()
 LAYERS, MICRO, STEPS = 2, 3, 2
+X = normal(16, 32)
 
 
 def make(recipe="tensor"):
@@ -32,7 +33,7 @@ def make(recipe="tensor"):
     model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16, bias=False))
     model = fp8.convert(model, recipe, backend="native")
     if recipe == "static":
-        fp8.calibrate(model, normal(16, 32))
+        fp8.calibrate(model, X)
     return model
 
 
@@ -102,7 +103,7 @@ def test_compiled(recipe, backend, monkeypatch):
     compiled = in_one_graph(model, backend)
     settle(model)
     with fp8.cached_weights(model):
-        compiled(normal(16, 32))
+        compiled(X)
         with torch._dynamo.config.patch(error_on_recompile=True):
             assert_equal(train(model, compiled), want)
     counts = {"all": LAYERS * (1 + STEPS), "compiled": LAYERS * STEPS}
@@ -110,7 +111,7 @@ def test_compiled(recipe, backend, monkeypatch):
 
 
 def test_changes_that_torch_counts_are_cast_in_eager_mode():
-    model, x = make(), normal(16, 32)
+    model = make()
     state = {name: 3 * t for name, t in model.state_dict().items()}
     with fp8.cached_weights(model):
         for change in (
@@ -121,26 +122,26 @@ def test_changes_that_torch_counts_are_cast_in_eager_mode():
         ):
             with torch.no_grad():
                 change()
-            y = model(x)
-            assert_same(y, deepcopy(model)(x))
+            y = model(X)
+            assert_same(y, deepcopy(model)(X))
 
 
 @parametrize("ends", ["step", "block"])
 @parametrize("compiled", [False, True])
 def test_a_stale_cast_is_an_error(compiled, ends):
     """A write through .data, and any write between calls of a graph."""
-    model, x = make(), normal(16, 32)
+    model = make()
     call = in_one_graph(model) if compiled else model
 
     def run():
         with fp8.cached_weights(model):
-            call(x).sum().backward()
+            call(X).sum().backward()
             if compiled:
                 with torch.no_grad():
                     model[2].weight[3, 5] *= 2
             else:
                 model[2].weight.data[3, 5] *= 2
-            call(x).sum().backward()
+            call(X).sum().backward()
             if ends == "step":
                 torch.optim.SGD(model.parameters(), 0.1).step()
 
@@ -150,16 +151,16 @@ def test_a_stale_cast_is_an_error(compiled, ends):
 
 
 def test_copies_carry_no_cast():
-    model, x = make(), normal(16, 32)
+    model = make()
     size = len(pickle.dumps(model.state_dict()))
     with fp8.cached_weights(model):
-        model(x)
+        model(X)
         copies = [deepcopy(model), pickled(model)]
         assert len(pickle.dumps(model.state_dict())) == size
         for other in copies:
             with torch.no_grad():
                 other[0].weight.mul_(2)
-            assert not torch.equal(other(x), model(x))
+            assert not torch.equal(other(X), model(X))
             assert all(
                 getattr(p, "fp8_cache", None) is None for p in other.parameters()
             )
@@ -181,11 +182,11 @@ def test_what_is_not_cached():
 
 def test_other_casts_are_those_of_the_products():
     """A block with another recipe inside, and a nested block of cached weights."""
-    model, x = make(), normal(16, 32)
+    model = make()
     with fp8.override(model, ("*", None, "row")):
-        want = model(x)
+        want = model(X)
     with fp8.cached_weights(model):
         with fp8.override(model, ("*", None, "row")):
-            assert_same(model(x), want)
+            assert_same(model(X), want)
         with refuses("no layer"), fp8.cached_weights(model):
             pass

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,7 @@ def test_the_table_of_layers(tmp_path):
 
 
 def test_a_model_that_is_one_layer(tmp_path):
-    module = load(fp8.eject(fp8.convert(nn.Linear(4, 4), "row"), tmp_path / "one.py"))
+    module = load(fp8.eject(linear("row"), tmp_path / "one.py"))
     layer = module.convert(nn.Linear(4, 4))
     x = normal(3, 4)
     wanted = x @ layer.weight.t() + layer.bias
@@ -172,14 +173,6 @@ def test_kernels(tmp_path, recipe):
         ).all()
 
 
-def delayed():
-    return fp8.convert(linears(4, 4, 4), "delayed")
-
-
-def switched():
-    return fp8.convert(nn.Linear(4, 4), fp8.Policy("tensor", switch=[(0.9, "row")]))
-
-
 def low_norm():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()
     return fp8.convert(fp8.apply_low_precision_layernorm(model, "amp_bf16"), "tensor")
@@ -188,6 +181,10 @@ def low_norm():
 class Doubled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+def linear(recipe):
+    return fp8.convert(nn.Linear(4, 4), recipe)
 
 
 OPERANDS = ("input", "weight", "grad")
@@ -203,23 +200,29 @@ REFUSED = {
         lambda: fp8.convert(nn.Conv1d(4, 4, 3), "tensor"),
         r"\(model\): a Conv1d",
     ),
-    "history": (delayed, "0, 1: recipe 'delayed' casts to e4m3, delayed, history 16"),
-    "blocks": (lambda: fp8.convert(nn.Linear(4, 4), "block"), "casts to e4m3, block"),
-    "format": (lambda: fp8.convert(nn.Linear(4, 4), "bf16"), "casts to bf16, unit"),
+    "history": (
+        lambda: fp8.convert(linears(4, 4, 4), "delayed"),
+        "0, 1: recipe 'delayed' casts to e4m3, delayed, history 16",
+    ),
+    "blocks": (partial(linear, "block"), "casts to e4m3, block"),
+    "format": (partial(linear, "bf16"), "casts to bf16, unit"),
     "sums": (
-        lambda: fp8.convert(nn.Linear(4, 4), "deepseek_v3"),
+        partial(linear, "deepseek_v3"),
         "accumulate='hopper'",
     ),
-    "no kernel": (lambda: fp8.convert(nn.Linear(4, 4), E5M2), "e5m2 by e5m2"),
+    "no kernel": (partial(linear, E5M2), "e5m2 by e5m2"),
     "half static": (
-        lambda: fp8.convert(nn.Linear(4, 4), HALF),
+        partial(linear, HALF),
         "none for grad_weight_input",
     ),
     "not calibrated": (
-        lambda: fp8.convert(nn.Linear(4, 4), "static"),
+        partial(linear, "static"),
         "call fp8.calibrate",
     ),
-    "switch": (switched, r"\(model\): its policy has a switch"),
+    "switch": (
+        partial(linear, fp8.Policy("tensor", switch=[(0.9, "row")])),
+        r"\(model\): its policy has a switch",
+    ),
     "dtype": (lambda: fp8.convert(nn.Linear(4, 4).double(), "tensor"), "torch.float64"),
     "norm": (low_norm, "1: "),
     "not run": (
@@ -227,7 +230,7 @@ REFUSED = {
         "call fp8.calibrate, or train a step",
     ),
     "parametrized": (
-        lambda: parametrizations.orthogonal(fp8.convert(nn.Linear(4, 4), "tensor")),
+        lambda: parametrizations.orthogonal(linear("tensor")),
         "computed by a parametrization",
     ),
     "subclass": (
@@ -247,7 +250,7 @@ def test_what_is_refused(tmp_path, name):
 
 
 def test_bad_arguments(tmp_path):
-    model = fp8.convert(nn.Linear(4, 4), "tensor")
+    model = linear("tensor")
     for name in ("my-fp8.py", "fp8.txt", "fp8"):
         with refuses("eject writes a module"):
             fp8.eject(model, tmp_path / name)

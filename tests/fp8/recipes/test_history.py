@@ -14,6 +14,7 @@ from tests.shared import (
     assert_same,
     filterwarnings,
     in_one_graph,
+    linears,
     normal,
     pairs,
     parametrize,
@@ -33,8 +34,12 @@ SHORT = Recipe(
 NAMES = ("fp8_amax_input", "fp8_amax_weight", "fp8_amax_grad")
 
 
-def step(layer, x, scale=1.0):
-    y = layer(x)
+def short(**options):
+    return fp8.convert(nn.Linear(8, 4, **options), SHORT)
+
+
+def step(layer, x=None, scale=1.0):
+    y = layer(randn(5, 8) if x is None else x)
     (y * scale).sum().backward()
     return y.detach()
 
@@ -42,7 +47,7 @@ def step(layer, x, scale=1.0):
 @proves("the field", "delayed scaling")
 def test_the_scale_is_that_of_the_passes_before():
     """Written out: input of history 3, weight of 1, gradient of 2 and a margin of 2."""
-    layer = fp8.convert(nn.Linear(8, 4, bias=False), SHORT)
+    layer = short(bias=False)
     factors, sizes = (
         [1.0, 64.0, 2.0, 0.5, 1.0, 1.0],
         {"input": [], "weight": [], "grad": []},
@@ -77,36 +82,36 @@ def test_the_scale_is_that_of_the_passes_before():
 
 
 def test_what_does_not_train_reads_and_does_not_write():
-    layer = fp8.convert(nn.Linear(8, 4), SHORT)
-    step(layer, randn(5, 8))
+    layer = short()
+    step(layer)
     before = deepcopy(layer.state_dict())
     with torch.no_grad():
         y = layer(100 * randn(5, 8))
     with torch.inference_mode():
         assert_same(layer(100 * randn(5, 8)), y)
     assert_same(layer.state_dict(), before)
-    assert y.abs().max() < 30 * step(layer, randn(5, 8)).abs().max()  # it saturated
+    assert y.abs().max() < 30 * step(layer).abs().max()  # it saturated
 
 
 @parametrize("bad", [math.inf, math.nan])
 def test_inf_and_nan_are_not_recorded(bad):
-    layer = fp8.convert(nn.Linear(8, 4, bias=False), SHORT)
+    layer = short(bias=False)
     fresh = deepcopy(layer)
     x = normal(5, 8)
-    step(layer, randn(5, 8))
-    step(fresh, randn(5, 8))
+    step(layer)
+    step(fresh)
     x[0, 0] = bad
     step(layer, x)
     assert all(b.isfinite().all() for b in layer.buffers())
     assert layer.fp8_amax_input[0] == x[x.isfinite()].abs().max()
-    assert_same(step(layer, randn(5, 8)), step(fresh, randn(5, 8)))
+    assert_same(step(layer), step(fresh))
 
 
 def test_zeros_displace_no_entry():
     """A history with an entry has one from then on, so that no cast waits for a largest
     magnitude."""
-    layer = fp8.convert(nn.Linear(8, 4), SHORT)
-    step(layer, randn(5, 8))
+    layer = short()
+    step(layer)
     entries = layer.fp8_amax_input.clone()
     for _ in range(4):
         step(layer, torch.zeros(5, 8))
@@ -124,17 +129,19 @@ def test_a_scale_belongs_to_a_layer(refused):
 
 
 def test_a_buffer_of_another_length_is_refused():
-    layer = fp8.convert(nn.Linear(8, 4), SHORT)
+    layer = short()
     layer.fp8_amax_input = torch.zeros(5)
     with refuses(r"fp8_amax_input has the shape \(5,\), and the recipe"):
         layer(randn(5, 8))
 
 
-def make():
+def plain_net():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv1d(8, 16, 3), nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 4)
-    )
+    return nn.Sequential(nn.Conv1d(8, 16, 3), nn.Flatten(), *linears(64, 8, 4))
+
+
+def make():
+    return fp8.convert(plain_net(), SHORT)
 
 
 def train(model, steps, forward=None, optimizer=None):
@@ -161,9 +168,9 @@ def train(model, steps, forward=None, optimizer=None):
 @parametrize("device, assign", [("cpu", False), ("cpu", True), ("meta", True)])
 def test_a_checkpoint_of_the_plain_model_loads_and_histories_begin_anew(device, assign):
     """Strictly. Some of them missing is an error, as of any buffer."""
-    plain = make()
+    plain = plain_net()
     with torch.device(device):
-        model = fp8.convert(make(), SHORT)
+        model = make()
     if device != "meta":
         train(model, range(2))
         assert all(buffer.any() for buffer in model.buffers())
@@ -180,12 +187,12 @@ def test_a_checkpoint_of_the_plain_model_loads_and_histories_begin_anew(device, 
 
 
 def test_resumed_training_is_the_same(tmp_path):
-    whole = fp8.convert(make(), SHORT)
+    whole = make()
     losses = train(whole, range(4))
-    half = fp8.convert(make(), SHORT)
+    half = make()
     train(half, range(2))
     torch.save(half.state_dict(), tmp_path / "half.pt")
-    resumed = fp8.convert(make(), SHORT)
+    resumed = make()
     resumed.load_state_dict(torch.load(tmp_path / "half.pt", weights_only=True))
     assert train(deepcopy(resumed), range(2, 4)) == losses[4:]
     assert train(resumed, range(2, 4)) == losses[4:]
@@ -193,7 +200,7 @@ def test_resumed_training_is_the_same(tmp_path):
 
 
 def test_compiled_from_the_first_pass_on():
-    model, twin = fp8.convert(make(), SHORT), fp8.convert(make(), SHORT)
+    model, twin = make(), make()
     compiled = in_one_graph(twin, "eager")
     expected = train(model, range(3))
     assert_close(train(twin, range(3), compiled), expected)

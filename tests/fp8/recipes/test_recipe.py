@@ -91,10 +91,6 @@ def test_a_cast_knows_the_rules_and_tile_of_its_scaling(scaling):
     [
         ({"format": "e2m1", "overflow": "nonfinite"}, "neither Inf nor NaN"),
         ({"scaling": "unit", "history": 3}, "history of scaling 'unit' must be 0 to 0"),
-        (
-            {"scaling": "tensor", "history": 2},
-            "history of scaling 'tensor' must be 0 to 0",
-        ),
         ({"scaling": "delayed", "history": 0}, "scaling 'delayed' must be 1 to 4096"),
         (
             {"scaling": "delayed", "history": 5000},

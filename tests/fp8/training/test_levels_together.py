@@ -1,7 +1,6 @@
 """Levels with what else there is: torch.compile, unit scaling, DDP, checkpointed activations."""
 
 import copy
-import io
 from functools import partial
 
 import pytest
@@ -26,6 +25,7 @@ from tests.shared import (
     proves,
     refuses,
     sampled,
+    saved,
 )
 
 unit_adamw = partial(uu.optim.AdamW, allow_non_unit_scaling_params=True)
@@ -125,13 +125,7 @@ def test_resume_from_a_distributed_checkpoint(level, before, tmp_path):
     assert run(model, optimizer) == expected
 
 
-def saved(things):
-    torch.save(things, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@parametrize("copied", [copy.deepcopy, pickled, saved])
+@parametrize("copied", [copy.deepcopy, pickled, partial(saved, weights_only=False)])
 @parametrize("level, kind", [("O2", torch.optim.AdamW), ("O3", unit_adamw)])
 def test_copies_train_on(level, copied, kind):
     """To the same bits. pickle cannot read torch's tensors in FP8, nor the name of a new class."""

@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8
+from tests.fp8.training.test_layer_norm2d import error, permuted
 from tests.shared import assert_close, assert_same, normal, pairs, parametrize, proves
 
 C = 48
@@ -29,9 +30,7 @@ NORMS = {
     ),
     "layer_norm2d": (
         lambda affine: fp8.LayerNorm2d(C, affine=affine),
-        lambda x, weight=None, bias=None: F.layer_norm(
-            x.movedim(1, -1), (C,), weight, bias, 1e-6
-        ).movedim(-1, 1),
+        permuted,
         (4, C, 4, 4),
     ),
 }
@@ -60,12 +59,6 @@ def gradients(function, tensors):
     y = function(*leaves)
     grad = normal(*y.shape, seed=1).bfloat16()
     return torch.autograd.grad(y, leaves, grad.to(y.dtype))
-
-
-def error(value, reference):
-    return float(
-        (value.double() - reference.double()).norm() / reference.double().norm()
-    )
 
 
 @proves("Composer", "math equivalent")

@@ -170,12 +170,23 @@ torch.save(model.state_dict(), sys.argv[1])
 """
 
 
-def test_another_process(tmp_path):
+LOADED_BY_OTHERS = """
+import sys, torch
+from unit_scaling.transforms import unit_scale
+from tests.transforms.models import batch, gpt
+model = unit_scale(gpt(1))
+model.load_state_dict(torch.load(sys.argv[1]))
+model(*batch())
+torch.save(model.state_dict(), sys.argv[1])
+"""
+
+
+@parametrize("script", [WRITTEN_BY_OTHERS, LOADED_BY_OTHERS], ids=["model", "values"])
+def test_another_process(model, script, tmp_path):
     path = tmp_path / "model.pt"
-    torch.save(unit_scale(gpt()), path)
-    python("-c", WRITTEN_BY_OTHERS, path)
-    state = torch.load(path)
-    assert_same(expected().state_dict(), state)
+    torch.save(model if script == WRITTEN_BY_OTHERS else model.state_dict(), path)
+    python("-c", script, path)
+    assert_same(expected().state_dict(), torch.load(path))
 
 
 def test_a_copy_without_what_the_other_has_keeps_values_with_a_warning(model):
@@ -255,24 +266,6 @@ def test_a_part_with_plain_values_of_another_is_set_as_if_it_had_them_before(
     for each in model, target:
         each(*batch())
         check_set(each, unit_scale(plain, batch=batch()))
-
-
-LOADED_BY_OTHERS = """
-import sys, torch
-from unit_scaling.transforms import unit_scale
-from tests.transforms.models import batch, gpt
-model = unit_scale(gpt(1))
-model.load_state_dict(torch.load(sys.argv[1]))
-model(*batch())
-torch.save(model.state_dict(), sys.argv[1])
-"""
-
-
-def test_plain_values_in_another_process(tmp_path):
-    path = tmp_path / "state.pt"
-    torch.save(unit_scale(gpt()).state_dict(), path)
-    python("-c", LOADED_BY_OTHERS, path)
-    assert_same(expected().state_dict(), torch.load(path))
 
 
 # Values that are written before the first call

@@ -8,14 +8,10 @@ from torch.nn import functional as F
 
 import fp8
 import unit_scaling.functional as U
-from tests.shared import assert_close, assert_same, parametrize, refuses, seeded
+from tests.shared import assert_close, assert_same, normals, parametrize, refuses
 from unit_scaling.rules.table import OPS, find_op
 
-GENERATOR = seeded(0)
-
-
-def normal(*shape):
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+normal = normals(0)
 
 
 def counts(*shape):

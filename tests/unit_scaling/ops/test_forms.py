@@ -8,14 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import unit_scaling.functional as U
-from tests.shared import assert_close, parametrize, refuses, seeded
+from tests.shared import assert_close, normals, parametrize, refuses
 from unit_scaling.rules.table import OPS, find_op
 
-GENERATOR = seeded(0)
-
-
-def normal(*shape):
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+normal = normals(0)
 
 
 X, Y, W, B = normal(4, 6), normal(4, 6), normal(3, 6), normal(3)

@@ -21,7 +21,7 @@ from fp8.lab.record.page import page
 from fp8.lab.record.recorder import merged
 from fp8.lab.record.runs import Loss, Run, as_line, read
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import linears, normal
+from tests.shared import assert_same, linears, normal, parametrize, refuses, seeded
 
 LOOKS = [1, 2, 3, 4, 6, 8, 9, 12]
 pytestmark = pytest.mark.filterwarnings("ignore::fp8.PitfallWarning")
@@ -39,9 +39,10 @@ class Backwards(nn.Module):
 
 
 def made():
-    """A model, and a batch."""
+    """A converted model, and a batch."""
     torch.manual_seed(0)
-    return Backwards(), torch.randn(64, 32)
+    model, x = Backwards(), torch.randn(64, 32)
+    return fp8.convert(model, "static", backend="simulate"), x
 
 
 def train(
@@ -50,7 +51,6 @@ def train(
     """Trains with a record of each third pass; returns the losses. ask: after each step, of the
     recorder, the model and the batch."""
     model, x = made()
-    fp8.convert(model, "static", backend="simulate")
     if wrong:
         fp8.calibrate(model, 2**12 * x)
         fp8.calibrate(model, scales=fp8.calibration(model), freeze=True)
@@ -81,7 +81,7 @@ def train(
     return losses
 
 
-@pytest.mark.parametrize("case", ["early", "late", "compiled"])
+@parametrize("case", ["early", "late", "compiled"])
 def test_a_file_has_the_looks_and_the_losses(tmp_path, case):
     path = tmp_path / "run.jsonl"
     losses = train(path, early=case == "early", compiled=case == "compiled")
@@ -98,7 +98,7 @@ def test_a_file_has_the_looks_and_the_losses(tmp_path, case):
     _, x = made()
     assert first[0].rms == pytest.approx(x.square().mean().sqrt().item())
     assert first[0].largest == pytest.approx(x.abs().max().item())
-    with pytest.raises(FileExistsError, match="start=N"):
+    with refuses("start=N", FileExistsError):
         train(path)
 
 
@@ -128,7 +128,7 @@ def test_what_another_recipe_would_lose(tmp_path):
     def ask(recorder, run, x):
         before = deepcopy(state(run))
         asked.append(recorder.what_if("row", x, lambda y: y.square().mean()))
-        torch.testing.assert_close(state(run), before, rtol=0, atol=0)
+        assert_same(state(run), before)
 
     asked, records = [], []
     path = tmp_path / "run.jsonl"
@@ -136,13 +136,12 @@ def test_what_another_recipe_would_lose(tmp_path):
     assert str(read(path).what_ifs) == str(asked)
     assert "What other recipes would lose in step 13" in page(read(path), "run")
     model, x = made()
-    fp8.convert(model, "static", backend="simulate")
     with fp8.record(model, writer=records.append) as recorder:
         rows = recorder.what_if("row", x).rows
     fp8.convert(model, "row", backend="simulate")
     with fp8.record(model, writer=records.append):
         y = model(x)
-        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(0)))
+        y.backward(torch.randn(y.shape, generator=seeded(0)))
     assert str([vars(row) for row in rows]) == str(records[-1]["rows"])
 
 
@@ -150,14 +149,13 @@ def rank_trains(rank, store):
     """Each process has its own input; the second one has a record of its own, too."""
     groups = [dist.new_group([number]) for number in range(2)]
     model, x = made()
-    fp8.convert(model, "static", backend="simulate")
     both, own = [], []
     for group, records in ((None, both), (groups[rank], own)):
         with fp8.record(model, writer=records.append, group=group) as recorder:
             for step in range(5):
                 model(x * (1 + rank)).sum().backward()
                 recorder.step(step + rank)
-    with pytest.raises(ValueError, match="not in the group"):
+    with refuses("not in the group"):
         fp8.record(model, writer=print, group=groups[1 - rank])
     losses = [[r["loss"] for r in each if r["kind"] == "loss"] for each in (both, own)]
     looks = [[r["rows"] for r in each if r["kind"] == "rows"] for each in (both, own)]
@@ -193,22 +191,20 @@ def test_trackers_and_functions_get_the_same_rows():
 
 
 def test_the_last_look_is_read_without_an_optimizer():
-    model, records = linears(32, 32), []
-    fp8.convert(model, "static", backend="simulate")
+    (model, x), records = made(), []
     with fp8.record(model, writer=records.append):
-        model(torch.ones(8, 32)).sum().backward()
+        model(x).sum().backward()
     assert [record["kind"] for record in records] == ["header", "rows"]
 
 
 def test_what_is_refused():
-    torch.manual_seed(0)
     model = linears(32, 32)
-    with pytest.raises(ValueError, match=r"call fp8\.convert first"):
+    with refuses(r"call fp8\.convert first"):
         fp8.record(model, writer=print)
     fp8.convert(model, "static", backend="simulate")
-    with pytest.raises(TypeError, match="writer is of type int: expected a path"):
+    with refuses("writer is of type int: expected a path", TypeError):
         fp8.record(model, writer=3)
-    with pytest.raises(ValueError, match="every must be a whole number from 1"):
+    with refuses("every must be a whole number from 1"):
         fp8.record(model, writer=print, every=0)
     assert not watch_of(model).every
 
@@ -240,16 +236,16 @@ def test_numbers_that_json_lacks_and_a_truncated_line(tmp_path):
     assert run.rows[0].sqnr == math.inf
     assert math.isnan(run.losses[0].loss)
     path.write_text(lines[0] + lines[1][:50] + "\n" + lines[2])
-    with pytest.raises(ValueError, match="line 2: not a line of"):
+    with refuses("line 2: not a line of"):
         read(path)
     for text in ("", lines[2]):
         path.write_text(text)
-        with pytest.raises(ValueError, match="expected a header"):
+        with refuses("expected a header"):
             read(path)
 
 
-@pytest.mark.parametrize(
-    ("fields", "parts"),
+@parametrize(
+    "fields, parts",
     [
         ({"scale": 2.0}, ""),
         ({"scale": 2.1}, "scale 1 and 2.1"),
@@ -272,7 +268,7 @@ def test_what_counts_as_a_difference(fields, parts):
     b.losses[0] = Loss(step=2, loss=1.02)
     assert diff(a, b).step == (1 if parts else 2)
     b.rows[0] = replace(b.rows[0], layer="b")
-    with pytest.raises(ValueError, match="in both records"):
+    with refuses("in both records"):
         diff(a, b)
 
 
