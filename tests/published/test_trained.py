@@ -13,8 +13,8 @@ from benchmarks.papers import (
     claim_row,
     forward_only,
 )
-from fp8.lab.preflight.findings import Run
 from fp8.lab.preflight.training import Problem
+from tests.fp8.lab.preflight.test_paired_runs import runs
 from tests.shared import parametrize
 
 
@@ -39,14 +39,6 @@ def test_a_late_switch_changes_the_last_third(monkeypatch):
     for losses in late:
         assert losses[:6] == whole[:6]
         assert losses[6:] != whole[6:]
-
-
-def runs(**losses):
-    return [
-        Run(n, seed, [x] * 3, x)
-        for n, held in losses.items()
-        for seed, x in enumerate(held)
-    ]
 
 
 @parametrize(

@@ -1,17 +1,14 @@
 """A checkpoint of a transformed model is one of its plain class, which computes the same."""
 
 import copy
-import logging
 
 import pytest
 import torch
 from torch import nn
 
-from tests.shared import assert_same, parametrize, quietly, theirs
+from tests.fp8.adapters.hub_models import gpt2, quiet, transformers  # noqa: F401
+from tests.shared import assert_same, parametrize, theirs
 from unit_scaling.transforms import simulate_fp8, unit_scale
-
-with quietly():
-    transformers = pytest.importorskip("transformers")
 
 IDS = torch.arange(24).reshape(2, 12)
 X = torch.linspace(-2, 2, 32).view(4, 8)
@@ -71,26 +68,6 @@ def test_simulated_casts_are_not_in_it():
 # The library transformers
 
 
-of_transformers = theirs
-logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
-def gpt2(seed=0):
-    torch.manual_seed(seed)
-    sizes = {
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 32,
-        "vocab_size": 64,
-    }
-    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**sizes, **drop, **ends)
-    )
-
-
 @torch.no_grad()
 def hidden(model):
     """The last hidden states."""
@@ -98,7 +75,7 @@ def hidden(model):
     return inner.eval()(input_ids=IDS).last_hidden_state
 
 
-@of_transformers
+@theirs
 @parametrize("cls", ["GPT2LMHeadModel", "AutoModel"])
 def test_files_of_transformers(cls, tmp_path):
     """Those of a part too."""

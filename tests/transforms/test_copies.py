@@ -13,28 +13,10 @@ from tests.shared import Net, assert_same, linears, parametrize, refuses
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 
 
-def test_a_function_of_a_copy_runs_the_parts_of_the_copy():
-    """As minGPT writes its MLP: a lambda that holds an `nn.ModuleDict`."""
-    mlp = nn.ModuleDict(
-        {"up": nn.Linear(8, 16), "act": nn.GELU(), "down": nn.Linear(16, 8)}
-    )
-    model = Net(lambda m, x: m.head(x + m.run(x)), mlp=mlp, head=nn.Linear(8, 4))
-    model.run = lambda x: mlp.down(mlp.act(mlp.up(x)))
-    x = torch.randn(8, 8)
-    before = model(x)
-    ours = unit_scale(model)
-    ours(x).square().mean().backward()
-    assert all(p.grad is not None for p in ours.parameters())
-    assert_same(model(x), before)
-    scaled = {row.path for row in uu.report(ours) if row.done == "scaled"}
-    assert scaled == {"mlp.up", "mlp.down", "head"}
-    assert not torch.equal(simulate_fp8(ours)(x), ours(x))
-
-
 def keeping(m, x):
-    """Keeps what it computes for who looks at it, in several places."""
+    """Keeps what it computes for who looks at it, in several places, and a function of a part."""
     m.maps = [m.body(x).softmax(-1)]
-    m.seen = {"logits": m.head(m.maps[0])}
+    m.seen = {"logits": m.run(m.maps[0])}
     m.last_loss = nn.functional.cross_entropy(
         m.seen["logits"], torch.arange(len(x)) % 4
     )
@@ -43,7 +25,8 @@ def keeping(m, x):
 
 def test_a_model_that_keeps_tensors_of_its_last_call():
     """`deepcopy` refuses those with a graph: of copies they have the values."""
-    plain = Net(keeping, body=nn.Linear(8, 8), head=nn.Linear(8, 4))
+    head = nn.Linear(8, 4)
+    plain = Net(keeping, body=nn.Linear(8, 8), head=head, run=lambda x: head(x))
     x = torch.randn(8, 8)
     plain(x)
     with refuses("graph leaves", RuntimeError):
@@ -53,6 +36,7 @@ def test_a_model_that_keeps_tensors_of_its_last_call():
     assert other.last_loss.grad_fn is None
     ours = unit_scale(plain)
     ours(x).backward()
+    assert all(p.grad is not None for p in ours.parameters())
     assert uu.verify(ours, x).share("gradient") > 0
     for transformed in (simulate_fp8(ours), compile(ours)):
         assert isinstance(transformed, Net)

@@ -223,11 +223,6 @@ REFUSED = [
         ValueError,
         "replace the method of torch.Tensor that it calls",
     ),
-    (
-        {F.sigmoid: constant},
-        ValueError,
-        "replace the method of torch.Tensor that it calls",
-    ),
     ({F.relu: "gelu"}, TypeError, "must be callable, got"),
     ([F.relu], TypeError, "a dict of torch function -> function, got"),
 ]

@@ -17,7 +17,6 @@ from tests.shared import assert_close, by_path, parametrize, paths, proves, refu
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
 
 

@@ -12,31 +12,8 @@ from fp8 import Policy
 from fp8.adapters import torchao
 from fp8.training.fsdp import gather_in_fp8
 from notebooks.nanogpt.model import GPT, GPTConfig
+from tests.fp8.adapters.hub_models import gpt2, llama
 from tests.shared import Net, assert_close, linears, parametrize, paths, refuses, warns
-
-transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "vocab_size": 50,
-}
-TOKENS = {"bos_token_id": None, "eos_token_id": None}
-
-
-def gpt2():
-    config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=50, **TOKENS
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama():
-    config = transformers.LlamaConfig(
-        **SIZES, num_attention_heads=4, num_key_value_heads=2
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def encoder():

@@ -54,15 +54,14 @@ def test_checkpointing_with_the_context_or_compiled_is_cast(compiled):
     assert_same(run(), expected)
 
 
-def test_reentrant_checkpointing_is_refused_by_name():
+@parametrize("segment", [CHECKPOINTED, uu.Linear(8, 8)], ids=["torch", "uu"])
+def test_reentrant_checkpointing_is_refused_by_name(segment):
+    """Products of modules of unit_scaling do not come by the block's mode."""
     x = randn(5, 8)
     with fp8.autocast("unit"), refuses(r"use_reentrant=True.*context_fn", RuntimeError):
-        checkpoint(CHECKPOINTED, x, use_reentrant=True)
-    with (
-        torch.no_grad(),
-        fp8.autocast("unit"),
-    ):  # without gradients nothing is recomputed
-        CHECKPOINTED(x)
+        checkpoint(segment, x, use_reentrant=True)
+    with torch.no_grad(), fp8.autocast("unit"):  # nothing is recomputed
+        segment(x)
 
 
 @parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast(enabled=False)])
@@ -73,13 +72,6 @@ def test_outside_of_a_block_and_in_one_that_is_off_the_contexts_do_nothing(aroun
         y = checkpoint(CHECKPOINTED, x, **given)
     assert_same(y, CHECKPOINTED(x))
     y.sum().backward()
-
-
-def test_reentrant_checkpointing_of_modules_of_unit_scaling_is_refused_too():
-    """Their products do not come by the block's mode."""
-    scaled, x = uu.Linear(8, 8), randn(5, 8)
-    with fp8.autocast("unit"), refuses(r"use_reentrant=True.*context_fn", RuntimeError):
-        checkpoint(scaled, x, use_reentrant=True)
 
 
 @parametrize("reentrant", [False, True])

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import fp8
 import unit_scaling.functional as U
-from tests.shared import settle
+from tests.shared import seeded, settle
 from tests.transforms.models import GPT
 from unit_scaling.transforms import unit_scale
 
@@ -57,9 +57,7 @@ CASES = {
 def test_a_product_calls_few_functions(name):
     """In the steady state, forward and backward."""
     layer, block, most, most_back = CASES[name]
-    x = torch.randn(
-        8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True
-    )
+    x = torch.randn(8, 16, generator=seeded(0), requires_grad=True)
     with block:
         for _ in range(5):
             y = layer(x)

@@ -1,7 +1,6 @@
 """`unit_scale` with a batch: parameters times numbers, in a plain model."""
 
 import math
-import sys
 from copy import deepcopy
 from functools import partial
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
+from tests.fp8.modes.test_python_calls import calls as calls_of
 from tests.shared import (
     Net,
     assert_same,
@@ -36,19 +36,9 @@ def plain(name, dtype=torch.float64):
 
 def calls(model, x):
     """The Python calls of a step."""
-    loss_of(model, x).backward()
-    count = 0
-
-    def counted(frame, event, argument):
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(counted)
-    try:
-        loss_of(model, x).backward()
-    finally:
-        sys.setprofile(None)
-    return count
+    step = lambda: loss_of(model, x).backward()  # noqa: E731
+    step()
+    return calls_of(step, ("",))
 
 
 @parametrize("pending", [False, True])

@@ -25,7 +25,6 @@ def model_of(overwritten=False):
 
 @pytest.fixture
 def tokens():
-    torch.manual_seed(0)
     return torch.randint(64, (4, 8))
 
 
