@@ -132,6 +132,16 @@ def own_rows():
 
 
 @pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def one_thread():
     """torch computes in one thread, as in the processes that tests start."""
     import torch

@@ -35,6 +35,11 @@ def assert_same(found, expected, **options):
     assert_close(found, expected, rtol=0, atol=0, **options)
 
 
+def same(one, other):
+    """Whether each tensor is equal to its counterpart."""
+    return all(map(torch.equal, one, other))
+
+
 def refuses(match, error=ValueError):
     """A block that must raise ``error`` with a message that matches."""
     return pytest.raises(error, match=match)

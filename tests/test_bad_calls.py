@@ -137,7 +137,6 @@ def test_an_unknown_name_comes_with_the_nearest():
         (lambda: get_recipe("MXFP8"), "mxfp8"),
         (lambda: get_recipe("tens"), "tensor"),
         (lambda: get_recipe("tensr"), "tensor"),
-        (lambda: fp8.formats.format.get_format("E4M3"), "e4m3"),
         (lambda: check_name("level", "o2", fp8.LEVELS), "O2"),
     ):
         with refuses(f"did you mean '{near}'"):

@@ -89,6 +89,10 @@ def test_metrics_have_names():
     assert "mean_abs=3.0" in str(metrics)
 
 
+def nodes_of(model):
+    return model.scales_graph().nodes
+
+
 def meta(graph):
     """Function, or name where it is a method or a placeholder -> what is known of it."""
     return {
@@ -105,7 +109,7 @@ def test_the_graph_and_its_numbers():
         Net(lambda m, x: ((x := F.relu(x)) + torch.ones_like(x)).sum())
     )
     x = torch.randn(16, 1024)
-    assert not list(model.scales_graph().nodes)
+    assert not list(nodes_of(model))
     loss = model(x)
     found = meta(model.scales_graph())
     assert set(found) == {"x", F.relu, torch.ones_like, operator.add, "sum_1", "output"}
@@ -159,7 +163,7 @@ def test_spellings(spelled):
 
     model, x, y = track_scales(Two()), torch.randn(4, 4), torch.randn(4, 4)
     out = model(x, y)
-    *_, last, output = model.scales_graph().nodes
+    *_, last, output = nodes_of(model)
     assert last.target == target
     assert output.all_input_nodes == [last]
     check(last.meta["metrics"].fwd, out)
@@ -188,7 +192,7 @@ def test_values_are_those_that_are_computed():
 def test_functions_of_unit_scaling_are_nodes():
     model = track_scales(uu.MLP(16))
     model(torch.randn(8, 16)).sum().backward()
-    targets = [n.target for n in model.scales_graph().nodes if n.op == "call_function"]
+    targets = [n.target for n in nodes_of(model) if n.op == "call_function"]
     assert targets == [U.linear, U.linear, U.silu_glu, U.linear]
 
 
@@ -266,7 +270,7 @@ def test_copies_measure_by_themselves():
 def test_checkpoints_are_measured_once():
     model = track_scales(checkpointed())
     model(torch.randn(4, 8)).sum().backward()
-    (node,) = [n for n in model.scales_graph().nodes if n.target is F.linear]
+    (node,) = [n for n in nodes_of(model) if n.target is F.linear]
     check(node.meta["metrics"].bwd, torch.ones(4, 8))
 
 
@@ -281,15 +285,11 @@ def test_inputs_in_every_place():
     tensors = [torch.randn(4, requires_grad=i == 3) for i in range(4)]
     model = track_scales(Many())
     out = model((tensors[0], tensors[1]), tensors[2], bias=tensors[3])
-    names = [n.name for n in model.scales_graph().nodes if n.op == "placeholder"]
+    names = [n.name for n in nodes_of(model) if n.op == "placeholder"]
     assert names == "pair_0 pair_1 more_0 named_bias".split()
     out["y"].sum().backward()
     assert_close(tensors[3].grad, torch.ones(4))
-    bwd = [
-        n.meta["metrics"].bwd
-        for n in model.scales_graph().nodes
-        if n.op == "placeholder"
-    ]
+    bwd = [n.meta["metrics"].bwd for n in nodes_of(model) if n.op == "placeholder"]
     assert [data.mean_abs for data in bwd] == [1.0] * 4
     assert model.scales_graph().output_node().args[0]["text"] == "no tensor"
 

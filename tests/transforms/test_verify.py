@@ -29,7 +29,7 @@ from tests.shared import (
 from tests.transforms.models import KINDS, batch, checkpointed, gpt, loss_of
 from unit_scaling.transforms import compile, simulate_fp8, track_scales, unit_scale
 
-attention = F.scaled_dot_product_attention
+attention, verify = F.scaled_dot_product_attention, uu.verify
 
 
 def found(result, path=""):
@@ -50,6 +50,10 @@ def close(got, expected):
 def calls(function, weight):
     """A model of one function of its input and its weight."""
     return Net(lambda m, x: function(x, m.weight), weight=nn.Parameter(weight))
+
+
+def square():
+    return nn.Linear(64, 64)
 
 
 PRODUCTS = {
@@ -79,7 +83,7 @@ def test_every_spelling_of_a_product(name):
     x, weight = torch.randn(shape, requires_grad=True), 3 * torch.randn(weight_shape)
     model = calls(function, weight)
     target = torch.randn_like(model(x))
-    result = uu.verify(model, x, loss=lambda y: (y * target).sum())
+    result = verify(model, x, loss=lambda y: (y * target).sum())
     expected = {
         "input": rms(x),
         "weight": rms(weight),
@@ -90,7 +94,7 @@ def test_every_spelling_of_a_product(name):
 
 
 def test_an_embedding_has_a_weight_alone():
-    result = uu.verify(nn.Embedding(10, 4, sparse=True), torch.tensor([[1, 2, 2]]))
+    result = verify(nn.Embedding(10, 4, sparse=True), torch.tensor([[1, 2, 2]]))
     assert [(row.tensor, row.kind) for row in result] == [("weight", "weight")]
 
 
@@ -115,7 +119,7 @@ def test_attention(spelled):
     """Probabilities have no row, however it is written, and what only makes queries and keys has a
     range of its own."""
     # No kernel of a CPU fuses attention of five dimensions.
-    result = uu.verify(attending(spelled), torch.randn(1, 1, 2, 8, 32))
+    result = verify(attending(spelled), torch.randn(1, 1, 2, 8, 32))
     rows = [(row.number, row.tensor) for row in result if row.path == ""]
     if spelled == "fused":
         assert rows == [
@@ -141,7 +145,7 @@ def test_a_softmax_that_is_no_attention():
         return F.softmax(m.gate(x), dim=-1) * (y @ y.transpose(-2, -1))[..., :4]
 
     model = Net(forward, gate=nn.Linear(8, 4), keys=nn.Linear(8, 8))
-    result = uu.verify(model, torch.randn(2, 4, 8, requires_grad=True))
+    result = verify(model, torch.randn(2, 4, 8, requires_grad=True))
     kinds = {(row.path, row.call, row.tensor): row.kind for row in result}
     small = {place for place, kind in kinds.items() if kind == "query-key gradient"}
     assert small == {("keys", "linear", "gradient of output")}
@@ -156,7 +160,7 @@ def test_a_softmax_that_is_no_attention():
 def test_what_is_measured_is_what_the_transformed_model_computes():
     """Weights are measured as they are cast."""
     model = unit_scale(gpt())
-    result = uu.verify(model, batch())
+    result = verify(model, batch())
     for path in ("blocks.0.qkv", "blocks.1.down"):
         weight = model.get_parameter(f"{path}.weight")
         measured = found(result, path)["weight"]
@@ -167,19 +171,19 @@ def test_what_is_measured_is_what_the_transformed_model_computes():
 
 def test_compiled_and_tracked_models_are_measured_as_they_are():
     model = unit_scale(gpt())
-    expected = uu.verify(model, batch())
+    expected = verify(model, batch())
     for each in (compile(model), torch.compile(model), track_scales(model)):
-        assert uu.verify(each, batch()) == expected
+        assert verify(each, batch()) == expected
     with fp8.autocast("unit"):
-        assert uu.verify(model, batch()) != expected
-    assert uu.verify(simulate_fp8(model), batch()) != expected
+        assert verify(model, batch()) != expected
+    assert verify(simulate_fp8(model), batch()) != expected
 
 
 def test_a_transformed_part_of_a_plain_model():
     part = unit_scale(linears(64, 64, nn.GELU, 64))
-    model = nn.Sequential(nn.Linear(64, 64), part)
+    model = nn.Sequential(square(), part)
     x = torch.randn(64, 64)
-    first, again = uu.verify(model, x), uu.verify(model, x)
+    first, again = verify(model, x), verify(model, x)
     assert [row.path for row in first if row.tensor == "input"] == ["0", "1.0", "1.2"]
     assert first == again
     row = next(row for row in first if row.path == "1.0" and row.tensor == "input")
@@ -189,7 +193,7 @@ def test_a_transformed_part_of_a_plain_model():
 def test_checkpoints_are_counted_once():
     model, x = checkpointed(), torch.randn(4, 8)
     for each in (model, unit_scale(model)):
-        ours = found(uu.verify(each, x), "layer")
+        ours = found(verify(each, x), "layer")
         assert set(ours) == {"input", "weight", "gradient of output"}
 
 
@@ -202,8 +206,8 @@ def test_nothing_of_the_model_changes():
     before = copy.deepcopy({**model.state_dict(), **embedding.state_dict()})
     x = torch.randn(4, 8, requires_grad=True)
     random = torch.get_rng_state()
-    uu.verify(model, x)
-    uu.verify(embedding, torch.tensor([1, 2]))
+    verify(model, x)
+    verify(embedding, torch.tensor([1, 2]))
     assert_same(torch.get_rng_state(), random)
     assert x.grad is None
     assert not calls
@@ -223,12 +227,12 @@ def test_batches_and_losses():
             ]
 
     model, x = Head(4, 4), torch.randn(4, 4)
-    expected = uu.verify(model, x, loss=lambda y: y.square().mean())
-    assert uu.verify(model, {"x": x, "how": "loss"}) == expected
-    assert uu.verify(model, (x, "pair")) == expected
-    drawn = uu.verify(model, [x])
-    assert drawn == uu.verify(model, x, seed=0) != uu.verify(model, x, seed=1)
-    wide = uu.verify(nn.Linear(4, 256), torch.randn(256, 4))
+    expected = verify(model, x, loss=lambda y: y.square().mean())
+    assert verify(model, {"x": x, "how": "loss"}) == expected
+    assert verify(model, (x, "pair")) == expected
+    drawn = verify(model, [x])
+    assert drawn == verify(model, x, seed=0) != verify(model, x, seed=1)
+    wide = verify(nn.Linear(4, 256), torch.randn(256, 4))
     grad = found(wide)["gradient of output"]
     assert grad == pytest.approx(
         1, abs=5 * (0.5 / 2**16) ** 0.5
@@ -236,7 +240,7 @@ def test_batches_and_losses():
 
 
 def test_the_result_prints():
-    result = uu.verify(
+    result = verify(
         nn.Linear(4, 4), torch.randn(4, 4), loss=lambda y: y.sum() * math.inf
     )
     text = str(result)
@@ -247,12 +251,12 @@ def test_the_result_prints():
 
 def test_what_is_refused():
     with refuses(r"needs an nn\.Module, got int", TypeError):
-        uu.verify(3, torch.ones(1))
+        verify(3, torch.ones(1))
     with refuses("requires a gradient"):
-        uu.verify(nn.Linear(4, 4).requires_grad_(False), torch.ones(4, 4))
+        verify(nn.Linear(4, 4).requires_grad_(False), torch.ones(4, 4))
     with refuses(r"one element, got a tensor of shape"):
-        uu.verify(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda output: output)
-    result = uu.verify(nn.Linear(4, 4), torch.randn(4, 4))
+        verify(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda output: output)
+    result = verify(nn.Linear(4, 4), torch.randn(4, 4))
     with refuses("choose one of 'activation', 'weight', 'gradient'"):
         result.share("bias")
     assert math.isnan(result.share("query-key gradient"))
@@ -272,7 +276,7 @@ WELL = ["every tensor is in the range of its kind"]
 def test_a_diagnosis_begins_with_the_cause():
     """Weights before activations, which are small for that, and before gradients."""
     # It warns of nothing by itself.
-    found = uu.verify(overwritten(), torch.randn(64, 64))
+    found = verify(overwritten(), torch.randn(64, 64))
     weights, activations, gradients = found.diagnosis
     assert weights.startswith(
         "4 of 4 weights have RMS 0.02 instead of 1, the first in 0 (linear)"
@@ -292,7 +296,7 @@ def test_zeros_have_rows_and_do_not_count():
     is least there."""
     model, x = nn.Sequential(uu.Linear(64, 64), uu.Linear(64, 64)), torch.randn(256, 64)
     nn.init.zeros_(model[1].weight)
-    result = uu.verify(model, x)
+    result = verify(model, x)
     assert {row.path: row.rms == 0 for row in result if row.kind == "gradient"} == {
         "0": True,
         "1": False,
@@ -300,7 +304,7 @@ def test_zeros_have_rows_and_do_not_count():
     assert result.share("weight") == result.share("gradient") == 1
     assert "gradient: 1 of 1 inside [0.25, 64], 1 of zeros" in str(result).splitlines()
     assert result.diagnosis == WELL
-    result = uu.verify(model, x, loss=lambda y: y.square().sum())
+    result = verify(model, x, loss=lambda y: y.square().sum())
     zeros = [row.tensor for row in result if row.rms == 0 and row.kind == "gradient"]
     assert zeros == ["gradient of output"] * 2
     assert math.isnan(result.share("gradient"))
@@ -317,31 +321,27 @@ def labelled():
 def test_a_diagnosis_of_the_loss_and_of_modules_that_are_well():
     x, labels = labelled()
     model = nn.Sequential(uu.Linear(64, 64), uu.GELU(), uu.LinearReadout(64, 64))
-    (found,) = uu.verify(model, x, loss=lambda y: F.cross_entropy(y, labels)).diagnosis
+    (found,) = verify(model, x, loss=lambda y: F.cross_entropy(y, labels)).diagnosis
     assert found.startswith("the loss's gradient at the model's output has RMS 0.000")
     assert "U.cross_entropy" in found
-    assert (
-        uu.verify(model, x, loss=lambda y: U.cross_entropy(y, labels)).diagnosis == WELL
-    )
-    assert uu.verify(model, x).diagnosis == WELL
+    assert verify(model, x, loss=lambda y: U.cross_entropy(y, labels)).diagnosis == WELL
+    assert verify(model, x).diagnosis == WELL
 
 
 def test_a_transformed_model_is_well_under_any_loss():
     """It casts the gradient of its output at RMS 1 by what it measured at its first step."""
     x, labels = labelled()
     model = unit_scale(linears(64, 64, nn.GELU, 64))
-    fresh = uu.verify(model, x)
+    fresh = verify(model, x)
     F.cross_entropy(model(x), labels).backward()
-    assert (
-        uu.verify(model, x, loss=lambda y: F.cross_entropy(y, labels)).diagnosis == WELL
-    )
-    assert uu.verify(model, x) == fresh
+    assert verify(model, x, loss=lambda y: F.cross_entropy(y, labels)).diagnosis == WELL
+    assert verify(model, x) == fresh
 
 
 @parametrize("factor", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_outside(factor):
     model = unit_scale(linears(8, 8, 8))
-    result = uu.verify(model, torch.randn(4, 8), loss=lambda y: factor * y.sum())
+    result = verify(model, torch.randn(4, 8), loss=lambda y: factor * y.sum())
     assert {row.kind for row in result.outside} == {"gradient"}
 
 
@@ -358,7 +358,7 @@ def spread(octaves, has_layer):
 
     factors = torch.ones(64)
     factors[:2] = 2.0**octaves
-    return Net(forward, first=nn.Linear(64, 64), last=nn.Linear(64, 64))
+    return Net(forward, first=square(), last=square())
 
 
 X64 = torch.randn(64, 64, generator=seeded(0))
@@ -367,7 +367,7 @@ X64 = torch.randn(64, 64, generator=seeded(0))
 @parametrize("has_layer", [True, False])
 @parametrize("octaves", [0, 6, 20, 60])
 def test_an_operand_is_judged_by_its_spread_at_its_scale(octaves, has_layer):
-    result = uu.verify(unit_scale(spread(octaves, has_layer), batch=X64), X64)
+    result = verify(unit_scale(spread(octaves, has_layer), batch=X64), X64)
     path = "last" if has_layer else ""
     judged = [row for row in result if row.path == path and row.kind == "activation"]
     assert len(judged) == 2 - has_layer
@@ -387,15 +387,15 @@ def test_the_size_of_an_operand_does_not_matter_at_a_scale(size):
         y = size * m.a(x)
         return m.b((y @ y.T) @ x)
 
-    model = Net(forward, a=nn.Linear(64, 64), b=nn.Linear(64, 64))
-    result = uu.verify(unit_scale(model, batch=X64), X64)
+    model = Net(forward, a=square(), b=square())
+    result = verify(unit_scale(model, batch=X64), X64)
     assert result.share("activation") == result.share("gradient") == 1
     assert result.diagnosis == WELL
     assert "activation: 6 of 6 inside at their scales" in str(result)
     with fp8.autocast("unit"):
-        unit = uu.verify(unit_scale(model, batch=X64), X64)
+        unit = verify(unit_scale(model, batch=X64), X64)
     assert unit.share("activation") < 1
-    assert uu.verify(model, X64).share("activation") < 1
+    assert verify(model, X64).share("activation") < 1
 
 
 def test_a_tensor_is_judged_at_the_scale_that_it_is_cast_at():
@@ -407,19 +407,19 @@ def test_a_tensor_is_judged_at_the_scale_that_it_is_cast_at():
 
     model = fp8.convert(unit_scale(plain, batch=x), "static")
     exponents = fp8.calibrate(model, x, loss)
-    result = uu.verify(model, x, loss=loss)
+    result = verify(model, x, loss=loss)
     assert result.diagnosis == WELL
     names = {"input": "input", "weight": "weight", "gradient of output": "grad"}
     scales = {f"{row.path}.{names[row.tensor]}": math.log2(row.scale) for row in result}
     assert scales == exponents
     with warns("become zero", fp8.warnings.ScaleWarning):
-        small = uu.verify(model, x, loss=lambda y: 1e-9 * loss(y))
+        small = verify(model, x, loss=lambda y: 1e-9 * loss(y))
     assert (small.share("activation"), small.share("gradient")) == (1, 0)
     simulated = simulate_fp8(unit_scale(plain, batch=x))
     loss(simulated(x)).backward()
-    assert uu.verify(simulated, x, loss=loss).diagnosis == WELL
+    assert verify(simulated, x, loss=loss).diagnosis == WELL
     with warns("become zero", fp8.warnings.ScaleWarning):
-        assert uu.verify(simulated, 1e-6 * x, loss=loss).share("activation") < 1
+        assert verify(simulated, 1e-6 * x, loss=loss).share("activation") < 1
 
 
 @filterwarnings("ignore:.*stays in high precision")
@@ -435,7 +435,7 @@ def test_it_judges_as_the_casts_do(name):
     casts = Casts(model)
     with casts.sampled:
         loss_of(model, x).backward()
-    result = uu.verify(model, x, loss=lambda y: loss_of(lambda _: y, x))
+    result = verify(model, x, loss=lambda y: loss_of(lambda _: y, x))
     assert casts.share == 1
     assert not result.outside
     layers = [
@@ -446,7 +446,7 @@ def test_it_judges_as_the_casts_do(name):
         scales[next(name for name in scales if name.endswith("input"))].mul_(2.0**20)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fp8.warnings.ScaleWarning)
-        outside = uu.verify(model, x).outside
+        outside = verify(model, x).outside
     assert {row.path for row in outside if row.tensor == "input"} >= {*layers[:1]}
 
 
@@ -471,7 +471,7 @@ def mapping(how):
 
 def test_calls_inside_of_vmap_are_measured_as_outside():
     """Over all that it maps, forward and backward; a note says so."""
-    straight, mapped = (uu.verify(mapping(how), X) for how in ("straight", "mapped"))
+    straight, mapped = (verify(mapping(how), X) for how in ("straight", "mapped"))
     for one, other in pairs(straight, mapped):
         assert (one.path, one.call) == (other.path, other.call)
         assert one.tensor == other.tensor
@@ -481,7 +481,7 @@ def test_calls_inside_of_vmap_are_measured_as_outside():
 
 
 def test_calls_inside_of_grad_are_measured_by_the_outer_gradient():
-    rows = uu.verify(unit_scale(mapping("differentiated")), X)
+    rows = verify(unit_scale(mapping("differentiated")), X)
     assert {row.path for row in rows} == {"first", "second"}
     assert all(row.rms > 0 for row in rows)
     assert rows.notes
@@ -498,7 +498,7 @@ def test_track_scales_measures_inside_of_transforms(how):
 @parametrize("layer", [nn.LSTM(4, 4), uu.LSTM(4, 4), uu.GRU(4, 4)])
 def test_recurrent_layers_are_measured_from_outside(layer):
     """Input and weights; not states, which begin at zero, nor biases. A note says so."""
-    result = uu.verify(layer, torch.randn(3, 2, 4), loss=lambda out: out[0].sum())
+    result = verify(layer, torch.randn(3, 2, 4), loss=lambda out: out[0].sum())
     tensors = ["input", "weight", "weight", "gradient of output"]
     assert [row.tensor for row in result] == tensors
     (note,) = result.notes
@@ -512,7 +512,7 @@ def test_a_transformed_recurrent_layer_of_two_directions(kind):
     """Of which torch multiplies nine operands or more in one call."""
     plain, x = kind(16, 16, num_layers=2, bidirectional=True), torch.randn(6, 4, 16)
     model = unit_scale(plain, batch=x)
-    result = uu.verify(model, x, loss=lambda out: out[0].square().mean())
+    result = verify(model, x, loss=lambda out: out[0].square().mean())
     assert not result.outside
     assert sum(row.tensor == "weight" for row in result) == 8
 
@@ -538,7 +538,7 @@ NOTED = {
 @parametrize("name", NOTED)
 def test_what_cannot_be_seen_through_is_noted(name):
     forward, why = NOTED[name]
-    (note,) = uu.verify(
+    (note,) = verify(
         Net(forward, a=nn.Linear(8, 8, bias=False)), torch.randn(4, 8)
     ).notes
     assert note.startswith(name)
@@ -547,7 +547,7 @@ def test_what_cannot_be_seen_through_is_noted(name):
 
 def test_an_einsum_of_three_operands_is_two_products():
     model = Net(lambda _, x: torch.einsum("ij,jk,kl->il", x, x, x))
-    result = uu.verify(model, torch.randn(4, 4, requires_grad=True))
+    result = verify(model, torch.randn(4, 4, requires_grad=True))
     numbers = [row.number for row in result if row.kind == "activation"]
     assert numbers == [0, 0, 1, 1]
     assert not result.notes
@@ -556,7 +556,7 @@ def test_an_einsum_of_three_operands_is_two_products():
 def test_products_that_compute_a_weight_are_none_of_the_models():
     """The power iteration of a spectral norm multiplies the weight, which is then divided by it."""
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
-    result = uu.verify(unit_scale(layer), torch.randn(64, 32))
+    result = verify(unit_scale(layer), torch.randn(64, 32))
     assert {row.call for row in result} == {"linear"}
 
 
@@ -570,5 +570,5 @@ def test_products_of_constants_have_no_row():
         lowest = torch.full((8, 8), -3e38).type_as(y)
         return y * angles.cos() + (torch.eye(8) @ lowest).clamp(0)[:, :4]
 
-    result = uu.verify(Net(forward, a=nn.Linear(4, 4, bias=False)), torch.randn(8, 4))
+    result = verify(Net(forward, a=nn.Linear(4, 4, bias=False)), torch.randn(8, 4))
     assert {row.call for row in result} == {"linear"}

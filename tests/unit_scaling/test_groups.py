@@ -84,7 +84,6 @@ SCHEDULES = {
     "warm-up from 0": lambda opt, peak: lr_scheduler.LambdaLR(
         opt, lambda step: step / 4
     ),
-    "ExponentialLR": lambda opt, peak: lr_scheduler.ExponentialLR(opt, 0.9),
 }
 
 

@@ -23,6 +23,7 @@ from unit_scaling.optim import (
 from unit_scaling.parameter import Parameter, tag
 from unit_scaling.rules.rates import default_rate, kind_of
 
+approx = pytest.approx
 OPTIMIZERS = [SGD, Adam, AdamW]
 each_optimizer = parametrize("cls", OPTIMIZERS)
 
@@ -66,22 +67,22 @@ def test_fan_in(shape):
     many = Parameter(stack, "weight", mup_stacked=True)
     fan_in, sgd = FAN_INS[shape], lr_scale_func_sgd("to_output_scale")
     for each in (p, many):
-        assert lr_scale_func_adam(each) == pytest.approx(fan_in**-0.5)
-        assert sgd(each) == pytest.approx(fan_in**0.5)
+        assert lr_scale_func_adam(each) == approx(fan_in**-0.5)
+        assert sgd(each) == approx(fan_in**0.5)
     rate = RATES["sgd"] * 5 * fan_in * (2 if len(shape) > 2 else 1)
     for parameter, stacked in ((nn.Parameter(torch.ones(shape)), False), (many, True)):
         tag(parameter, "weight", mup_divisor=0.5, mup_stacked=stacked)
-        assert default_rate("sgd", parameter) == pytest.approx(rate)
+        assert default_rate("sgd", parameter) == approx(rate)
 
 
 def test_rules():
     """Recorded from the library this one replaces; the convolution of two dimensions is ours."""
-    adam = pytest.approx([0.25, 0.5, 1, 1, 0.096225, 0.25, 60**-0.5], abs=5e-7)
+    adam = approx([0.25, 0.5, 1, 1, 0.096225, 0.25, 60**-0.5], abs=5e-7)
     assert [lr_scale_func_adam(p) for p in parameters()] == adam
     assert [lr_scale_func_sgd(None)(p) for p in parameters()] == adam
     sgd = [4.0, 8.0, 16, 1, 1.154701, 4.0, 60**0.5]
     scale = lr_scale_func_sgd("to_output_scale")
-    assert [scale(p) for p in parameters()] == pytest.approx(sgd, abs=5e-7)
+    assert [scale(p) for p in parameters()] == approx(sgd, abs=5e-7)
     with refuses("choose one of None, 'to_output_scale'"):
         lr_scale_func_sgd("gmean")
 
@@ -94,7 +95,7 @@ def test_torch_arguments(cls):
     ours = inspect.signature(cls).parameters.values()
     assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
     rate = RATES["sgd" if cls is SGD else "adam"]
-    assert lrs(cls(parameters())) == pytest.approx(lrs(cls(parameters(), lr=rate)))
+    assert lrs(cls(parameters())) == approx(lrs(cls(parameters(), lr=rate)))
 
 
 @each_optimizer
@@ -107,8 +108,8 @@ def test_lr_mult(cls):
         opt.add_param_group({"params": [copy.deepcopy(parameter)]})
         expected = alone * mult.get(kind_of(parameter), 1.0)
         assert [group["lr"] for group in opt.param_groups] == [1.0, 1.0]
-        assert lrs(opt) == pytest.approx([expected, expected])
-        assert decays(opt) == pytest.approx([1e-3, 1e-3])
+        assert lrs(opt) == approx([expected, expected])
+        assert decays(opt) == approx([1e-3, 1e-3])
 
 
 def test_default_factors():
@@ -116,11 +117,11 @@ def test_default_factors():
     umup = [lr_scale_func_adam(p) for p in parameters()]
     factors = [1, 1 / 32, 1 / 32, 2, 2 * 12**0.5 / 4, 1, 2]
     expected = [u * f for u, f in pairs(umup, factors)]
-    assert lrs(AdamW(parameters(), lr=1.0)) == pytest.approx(expected)
-    assert lrs(AdamW(parameters(), lr=1.0, lr_mult=UMUP)) == pytest.approx(umup)
+    assert lrs(AdamW(parameters(), lr=1.0)) == approx(expected)
+    assert lrs(AdamW(parameters(), lr=1.0, lr_mult=UMUP)) == approx(umup)
     expected[2] = 1.0
     given = AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0})
-    assert lrs(given) == pytest.approx(expected)
+    assert lrs(given) == approx(expected)
     assert set(LR_MULT["adam"]) == set(UMUP)
 
 
@@ -134,7 +135,7 @@ def test_the_rate_of_a_weight_of_few_inputs_is_limited(fan_in):
     for mult, limit in ((None, 1 / 4), ({"few": 1 / 8}, 1 / 8)):
         factor = min(fan_in**-0.5, limit)
         rates = lrs(AdamW(given, lr=1.0, lr_mult=mult))
-        assert rates == pytest.approx([factor, of_space * factor, 2])
+        assert rates == approx([factor, of_space * factor, 2])
 
 
 def test_lr_mult_that_cannot_be():
@@ -158,7 +159,7 @@ def test_forms_of_params(cls):
     groups = [{"params": parameters()[0], "lr": 2.0}, {"params": parameters()[1:3]}]
     several = cls(groups, lr=1.0, lr_mult=UMUP)
     assert peaks(several) == [2.0, 1.0]
-    assert lrs(several) == pytest.approx([0.5, 0.5, 1.0])
+    assert lrs(several) == approx([0.5, 0.5, 1.0])
     assert peaks(cls(several.param_groups, lr=7.0)) == [2.0, 1.0]
 
 
@@ -167,8 +168,8 @@ def test_added_groups_are_scaled(cls):
     opt = cls(parameters()[:1], lr=0.5, weight_decay=1e-3, lr_mult=UMUP)
     opt.add_param_group({"params": parameters()[4:5]})
     opt.add_param_group({"params": parameters()[2:], "lr": 1.0, "weight_decay": 0.0})
-    assert lrs(opt)[1] == pytest.approx(0.5 / 3 / 12**0.5)
-    assert decays(opt) == pytest.approx([1e-3, 1e-3, *[0.0] * 5])
+    assert lrs(opt)[1] == approx(0.5 / 3 / 12**0.5)
+    assert decays(opt) == approx([1e-3, 1e-3, *[0.0] * 5])
     assert peaks(opt) == [0.5, 0.5, 1.0]
     with refuses("has no mup_type"):
         opt.add_param_group({"params": nn.Parameter(torch.ones(2))})
@@ -180,17 +181,17 @@ def test_weight_decay(cls):
     """Independent: that of a step is the same for all. Otherwise torch's. One copied from torch is
     named."""
     opt = cls(parameters(), 0.1, weight_decay=1e-3)
-    assert decays(opt) == pytest.approx([1e-3] * 7)
+    assert decays(opt) == approx([1e-3] * 7)
     opt.param_groups[0]["lr"] /= 4  # as by a schedule
-    assert decays(opt) == pytest.approx([1e-3 / 4] * 7)
+    assert decays(opt) == approx([1e-3 / 4] * 7)
     opt.param_groups[0]["weight_decay"] *= 2
-    assert decays(opt) == pytest.approx([1e-3 / 2] * 7)
+    assert decays(opt) == approx([1e-3 / 2] * 7)
     opt = cls(parameters(), 0.1, weight_decay=0.2, independent_weight_decay=False)
-    assert sorted(decays(opt)) == pytest.approx(sorted(0.2 * rate for rate in lrs(opt)))
+    assert sorted(decays(opt)) == approx(sorted(0.2 * rate for rate in lrs(opt)))
     opt = cls(parameters(), lr=0, weight_decay=1e-3)
     opt.param_groups[0]["lr"] = 0.5  # no rate that it could be divided by: torch's
     by_rate = sorted(1e-3 * rate for rate in lrs(opt))
-    assert sorted(decays(opt)) == pytest.approx(by_rate)
+    assert sorted(decays(opt)) == approx(by_rate)
     decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
     with warns(f"weight_decay={decay} takes 1% off .* times the lr", OptimizerWarning):
         cls(parameters(), lr=0.5, weight_decay=decay)
@@ -213,10 +214,10 @@ def test_scaled_parameters():
     first = {"params": parameters()[:2], "lr": 0.2, "betas": (0.8, 0.9)}
     given = [first, {"params": parameters()[2:3]}]
     groups = scaled_parameters(given, lr_scale_func_adam, lr=0.1, weight_decay=3e-3)
-    assert peaks(groups) == pytest.approx([0.05, 0.1, 0.1])
-    assert [g["weight_decay"] for g in groups] == pytest.approx([0.06, 0.03, 0.03])
+    assert peaks(groups) == approx([0.05, 0.1, 0.1])
+    assert [g["weight_decay"] for g in groups] == approx([0.06, 0.03, 0.03])
     assert groups[1]["betas"] == (0.8, 0.9)
-    assert [g["mup_lr_scale"] for g in groups] == pytest.approx([0.25, 0.5, 1.0])
+    assert [g["mup_lr_scale"] for g in groups] == approx([0.25, 0.5, 1.0])
     torch.optim.RAdam(groups)  # any optimizer of torch takes them
     with refuses("a function has no default rate"):
         scaled_parameters(parameters(), lr_scale_func_adam)
@@ -229,7 +230,7 @@ def test_rule_by_name_or_of_ones_own():
     # Shampoo's update has singular values of 1, as Muon's before its own correction.
     rule = lambda p: (p.shape[0] / (p.mup_scaling_depth or 1)) ** 0.5  # noqa: E731
     groups = scaled_parameters(parameters()[1:2], rule, lr=0.1)
-    assert peaks(groups) == pytest.approx([0.1 * 2])
+    assert peaks(groups) == approx([0.1 * 2])
     with refuses("unknown learning-rate rule 'adamw'; choose one of 'adam"):
         scaled_parameters(parameters(), "adamw", lr=0.1)
     with refuses(r"'muon' is for .* 'weight': got 'bias', .* \(16,\)"):

@@ -20,6 +20,10 @@ def model():
     return nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
 
 
+def adam(model):
+    return torch.optim.Adam(model.parameters())
+
+
 class ScalingParameter:
     """As that of MS-AMP, no tensor, and without ``dim``."""
 
@@ -76,7 +80,7 @@ def test_the_signatures_are_its_own(function):
 
 
 def test_it_is_called_where_it_imports(model, library):
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = adam(model)
     result = msamp.initialize(model, optimizer, "O2")
     assert result == (model, "its optimizer")
     assert CALLS == [{"opt_level": "O2", "use_te": False}]
@@ -134,14 +138,14 @@ def test_use_te_needs_transformer_engine(model, monkeypatch):
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, None)
     with refuses("transformer_engine is", ImportError) as raised:
-        msamp.initialize(model, torch.optim.Adam(model.parameters()), "O2", True)
+        msamp.initialize(model, adam(model), "O2", True)
     assert LIBRARIES["transformer_engine"].get in str(raised.value)
     assert type(model[0].weight) is nn.Parameter
 
 
 def test_use_te_leaves_the_products(te):
     model = nn.Sequential(te.Linear(32, 32, device="cpu"), nn.Linear(32, 32))
-    msamp.initialize(model, torch.optim.Adam(model.parameters()), "O2", True)
+    msamp.initialize(model, adam(model), "O2", True)
     assert not paths(fp8.report(model), "converted")
     assert type(model[0].weight) is nn.Parameter
     assert isinstance(model[1].weight, fp8.ScaledTensor)
@@ -150,7 +154,7 @@ def test_use_te_leaves_the_products(te):
 @parametrize("level", [None, "O3"])
 @parametrize("norm_type", [1.0, 2.0, torch.inf])
 def test_clip_grad_norm(model, level, norm_type):
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = adam(model)
     if level is not None:
         msamp.initialize(model, optimizer, level)
     model(torch.randn(16, 32)).square().sum().backward()

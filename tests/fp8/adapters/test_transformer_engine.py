@@ -30,9 +30,13 @@ from tests.shared import (
 pytestmark = pytest.mark.usefixtures("te")
 
 
+def linear():
+    return nn.Linear(32, 32)
+
+
 def various():
     """An odd layer before others, ties, two names, a frozen layer, norms of every kind."""
-    a = nn.Linear(32, 32)
+    a = linear()
     return tied(
         Net(
             embed=nn.Embedding(48, 32),
@@ -40,7 +44,7 @@ def various():
             back=nn.Linear(10, 32),
             a=a,
             b=a,
-            frozen=nn.Linear(32, 32).requires_grad_(False),
+            frozen=linear().requires_grad_(False),
             norm=nn.LayerNorm(32, eps=1e-3),
             rms=nn.RMSNorm(32),
             plain=nn.LayerNorm(32, elementwise_affine=False),
@@ -207,11 +211,11 @@ def test_neighbours_in_a_sequential_are_fused(te, monkeypatch):
 )
 def test_what_is_not_fused(names, message):
     model = block()
-    model.odd, model.short = nn.Linear(32, 10), nn.Linear(32, 32).half()
+    model.odd, model.short = nn.Linear(32, 10), linear().half()
     model.gelu, model.back = nn.GELU(), nn.Linear(64, 16)
-    model.twice = model.again = nn.Linear(32, 32)
+    model.twice = model.again = linear()
     model.wide, model.unbiased = nn.LayerNorm((4, 32)), nn.Linear(64, 32, bias=False)
-    model.hooked = nn.Linear(32, 32)
+    model.hooked = linear()
     model.hooked.register_forward_hook(lambda *_: None)
     with refuses(f"cannot fuse {', '.join(names)}: .*{message}"):
         transformer_engine.convert(model, "tensor", fuse=[names])
@@ -274,13 +278,13 @@ def test_layers_that_compute_otherwise_are_left_alone():
             return 2 * super().forward(input)
 
     with warns("weight_norm", FutureWarning):
-        computed = nn.utils.weight_norm(nn.Linear(32, 32))
+        computed = nn.utils.weight_norm(linear())
     subclass = "a subclass: its forward may be its own"
     for layer, why in (
         (Doubled(32, 32), subclass),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), subclass),
+        (nn.utils.parametrizations.weight_norm(linear()), subclass),
         (uu.Linear(32, 32), subclass),
         (computed, "its weight is computed, not a parameter"),
-        (nn.Linear(32, 32).double(), "TransformerEngine has no torch.float64"),
+        (linear().double(), "TransformerEngine has no torch.float64"),
     ):
         assert report_of_nothing(nn.Sequential(layer))[0].why == why

@@ -96,7 +96,6 @@ IN_PLACE = {
     "addcdiv_": lambda x, y: x.addcdiv_(y, y.square() + 1, value=-0.1),
     "copy_": lambda x, y: x.copy_(y),
     "mul_": lambda x, y: x.mul_(y),
-    "clamp_": lambda x, y: x.clamp_(-1, 1),
     "zero_": lambda x, y: x.zero_(),
     "view": lambda x, y: x.view(-1).add_(1),
     "t": lambda x, y: x.t().add_(y.t()),
@@ -139,8 +138,6 @@ FUNCTIONS = {
     "part": lambda x: x[2:4, 1],
     "parts": lambda x: x.chunk(2)[1],
     "zeros_like": torch.zeros_like,
-    "transpose": lambda x: x.mT,
-    "reshape": lambda x: x.reshape(2, 12),
 }
 
 
@@ -358,16 +355,12 @@ def test_shared_memory_is_refused():
 
 
 @needs_gloo
-def test_collectives_are_refused():
+def test_collectives_are_refused(one_process):
     """They return before the values have arrived, which would be stored too early."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        x = scaled(torch.ones(4), "e4m3")
-        for collective in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
-            with refuses("cannot send or receive a ScaledTensor", TypeError):
-                collective(x)
-    finally:
-        dist.destroy_process_group()
+    x = scaled(torch.ones(4), "e4m3")
+    for collective in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
+        with refuses("cannot send or receive a ScaledTensor", TypeError):
+            collective(x)
 
 
 def test_a_second_derivative_is_plain():

@@ -298,8 +298,3 @@ def test_refused_by_name(make, message, tmp_path):
     with refuses(message):
         fp8.export(make(), tmp_path / "folder")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_model_is_needed(tmp_path):
-    with refuses(r"an nn\.Module, got str", TypeError):
-        fp8.export("model", tmp_path)

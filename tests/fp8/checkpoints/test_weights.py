@@ -160,7 +160,7 @@ def test_values_are_current_at_each_iteration():
     assert {"0.bias", "2.bias"} < set(changed)
 
 
-def test_names_are_those_without_wrappers(tmp_path):
+def test_names_are_those_without_wrappers(one_process):
     names = list(fp8.weights(net("row")).manifest)
     assert list(fp8.weights(torch.compile(net("row"))).manifest) == names
     inside = net("row")
@@ -168,14 +168,8 @@ def test_names_are_those_without_wrappers(tmp_path):
     inside[2] = checkpoint_wrapper(inside[2])
     assert list(fp8.weights(inside).manifest) == names
     assert "0.weight_scale" in names
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(net("row"))
-        assert list(fp8.weights(wrapped).manifest) == names
-    finally:
-        dist.destroy_process_group()
+    wrapped = nn.parallel.DistributedDataParallel(net("row"))
+    assert list(fp8.weights(wrapped).manifest) == names
 
 
 @proves("the field", "weights sent to a running engine", how="library")

@@ -26,6 +26,10 @@ def parts():
     return nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
 
 
+def batch():
+    return torch.randn(3, 8)
+
+
 def through(mlp, x):
     return mlp["down"](torch.relu(mlp["up"](x)))
 
@@ -118,7 +122,7 @@ def check_apart(model, made, x):
 
 @parametrize("way", WAYS)
 def test_a_function_of_a_copy_runs_the_parts_of_the_copy(way):
-    check_apart(model := Block(way), deep_copy(model), torch.randn(3, 8))
+    check_apart(model := Block(way), deep_copy(model), batch())
 
 
 @parametrize("place", [place for place in PLACES if place != "attribute"])
@@ -127,12 +131,12 @@ def test_a_function_of_a_copy_runs_the_parts_of_the_copy(way):
     ["closure", "partial", "partial of a closure", "method of a closure", "global"],
 )
 def test_so_does_one_in_a_container(way, place):
-    check_apart(model := Block(way, place), deep_copy(model), torch.randn(3, 8))
+    check_apart(model := Block(way, place), deep_copy(model), batch())
 
 
 @parametrize("way", ["closure", "bound method", "global"])
 def test_a_copy_of_a_copy_and_a_copy_that_shares_parameters(way):
-    model, x = Block(way), torch.randn(3, 8)
+    model, x = Block(way), batch()
     first = deep_copy(model)
     second = deep_copy(first)
     first.requires_grad_(False)
@@ -218,7 +222,7 @@ def test_a_step_of_copies_is_apart_from_the_caller_s():
         optimizer = torch.optim.SGD([*model.parameters(), *own], lr=0.1)
         before = [p.detach().clone() for p in (*model.parameters(), *own)]
         copied, stepped, its_loss = training_copy(model, optimizer, loss)
-        its_loss(copied(torch.randn(3, 8))).backward()
+        its_loss(copied(batch())).backward()
         stepped.step()
         after = [*model.parameters(), *own]
         assert all(p.grad is None for p in after), name
@@ -232,7 +236,7 @@ def test_an_optimizer_that_steps_in_hooks_steps_the_copy():
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
     made, _, _ = training_copy(model, None, None)
-    made(torch.randn(3, 8)).square().mean().backward()
+    made(batch()).square().mean().backward()
     for p, q in both(model, made):
         assert p.grad is None
         assert not torch.equal(p, q)

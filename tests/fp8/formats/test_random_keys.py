@@ -16,6 +16,8 @@ from tests.shared import assert_same, filterwarnings, parametrize
 
 CPU = torch.device("cpu")
 
+X = torch.linspace(-3, 3, 64)
+
 NUMBERS = {
     "rand": lambda: torch.rand(3),
     "randn of one": lambda: torch.randn(
@@ -43,7 +45,7 @@ RECIPES["random"] = RANDOM
 
 
 def quantized():
-    return fp8.quantize(torch.linspace(-3, 3, 64), "e2m1", rounding="stochastic")
+    return fp8.quantize(X, "e2m1", rounding="stochastic")
 
 
 def drawn(count):
@@ -101,7 +103,7 @@ def test_what_restores_the_generator_restores_the_draws(number):
 @parametrize("randomness", ["error", "different"])
 def test_under_vmap_the_samples_share_their_bits_or_are_refused(randomness):
     """As torch refuses a number that all samples share, unless asked for it."""
-    x = torch.linspace(-3, 3, 64).expand(4, 64)
+    x = X.expand(4, 64)
 
     def cast(x):
         return fp8.quantize(x, "e2m1", rounding="stochastic")
@@ -169,20 +171,18 @@ def test_dropout_masks_are_those_of_the_compiled_model_without_casts():
 
 
 def test_compiled_code_draws_anew_repeats_under_a_seed_and_equals_eager_code():
-    x = torch.linspace(-3, 3, 64)
-
     def two(x):
         first = fp8.quantize(x, "e2m1", rounding="stochastic")
         return first, fp8.quantize(x, "e2m1", rounding="stochastic")
 
     run = torch.compile(two, fullgraph=True)
     torch.manual_seed(1)
-    calls = [run(x) for _ in range(3)]
+    calls = [run(X) for _ in range(3)]
     torch.manual_seed(1)
     for call in calls:
-        assert_same(run(x), call)
+        assert_same(run(X), call)
     torch.manual_seed(1)
-    assert sorted(y.tolist() for y in two(x)) == sorted(y.tolist() for y in calls[0])
+    assert sorted(y.tolist() for y in two(X)) == sorted(y.tolist() for y in calls[0])
     assert len({tuple(y.tolist()) for call in calls for y in call}) == 6
 
 
@@ -191,7 +191,7 @@ def test_compiled_code_draws_anew_repeats_under_a_seed_and_equals_eager_code():
 def test_a_checkpoint_recomputes_with_the_same_bits(backend, reentrant):
     """The gradient of y * y / 2 is the y that is recomputed; the second segment draws other bits
     between the first one and its recomputation."""
-    x = torch.linspace(-3, 3, 64).requires_grad_()
+    x = X.clone().requires_grad_()
 
     def segment(x):
         y = quantize_forward(x, "e2m1", rounding="stochastic")

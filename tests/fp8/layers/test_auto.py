@@ -15,6 +15,7 @@ from fp8 import RECIPES
 from fp8.adapters import accelerate, lightning, torchao, transformer_engine
 from fp8.recipes.recipe import needs_unit_scale
 from fp8.training.fsdp import gather_in_fp8
+from fp8.warnings import RecipeWarning
 from tests.shared import (
     assert_same,
     filterwarnings,
@@ -147,15 +148,15 @@ def test_autocast_chooses_for_each_product(name):
 def test_unit_by_name_for_a_plain_model_warns_once():
     model = plain()
     pattern = "recipe 'unit', given by name, casts without scales, and 2 of 2"
-    with warns(pattern, fp8.warnings.RecipeWarning) as seen:
+    with warns(pattern, RecipeWarning) as seen:
         model = fp8.convert(fp8.convert(model, "unit"), "unit")
     assert len(seen) == 1
     assert seen[0].filename == __file__
-    with warns("by name", fp8.warnings.RecipeWarning):
+    with warns("by name", RecipeWarning):
         fp8.initialize(plain(), None, "O1", recipe="unit")
-    with warns("1 of 2 .*the first is '1'", fp8.warnings.RecipeWarning):
+    with warns("1 of 2 .*the first is '1'", RecipeWarning):
         fp8.convert(nn.Sequential(uu.Linear(8, 8), nn.Linear(8, 8)), "unit_e4m3")
-    with fp8.strict(), pytest.raises(fp8.warnings.RecipeWarning):
+    with fp8.strict(), pytest.raises(RecipeWarning):
         fp8.convert(plain(), "unit")
 
 

@@ -50,6 +50,10 @@ def net(seed=0):
     return Net(far, conv=conv, norm=norm, first=first, second=second)
 
 
+def static(seed=0):
+    return fp8.convert(net(seed), "static")
+
+
 def batch(seed=0):
     return 30 * normal(64, 4, 6, seed=seed)
 
@@ -89,7 +93,7 @@ def test_the_step_is_that_of_scaled_casts_by_hand():
 
 
 def test_calibration_leaves_nothing_behind():
-    model = fp8.convert(net(), "static")
+    model = static()
     model.conv.weight.grad = grad = torch.ones_like(model.conv.weight)
     model.first.weight.requires_grad_(False)
     before = {
@@ -168,7 +172,7 @@ def test_refusals():
 
 @filterwarnings("ignore:11% of the input of 'first'")
 def test_the_first_step_measures_by_itself():
-    model, twin = fp8.convert(net(), "static"), fp8.convert(net(), "static")
+    model, twin = static(), static()
     for module in (model, twin):
         module.eval()  # no dropout
     with torch.no_grad():
@@ -208,18 +212,18 @@ def test_zeros_inf_and_nan_set_nothing_until_they_are_numbers(bad):
 
 
 def test_state_dict_json_copies_and_pickles(tmp_path):
-    model, x = fp8.convert(net(), "static"), batch()
+    model, x = static(), batch()
     scales = fp8.calibrate(model, x, loss_of)
     assert set(scales) == {
         f"{layer}.{r}" for layer in ("conv", "first", "second") for r in ROLES
     }
     expected = step(model.eval(), x)
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    loaded = fp8.convert(net(1), "static")
+    loaded = static(1)
     loaded.load_state_dict(
         torch.load(tmp_path / "model.pt", weights_only=True), strict=True
     )
-    written = fp8.convert(net(), "static")
+    written = static()
     assert fp8.calibrate(written, scales=json.loads(json.dumps(scales))) == scales
     written.load_state_dict(model.state_dict())
     for other in (loaded, written, deepcopy(model), pickled(model)):
@@ -238,7 +242,7 @@ def test_auto_is_static_where_it_was_calibrated():
     model = fp8.convert(net())
     assert model.conv.fp8_recipe.name == "tensor"
     scales = fp8.calibrate(model, x, loss_of)
-    named = fp8.convert(net(), "static")
+    named = static()
     assert fp8.calibrate(named, x, loss_of) == scales
     assert fp8.report(model)[0].why.startswith("static (auto: calibrated)")
     fresh = fp8.convert(net(1))

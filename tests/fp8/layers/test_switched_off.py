@@ -16,6 +16,7 @@ from tests.shared import (
     parametrize,
     randn,
     refuses,
+    same,
     warns,
 )
 
@@ -40,8 +41,12 @@ def both(recipe="mxfp4"):
     return plain, fp8.convert(deepcopy(plain), recipe)
 
 
+def batch():
+    return randn(3, 8, 16)
+
+
 def results(model, call=None):
-    x = randn(3, 8, 16)
+    x = batch()
     run = model if call is None else call
     return outcome(lambda: run(x), [x, *model.parameters()])
 
@@ -52,10 +57,6 @@ def within(block, call):
             return call(x)
 
     return run
-
-
-def same(got, expected):
-    return all(map(torch.equal, got, expected))
 
 
 @parametrize("recipe", ["mxfp4", "static", "delayed"])
@@ -69,7 +70,7 @@ def test_it_is_the_plain_model(recipe):
     assert_same(model.state_dict(), state)
     assert not same(cast, expected)
     with OFF, torch.no_grad():
-        assert_same(model.eval()(randn(3, 8, 16)), expected[0])
+        assert_same(model.eval()(batch()), expected[0])
 
 
 def test_the_innermost_block_decides():
@@ -111,23 +112,23 @@ def test_checkpoints(way):
         assert same(grads(model, around), expected)
     else:
         with REFUSED:
-            around(randn(3, 8, 16))
+            around(batch())
     if way == "not reentrant":
         with torch.no_grad():
-            assert_same(around(randn(3, 8, 16)), plain(randn(3, 8, 16)))
-    y = checkpoint(model, randn(3, 8, 16), **how)
+            assert_same(around(batch()), plain(batch()))
+    y = checkpoint(model, batch(), **how)
     with OFF, REFUSED:
         y.sum().backward()
     nested = within(OFF, lambda x: checkpoint(inner, x, **WAYS["contexts"]))
     # Before torch 2.13 the contexts of a checkpoint that raises are open until it is collected.
     if way != "contexts" and torch.__version__ >= (2, 13):
         with REFUSED:
-            nested(randn(3, 8, 16))
+            nested(batch())
 
 
 def grads(model, call):
     """By a backward pass, which a reentrant checkpoint needs."""
     model.zero_grad()
-    x = randn(3, 8, 16)
+    x = batch()
     call(x).square().sum().backward()
     return [x.grad, *(p.grad for p in model.parameters())]

@@ -11,6 +11,7 @@ import fp8
 from fp8 import Policy
 from fp8.adapters import torchao
 from fp8.training.fsdp import gather_in_fp8
+from fp8.warnings import ConvertWarning
 from notebooks.nanogpt.model import GPT, GPTConfig
 from tests.fp8.adapters.hub_models import gpt2, llama
 from tests.shared import Net, assert_close, linears, parametrize, paths, refuses, warns
@@ -131,9 +132,6 @@ def with_norm():
 
 CHOOSE = {
     "convert": lambda model: fp8.convert(model, "tensor", where=never),
-    "a policy": lambda model: fp8.convert(
-        model, Policy("tensor", first=0), where=never
-    ),
     "torchao": lambda model: torchao.convert(model, "tensor", where=never),
     "store_frozen": lambda model: fp8.store_frozen(model, where=never),
     "norms": lambda model: fp8.apply_low_precision_layernorm(
@@ -151,7 +149,7 @@ def test_a_choice_of_nothing_warns_each_time(name, before):
     if before and name != "gather_in_fp8":
         fp8.convert(model, "tensor")
     for _ in range(2):
-        with warns("no", fp8.warnings.ConvertWarning) as seen:
+        with warns("no", ConvertWarning) as seen:
             CHOOSE[name](model)
         assert [warning.filename for warning in seen] == [__file__]
 
@@ -170,8 +168,8 @@ NOTHING = {
 
 @parametrize("message", NOTHING)
 def test_a_conversion_that_changes_nothing_warns(message):
-    with warns(message, fp8.warnings.ConvertWarning) as seen:
+    with warns(message, ConvertWarning) as seen:
         NOTHING[message]()
     assert [warning.filename for warning in seen] == [__file__]
-    with fp8.strict(), pytest.raises(fp8.warnings.ConvertWarning):
+    with fp8.strict(), pytest.raises(ConvertWarning):
         NOTHING[message]()

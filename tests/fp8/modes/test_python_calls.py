@@ -37,11 +37,8 @@ def calls(run, where=OWN):
 
 
 LAYER = nn.Linear(16, 16)
+MOST = {"tensor": (55, 25), "static": (70, 25), "delayed": (88, 30), "row": (47, 45)}
 CASES = {
-    "tensor": (fp8.convert(nn.Linear(16, 16), "tensor"), nullcontext(), 55, 25),
-    "static": (fp8.convert(nn.Linear(16, 16), "static"), nullcontext(), 70, 25),
-    "delayed": (fp8.convert(nn.Linear(16, 16), "delayed"), nullcontext(), 88, 30),
-    "row": (fp8.convert(nn.Linear(16, 16), "row"), nullcontext(), 47, 45),
     "autocast": (LAYER, fp8.autocast("tensor"), 55, 25),
     "U.linear": (lambda x: U.linear(x, LAYER.weight, None), nullcontext(), 18, 5),
     "U.linear with bias": (
@@ -50,6 +47,9 @@ CASES = {
         20,
         8,
     ),
+} | {
+    name: (fp8.convert(nn.Linear(16, 16), name), nullcontext(), *most)
+    for name, most in MOST.items()
 }
 
 

@@ -16,6 +16,7 @@ from tests.shared import (
     pairs,
     parametrize,
     refuses,
+    same,
 )
 
 PAIRS = [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)]
@@ -43,10 +44,6 @@ def steps(optimizer, numbers):
             grad = normal(*p.shape, seed=number * 100 + i, dtype=p.dtype)
             p.grad = None if (i + number) % 5 == 3 else 10.0**-number * grad
         optimizer.step()
-
-
-def same(a, b):
-    return all(map(torch.equal, a, b))
 
 
 @parametrize("settings", SETTINGS, ids=["defaults", "others", "maximize"])

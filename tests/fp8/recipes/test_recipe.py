@@ -201,7 +201,6 @@ def test_what_is_read_may_be_short_and_not_wrong():
         ),
         ({**others, "input": {**cast, "format": "fp7"}}, "unknown format 'fp7'"),
         ({**others, "input": {"format": "e4m3"}}, "a Cast needs .* without 'scaling'"),
-        ({**others, "input": {"scaling": "row"}}, "a Cast needs .* without 'format'"),
     ):
         with refuses(message):
             Recipe.from_dict(values)

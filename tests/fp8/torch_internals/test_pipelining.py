@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
@@ -15,17 +14,10 @@ from tests.launch import needs_gloo
 from tests.shared import assert_close, linears, normal, pairs, parametrize
 from unit_scaling.transforms import unit_scale
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.usefixtures("one_process")]
 
 PARTS = 2
 """Micro-batches of a step."""
-
-
-@pytest.fixture(autouse=True)
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -62,9 +62,13 @@ def started(seed, sharded=False):
     return model, opt
 
 
+def state_of(model, opt):
+    return {"model": model.state_dict(), "opt": wide(opt)}
+
+
 def load(folder, model, opt):
     """A checkpoint of any number of processes."""
-    state = {"model": model.state_dict(), "opt": wide(opt)}
+    state = state_of(model, opt)
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     opt.load_state_dict(state["opt"])
@@ -211,8 +215,7 @@ def check_fp8_states(folder):
     for mine, expected in pairs(numbers(opt), numbers(its_opt)):
         assert (mine - expected).norm() <= 2**-4 * expected.norm()  # rounded once more
     step(model, opt)
-    state = {"model": model.state_dict(), "opt": wide(opt)}
-    dcp.save(state, checkpoint_id=folder / "fp8_of_two")
+    dcp.save(state_of(model, opt), checkpoint_id=folder / "fp8_of_two")
     sharded = {n: p for n, p in model.state_dict().items() if isinstance(p, DTensor)}
     assert {type(p.full_tensor()) for p in sharded.values()} == {Tensor}
     # With FSDP2's own view.
@@ -288,10 +291,7 @@ def check_ranks(rank, store):
 def test_two_processes(tmp_path):
     """And a checkpoint of one process is loaded by two, and theirs by one."""
     model, opt = started(seed=0)
-    dcp.save(
-        {"model": model.state_dict(), "opt": wide(opt)},
-        checkpoint_id=tmp_path / "fp8_of_one",
-    )
+    dcp.save(state_of(model, opt), checkpoint_id=tmp_path / "fp8_of_one")
     run_ranks(check_ranks, 2, tmp_path / "store")
     step(model, opt)
     check_fp8(tmp_path / "fp8_of_two", model, opt)

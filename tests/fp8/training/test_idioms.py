@@ -52,7 +52,6 @@ def moved(model):
 
 AVERAGES = {
     "in place": lambda e, v: e.mul_(DECAY).add_(v, alpha=1 - DECAY),
-    "timm, ModelEmaV3": lambda e, v: torch._foreach_lerp_([e], [v], weight=1 - DECAY),
     "target network": lambda e, v: e.data.copy_((1 - DECAY) * v.data + DECAY * e.data),
 }
 

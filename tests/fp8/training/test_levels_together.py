@@ -45,18 +45,10 @@ def run(model, optimizer, count=3, call=None):
     return descend(optimizer, (call(x).square().mean() for x in inputs))
 
 
-@pytest.fixture
-def _one_process():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @sampled(4)
 @proves("MS-AMP", "communication in FP8")
 @each_level
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 @parametrize("hooked", [False, True])
 def test_ddp(level, hooked):
     """Gradients are ScaledTensors after DDP has averaged them, which for one process is nothing."""
@@ -70,7 +62,7 @@ def test_ddp(level, hooked):
     assert isinstance(model[0].weight.grad, ScaledTensor)
 
 
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 def test_a_model_inside_of_ddp_is_refused():
     """Its weights would be averaged no more; where unused ones are allowed, without a word."""
     model = linears(16, 32)
@@ -86,7 +78,7 @@ def test_a_model_inside_of_ddp_is_refused():
     fp8.initialize(model, optimizer)
 
 
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 def test_shards_are_refused():
     """They would be plain tensors, which the optimizer does not have."""
     model, _ = build("O2")
@@ -95,7 +87,7 @@ def test_shards_are_refused():
     assert isinstance(model[0].weight, ScaledTensor)
 
 
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 def test_ddp_sends_weights_that_are_not_rounded():
     """So that masters, made in the first step, begin with the same values in all processes."""
     model, _ = build("O3")
@@ -107,7 +99,7 @@ def test_ddp_sends_weights_that_are_not_rounded():
 
 @sampled(3)
 @each_level
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 @parametrize("before", [0, 1])
 def test_resume_from_a_distributed_checkpoint(level, before, tmp_path):
     """Into a model that has been trained, and into a new one, whose states are not there yet."""

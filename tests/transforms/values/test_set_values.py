@@ -26,6 +26,7 @@ from unit_scaling.parameter import tags_of
 from unit_scaling.rules.rates import kind_of
 from unit_scaling.transforms import unit_scale
 
+approx = pytest.approx
 every_kind = parametrize("name", KINDS)
 
 
@@ -90,6 +91,10 @@ def test_results_of_products_have_rms_one(name):
     )
 
 
+def square():
+    return nn.Linear(64, 64)
+
+
 def losses(model, x, optimizer):
     return descend(optimizer, (loss_of(model, x) for _ in range(6)))
 
@@ -134,7 +139,7 @@ def test_the_rate_of_a_weight_does_not_depend_on_its_layout(name, optimizer):
             allow_non_unit_scaling_params=True,
         )
         found.append(losses(ours, x, opt))
-    assert found[1] == pytest.approx(found[0], rel=1e-9)
+    assert found[1] == approx(found[0], rel=1e-9)
 
 
 def test_the_rate_of_kernels_is_for_convolutions_over_space():
@@ -166,10 +171,8 @@ def test_an_operand_off_rms_one_is_in_the_number():
     for size, number in ((0.01, 100.0), (1.0, 1.0), (2.0, 1.0), (1000.0, 0.001)):
         x = size * torch.randn(512, 64)
         ours = unit_scale(model, batch=x)
-        assert ours[0].weight.mup_scale == pytest.approx(number / 8, rel=0.1)
-        assert ours[1].weight.mup_scale == pytest.approx(
-            1 / 64, rel=0.05
-        )  # the readout
+        assert ours[0].weight.mup_scale == approx(number / 8, rel=0.1)
+        assert ours[1].weight.mup_scale == approx(1 / 64, rel=0.05)  # the readout
 
 
 @parametrize("shift", [0.0, 1.0])
@@ -186,10 +189,10 @@ def test_the_factor_of_a_tied_head_is_in_the_gain_before_it(shift):
     model = Net(run, table=nn.Embedding(100, 64))
     model.gain = gain
     ours = unit_scale(model, batch=ids)
-    assert rms(ours.table.weight) == pytest.approx(1, rel=1e-4)
-    assert ours.gain.mean().item() + shift == pytest.approx(1 / 8, rel=0.05)
-    assert ours.gain.mup_scale == pytest.approx(1 / 8, rel=0.05)
-    assert rms(ours(ids)) == pytest.approx(1, rel=0.3)
+    assert rms(ours.table.weight) == approx(1, rel=1e-4)
+    assert ours.gain.mean().item() + shift == approx(1 / 8, rel=0.05)
+    assert ours.gain.mup_scale == approx(1 / 8, rel=0.05)
+    assert rms(ours(ids)) == approx(1, rel=0.3)
 
 
 def test_what_no_parameter_can_hold_is_reported():
@@ -197,9 +200,7 @@ def test_what_no_parameter_can_hold_is_reported():
     tied = Net(
         lambda m, i: F.linear(m.table(i), m.table.weight), table=nn.Embedding(100, 64)
     )
-    branch = Net(
-        lambda m, x: m.b(x + F.silu(m.a(x))), a=nn.Linear(64, 64), b=nn.Linear(64, 64)
-    )
+    branch = Net(lambda m, x: m.b(x + F.silu(m.a(x))), a=square(), b=square())
     for model, batch in (
         (tied, torch.randint(100, (8, 8))),
         (branch, torch.randn(32, 64)),
@@ -211,8 +212,8 @@ def test_what_no_parameter_can_hold_is_reported():
 def test_layers_of_zeros_keep_them_and_have_the_number_of_their_rule():
     """A branch and a readout that begin at zeros: the rate is that of the rule and the weight."""
     layers = {
-        "up": nn.Linear(64, 64),
-        "down": nn.Linear(64, 64),
+        "up": square(),
+        "down": square(),
         "head": nn.Linear(64, 4),
     }
     model = Net(lambda m, x: m.head(x + m.down(F.relu(m.up(x)))), **layers)
@@ -222,10 +223,10 @@ def test_layers_of_zeros_keep_them_and_have_the_number_of_their_rule():
     ours = unit_scale(model, batch=torch.randn(256, 64))
     for layer, number in ((ours.down, 2**-0.5 / 8), (ours.head, 1 / 64)):
         assert not layer.weight.any()
-        assert layer.weight.mup_scale == pytest.approx(number, rel=0.05)
+        assert layer.weight.mup_scale == approx(number, rel=0.05)
     nn.init.normal_(model.down.weight)
     ours = unit_scale(model, batch=torch.randn(256, 64))
-    assert ours.down.weight.mup_scale == pytest.approx(2**-0.5 / 8, rel=0.5)
+    assert ours.down.weight.mup_scale == approx(2**-0.5 / 8, rel=0.5)
 
 
 @parametrize("value", [0.0, 0.01])
@@ -233,7 +234,7 @@ def test_a_weight_of_one_output_is_no_gain(value):
     """A value head, and a gate within: their use tells them from a layer scale of that shape."""
     model = Net(
         lambda m, x: m.head(F.relu(m.scale * m.up(x)) * m.gate(x).sigmoid()),
-        up=nn.Linear(64, 64),
+        up=square(),
         gate=nn.Linear(64, 1),
         head=nn.Linear(64, 1),
     )
@@ -245,10 +246,10 @@ def test_a_weight_of_one_output_is_no_gain(value):
     assert kinds == ["weight", "output"]
     assert_same(ours.gate.weight, model.gate.weight)
     assert_same(ours.head.weight, model.head.weight)
-    assert (ours.scale.mup_type, rms(ours.scale)) == ("norm", pytest.approx(1))
+    assert (ours.scale.mup_type, rms(ours.scale)) == ("norm", approx(1))
     if not value:
-        assert ours.gate.weight.mup_scale == pytest.approx(1 / 8, rel=0.1)
-        assert ours.head.weight.mup_scale == pytest.approx(1 / 64, rel=0.5)
+        assert ours.gate.weight.mup_scale == approx(1 / 8, rel=0.1)
+        assert ours.head.weight.mup_scale == approx(1 / 64, rel=0.5)
 
 
 def test_an_expert_that_the_batch_does_not_reach_is_as_its_siblings():
@@ -260,7 +261,7 @@ def test_an_expert_that_the_batch_does_not_reach_is_as_its_siblings():
     )
     ours = unit_scale(model, batch=torch.randn(64, 16))
     sizes = [(rms(e.weight), e.weight.mup_scale) for e in ours.experts]
-    assert sizes[2] == pytest.approx(sizes[0], rel=1e-5)
+    assert sizes[2] == approx(sizes[0], rel=1e-5)
 
 
 def coordinates(m, x, pool=torch.mean):
@@ -320,19 +321,19 @@ def test_a_branch_of_coordinates_begins_with_the_size_that_it_has(gain, pool, sh
         assert moved.norm() <= 2 * gain * x.norm() / share
         assert_same(ours.out.weight, model.out.weight)
         assert_same(ours.out.bias, model.out.bias)
-        assert ours.out.weight.mup_scale == pytest.approx(share / 4, rel=0.7)
+        assert ours.out.weight.mup_scale == approx(share / 4, rel=0.7)
         assert not uu.report(ours).left_alone
 
 
 def test_a_bias_that_carries_information_is_kept():
     """As that of a spatial transformer beside a weight of zeros, and that of rare classes; not the
     noise of an initialization."""
-    rare = nn.Linear(64, 64)
+    rare = square()
     nn.init.constant_(rare.bias, -4.6)
     last = nn.Linear(64, 6)
     nn.init.zeros_(last.weight)
     last.bias.data.copy_(torch.tensor([1.0, 0, 0, 0, 1, 0]))
-    model = nn.Sequential(nn.Linear(64, 64), rare, nn.Linear(64, 64), last)
+    model = nn.Sequential(square(), rare, square(), last)
     ours = unit_scale(model, batch=torch.randn(128, 64))
     assert not ours[0].bias.any()
     assert_same(ours[1].bias, rare.bias)
@@ -349,7 +350,7 @@ def test_a_weight_that_is_read_in_parts_is_set_once():
     )
     model.token = nn.Parameter(torch.randn(1, 1, 16))
     ours = unit_scale(model, batch=torch.randn(4, 8, 16))
-    assert rms(ours.attend.in_proj_weight) == pytest.approx(1 / 4, rel=1e-4)
+    assert rms(ours.attend.in_proj_weight) == approx(1 / 4, rel=1e-4)
     ours(torch.randn(4, 8, 16)).sum().backward()
 
 
@@ -363,7 +364,7 @@ def test_a_query_that_is_a_parameter_is_an_operand():
     )
     model.token = nn.Parameter(0.02 * torch.randn(1, 1, 16))
     ours = unit_scale(model, batch=torch.randn(4, 8, 16))
-    assert rms(ours.token) == pytest.approx(1, rel=1e-4)
+    assert rms(ours.token) == approx(1, rel=1e-4)
     assert ours.token.mup_scale == 1
     uu.optim.AdamW(ours.parameters()).step()
 

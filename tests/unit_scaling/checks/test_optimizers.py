@@ -18,10 +18,14 @@ def plain():
     return linears(16, 32, nn.GELU, 8)
 
 
+def batch():
+    return torch.randn(4, 16)
+
+
 def step(model, *optimizers, scale=1.0):
     for optimizer in optimizers:
         optimizer.zero_grad()
-    (model(torch.randn(4, 16)).square().sum() * scale).backward()
+    (model(batch()).square().sum() * scale).backward()
     for optimizer in optimizers:
         optimizer.step()
 
@@ -68,12 +72,12 @@ def test_the_original_may_be_trained_on():
     optimizer = sgd(model)
     step(model, optimizer)
     scaled = unit_scale(model)
-    uu.verify(scaled, torch.randn(4, 16))
+    uu.verify(scaled, batch())
     with torch.no_grad():
-        scaled(torch.randn(4, 16))
+        scaled(batch())
     step(model, optimizer)
     student = sgd(scaled)
-    x = torch.randn(4, 16)
+    x = batch()
     for _ in range(2):
         (scaled(x) - model(x)).square().sum().backward()
         optimizer.step()
@@ -86,11 +90,11 @@ def test_an_optimizer_without_gradients_or_of_another_model_is_none_of_it():
     model, other = plain(), plain()
     optimizer, of_other = sgd(model), sgd(other)
     scaled = unit_scale(model)
-    scaled(torch.randn(4, 16))
+    scaled(batch())
     optimizer.step()  # nothing has a gradient
     step(other, of_other)
     of_other.zero_grad()
-    scaled(torch.randn(4, 16)).sum().backward()
+    scaled(batch()).sum().backward()
     of_other.step()
 
 
@@ -98,7 +102,7 @@ def test_compiled_steps_are_left_alone():
     model = unit_scale(plain())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     compiled = torch.compile(optimizer.step, backend="eager")
-    model(torch.randn(4, 16)).sum().backward()
+    model(batch()).sum().backward()
     before = model[0].weight.detach().clone()
     with quietly():
         compiled()

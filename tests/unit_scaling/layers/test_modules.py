@@ -109,8 +109,12 @@ def depths(module):
     return {p.mup_scaling_depth for p in module.parameters()}
 
 
+def layer():
+    return uu.Linear(2, 2)
+
+
 def linears(n):
-    return [uu.Linear(2, 2) for _ in range(n)]
+    return [layer() for _ in range(n)]
 
 
 each_container = parametrize(
@@ -129,17 +133,17 @@ def test_depths_multiply_and_stay_with_slices_and_copies(make):
     assert stack[1:3][0] is stack[1]
     for copied in (copy.deepcopy(stack), pickled(stack)):
         assert depths(copied) == {4}
-        copied.append(uu.Linear(2, 2))
+        copied.append(layer())
         assert depths(copied) == {5}
     with refuses(r"parameter '1\.weight' has no mup_type"):
-        make([uu.Linear(2, 2), nn.Linear(2, 2)])
+        make([layer(), nn.Linear(2, 2)])
 
 
 #: What is done to a stack of 4 layers -> its depth. Layers that leave have none.
 RESIZED = {
-    "append": (lambda stack: stack.append(uu.Linear(2, 2)), 5),
+    "append": (lambda stack: stack.append(layer()), 5),
     "extend": (lambda stack: stack.extend(linears(2)), 6),
-    "insert": (lambda stack: stack.insert(0, uu.Linear(2, 2)), 5),
+    "insert": (lambda stack: stack.insert(0, layer()), 5),
     "pop": (lambda stack: stack.pop(0), 3),
     "del": (lambda stack: stack.__delitem__(0), 3),
     "add": (lambda stack: stack.__iadd__(linears(1)), 5),
@@ -154,14 +158,14 @@ def test_depths_follow_the_size(make, how):
     before = list(stack)
     resize(stack)
     assert depths(stack) == {depth}
-    assert all(depths(layer) == {None} for layer in before if layer not in list(stack))
+    assert all(depths(part) == {None} for part in before if part not in list(stack))
 
 
 def test_depth_of_named_and_shared_layers():
-    shared = uu.Linear(2, 2)
+    shared = layer()
     twice = uu.DepthSequential(shared, shared)
     assert depths(twice) == {2}
     assert len(twice[:2]) == 2  # a layer that stands twice is no duplicate
-    named = uu.DepthSequential(OrderedDict(a=uu.Linear(2, 2), b=uu.Linear(2, 2)))
+    named = uu.DepthSequential(OrderedDict(a=layer(), b=layer()))
     assert depths(named) == {2}
     assert list(dict(named[1:].named_children())) == ["b"]

@@ -50,12 +50,9 @@ MASKS = {
     "causal": lambda: CAUSAL,
     "itself": lambda: window(1),
     "window of 4": lambda: window(4),
-    "window of 16": lambda: window(16),
     "both sides": lambda: (ROW - KEY).abs() < 3,
-    "documents": lambda: ROW // 12 == KEY // 12,
     "causal documents": lambda: CAUSAL & (ROW // 12 == KEY // 12),
     "prefix": lambda: CAUSAL | (KEY < 20),
-    "random": lambda: random(LENGTH),
     "random by head": lambda: random(1, HEADS, LENGTH),
     "padding": padding,
     "padding and causal": lambda: padding() & CAUSAL,
@@ -71,7 +68,6 @@ FORMS = {
     "-inf": lambda shown: torch.zeros(shown.shape).masked_fill(~shown, -math.inf),
     "finfo.min": lambda shown: (~shown).float() * torch.finfo().min,
     "-1e9": lambda shown: (~shown).float() * -1e9,
-    "-1e4": lambda shown: (~shown).float() * -1e4,
     "of bfloat16": lambda shown: ((~shown).float() * -1e4).bfloat16(),
     "minimum of float16": lambda shown: (
         (~shown).half() * torch.finfo(torch.float16).min

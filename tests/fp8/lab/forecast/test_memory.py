@@ -19,6 +19,7 @@ from fp8.lab.forecast.memory import OPTIMIZERS, of_optimizer, of_passes, on_gpu
 from tests.fp8.blocks import bytes_of, saved_by
 from tests.shared import Net, filterwarnings, parametrize, refuses
 
+near = partial(pytest.approx, rel=0.02)
 compiles = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
@@ -102,11 +103,9 @@ def test_bytes_are_those_of_a_real_step(make, recipe, backend):
     else:
         peak = peak_of(step)
     saved = bytes_of([*saved_by(forward), *leaves]) - bytes_of(leaves)
-    assert counted.kept == pytest.approx(saved, rel=0.02)
-    assert counted.peak - counted.weights - counted.batch == pytest.approx(
-        peak, rel=0.02
-    )
-    assert counted.weights == pytest.approx(bytes_of(leaves[:-1]), rel=0.02)
+    assert counted.kept == near(saved)
+    assert counted.peak - counted.weights - counted.batch == near(peak)
+    assert counted.weights == near(bytes_of(leaves[:-1]))
     assert counted.gradients == sum(p.nbytes for p in leaves if p.requires_grad)
     assert (counted.casts > 0) == (recipe is not None)
 
@@ -125,10 +124,10 @@ def test_bytes_are_those_of_a_real_optimizer(name):
         stored = fp8.optim.state_bytes(optimizer)
         optimizer.zero_grad()
     weights, gradients = stored.pop("weight"), stored.pop("gradient")
-    assert counted.weights == pytest.approx(weights, rel=0.02)
-    assert counted.gradients == pytest.approx(gradients, rel=0.02)
+    assert counted.weights == near(weights)
+    assert counted.gradients == near(gradients)
     assert counted.total_state == sum(stored.values())
-    assert counted.step - held == pytest.approx(peak, rel=0.02)
+    assert counted.step - held == near(peak)
 
 
 def test_what_a_gpu_keeps_of_a_block():

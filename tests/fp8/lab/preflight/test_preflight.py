@@ -22,6 +22,7 @@ from unit_scaling.transforms import simulate_fp8
 
 from .problems import Classifier, batches, setup
 
+preflight = fp8.preflight
 QUICK = {
     "recipes": ("bf16", "tensor", "mxfp4", "unit"),
     "steps": 12,
@@ -38,7 +39,7 @@ TWO = ONE | {"recipes": ("tensor", "mxfp4")}
 
 @pytest.fixture(scope="module")
 def report():
-    return fp8.preflight(setup, **QUICK)
+    return preflight(setup, **QUICK)
 
 
 @proves("the field", "which precision a model takes, measured before")
@@ -77,7 +78,7 @@ def test_nothing_of_the_users_changes():
     before = [p.clone() for p in model.parameters()]
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with fp8.strict():  # which does not stop it
-        fp8.preflight(model, batches(20), optimizer=optimizer, **ONE)
+        preflight(model, batches(20), optimizer=optimizer, **ONE)
     assert_same(before, [*model.parameters()])
     assert not optimizer.state
     assert torch.get_num_threads() == threads
@@ -87,24 +88,24 @@ def test_nothing_of_the_users_changes():
 
 def test_resume_repeats_nothing(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    first = fp8.preflight(setup, save=path, **ONE)
+    first = preflight(setup, save=path, **ONE)
     with monkeypatch.context() as patch:
         patch.setattr(stages, "train", None)  # which is not called
-        again = fp8.preflight(setup, resume=path, **ONE)
+        again = preflight(setup, resume=path, **ONE)
     assert again.table() == first.table()
     other = lambda seed: setup(seed + 1)  # noqa: E731
     with refuses("seed 0 has other weights or batches than the run of ref"):
-        fp8.preflight(other, resume=path, **ONE)
+        preflight(other, resume=path, **ONE)
     with refuses("of another preflight: its parameters is"):
-        fp8.preflight(Classifier(64), batches(20), resume=path, **ONE)
+        preflight(Classifier(64), batches(20), resume=path, **ONE)
     with refuses(r"its recipes is .*, not \['row', 'tensor'\]"):
-        fp8.preflight(setup, resume=path, **ONE | {"recipes": ("row",)})
+        preflight(setup, resume=path, **ONE | {"recipes": ("row",)})
 
 
 def test_the_recipe_of_convert_is_always_trained():
     """Beside recipes that save nothing, which are not."""
     recipes = {"recipes": ("bf16", "static", "delayed")}
-    found = fp8.preflight(setup, **ONE | recipes).findings
+    found = preflight(setup, **ONE | recipes).findings
     outcomes = {c.name: c.outcome for c in found.candidates}
     assert outcomes["bf16"] == "not trained"
     assert outcomes["tensor"] != "not trained"
@@ -122,7 +123,7 @@ def continued(report):
 def test_the_command_of_the_verdict_continues(tmp_path, capsys):
     """A line of Python that resumes, with more seeds."""
     arguments = ONE | {"progress": True}
-    first = fp8.preflight(setup, save=tmp_path / "a.json", **arguments)
+    first = preflight(setup, save=tmp_path / "a.json", **arguments)
     line = continued(first).replace("...", "setup, **arguments")
     arguments = {k: v for k, v in arguments.items() if k not in ("budget", "max_seeds")}
     more = eval(line, {"fp8": fp8, "setup": setup, "arguments": arguments})
@@ -133,7 +134,7 @@ def test_the_command_of_the_verdict_continues(tmp_path, capsys):
 
 def test_progress_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    fp8.preflight(setup, **ONE | {"progress": True})
+    preflight(setup, **ONE | {"progress": True})
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["fp8 preflight: trace", "fp8 preflight: reference"]
     assert "fp8 preflight: tensor, seed 0" in lines
@@ -141,7 +142,7 @@ def test_progress_on_a_terminal(monkeypatch, capsys):
 
 def test_without_a_recommendation_there_is_a_policy_to_try_first():
     """And a command, which begins again without a file."""
-    report = fp8.preflight(setup, **ONE)  # one seed decides nothing
+    report = preflight(setup, **ONE)  # one seed decides nothing
     assert report.policy is None
     verdict = report.findings.verdict
     assert verdict.policy["recipe"] == "tensor"  # of the first device, the H100
@@ -166,7 +167,7 @@ def test_the_budget_is_wall_time(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole():
-    return fp8.preflight(setup, **TWO).findings
+    return preflight(setup, **TWO).findings
 
 
 @parametrize("name", ["keeping", "LayerError", "estimate"])
@@ -185,9 +186,9 @@ def test_an_interrupted_stage_is_repeated_as_a_whole(
         return result
 
     monkeypatch.setattr(stages, name, interrupted)
-    assert "interrupted" in fp8.preflight(setup, save=path, **TWO).findings.notes[-1]
+    assert "interrupted" in preflight(setup, save=path, **TWO).findings.notes[-1]
     monkeypatch.undo()
-    again = fp8.preflight(setup, resume=path, **TWO).findings
+    again = preflight(setup, resume=path, **TWO).findings
     for field in ("candidates", "forecasts", "notes"):
         assert getattr(again, field) == getattr(whole, field), field
     figures = operator.attrgetter("name", "losses", "held_out")
@@ -235,14 +236,14 @@ def test_what_cannot_be_measured_is_said_with_what_was_measured(
     model, data, loss, message
 ):
     with refuses(message, PreflightError) as error:
-        fp8.preflight(model, data, loss=loss, **QUICK)
+        preflight(model, data, loss=loss, **QUICK)
     assert error.value.report.findings.notes[-1].startswith("stopped: ")
 
 
 def test_a_loss_that_does_not_fall_and_batches_that_run_out_are_noted():
     model = Classifier()
     still = torch.optim.SGD(model.parameters(), lr=0.0)
-    notes = fp8.preflight(model, batches(1) * 10, optimizer=still, **ONE).findings.notes
+    notes = preflight(model, batches(1) * 10, optimizer=still, **ONE).findings.notes
     assert any("the batches last for 8 of 12 steps" in note for note in notes)
     assert any("did not fall" in note for note in notes)
     assert any("learning rate is 0" in note for note in notes)
@@ -273,7 +274,7 @@ def test_a_copy_that_computes_with_the_caller_s_model_is_refused(as_function):
     made = Held(), batches(20)
     arguments = ((lambda: made),) if as_function else made
     with refuses(r"computes with blocks.0.(weight|bias) of the model", PreflightError):
-        fp8.preflight(*arguments, **ONE)
+        preflight(*arguments, **ONE)
 
 
 def test_several_losses_are_noted():
@@ -282,7 +283,7 @@ def test_several_losses_are_noted():
             penalty = self.head.weight.square().mean()
             return {"penalty": penalty, "main": super().forward(x, y)}
 
-    notes = fp8.preflight(Two(), batches(20), **ONE).findings.notes
+    notes = preflight(Two(), batches(20), **ONE).findings.notes
     assert any("has 2 scalars that require a gradient" in note for note in notes)
 
 
@@ -300,7 +301,7 @@ def test_several_losses_are_noted():
 )
 def test_bad_arguments(arguments, message):
     with refuses(message, (ValueError, TypeError)):
-        fp8.preflight(setup, **QUICK | arguments)
+        preflight(setup, **QUICK | arguments)
 
 
 @parametrize(
@@ -313,7 +314,7 @@ def test_bad_arguments(arguments, message):
 )
 def test_a_model_needs_batches_and_a_setup_has_its_own(arguments, error, message):
     with refuses(message, error):
-        fp8.preflight(*arguments, **QUICK)
+        preflight(*arguments, **QUICK)
 
 
 def test_transforms_are_found_and_trained_with_the_users_optimizer(monkeypatch):
@@ -322,7 +323,7 @@ def test_transforms_are_found_and_trained_with_the_users_optimizer(monkeypatch):
 
     transform.recipe, found = "tensor", {"copied": transform}
     monkeypatch.setattr("fp8.lab.preflight.preflight.installed", lambda: found)
-    found = fp8.preflight(setup, **ONE | {"transforms": True}).findings
+    found = preflight(setup, **ONE | {"transforms": True}).findings
     runs = {run.name: run for run in found.runs}
     assert runs["copied"].losses == runs["tensor"].losses  # its parameters were trained
 
@@ -378,8 +379,8 @@ def test_recommended_is_for_each_device_what_trains_with_the_fewest_bits():
 @parametrize("wrapped", [lambda model: fp8.convert(model, "mxfp4"), torch.compile])
 def test_a_converted_or_compiled_model_is_measured_in_its_own_precision(wrapped):
     model = Classifier()
-    plain = fp8.preflight(model, batches(20), **ONE)
-    again = fp8.preflight(wrapped(model), batches(20), **ONE)
+    plain = preflight(model, batches(20), **ONE)
+    again = preflight(wrapped(model), batches(20), **ONE)
     assert again.table() == plain.table()
     assert [p.layer for p in again.findings.products][:2] == ["first", "blocks.0"]
 
@@ -415,7 +416,7 @@ REFERENCES = {
 def test_a_reference_in_low_precision_is_refused(kind):
     make, block, message = REFERENCES[kind]
     with block, refuses(message, PreflightError):
-        fp8.preflight(make(), batches(20), **ONE)
+        preflight(make(), batches(20), **ONE)
 
 
 def test_a_resumed_preflight_trains_what_the_budget_did_not_allow(
@@ -424,11 +425,11 @@ def test_a_resumed_preflight_trains_what_the_budget_did_not_allow(
     """In runs of the steps that the first budget allowed."""
     path, note = tmp_path / "a.json", "the budget did not allow a training run of"
     little = ONE | {"steps": 50, "budget": 1e-3}
-    first = fp8.preflight(setup, save=path, **little).findings
+    first = preflight(setup, save=path, **little).findings
     assert any(text.startswith(note) for text in first.notes)
     steps = first.settings["steps"]
     assert steps < 50
-    again = fp8.preflight(setup, resume=path, **ONE | {"steps": 50}).findings
+    again = preflight(setup, resume=path, **ONE | {"steps": 50}).findings
     assert not any(text.startswith(note) for text in again.notes)
     assert {len(run.losses) for run in again.runs} == {steps}
     assert len(again.runs) > 1

@@ -126,13 +126,6 @@ def test_what_is_refused(call, message):
         call()
 
 
-def test_a_second_derivative_is_refused():
-    x, w, _ = operands()
-    y = linear(x, w, recipe=on("tensor", "hopper"))
-    with refuses("no second derivative", RuntimeError):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
 def test_rules_keep_the_sums_of_a_recipe():
     policy = fp8.Policy(on("tensor", "hopper"), rules=[("*", "grad_weight", None)])
     layer = fp8.convert(linears(IN, OUT), policy)[0]
