@@ -159,7 +159,6 @@ def filled(name, value):
         ),
         (filled("exp_avg_scale", math.inf), "exp_avg_scale must be finite, got inf"),
         (without("exp_avg_scale"), "has no exp_avg_scale"),
-        (without("exp_avg_amax"), "has no exp_avg_amax"),
         (without("exp_avg_sq_values"), "has no exp_avg_sq: "),
         (without("step"), "has no step: it is that of another optimizer"),
         (

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
+from fp8.warnings import ScaleWarning
 from tests.shared import in_one_graph, parametrize, pickled, refuses, said, warns
 from unit_scaling.transforms import simulate_fp8, track_scales
 
@@ -35,13 +36,13 @@ def tokens():
 def test_weights_that_were_overwritten_warn_once(transform, tokens):
     model = transform(model_of(overwritten=True))
     message = r"0 \(Embedding\) is 0.0[12]\d* instead of 1"
-    with warns(message, fp8.warnings.ScaleWarning) as caught:
+    with warns(message, ScaleWarning) as caught:
         model(tokens)
     assert len(caught) == 1
     assert "of 3 more layers not 1" in str(caught[0].message)
     assert "reset_parameters" in str(caught[0].message)
     model(tokens)  # no second one: warnings are errors here
-    with fp8.strict(), refuses("instead of 1", fp8.warnings.ScaleWarning):
+    with fp8.strict(), refuses("instead of 1", ScaleWarning):
         model_of(overwritten=True)(tokens)
 
 
@@ -88,7 +89,7 @@ AGAIN = "the first gradient at the output of a unit-scaled model has RMS"
 
 def gradient_warnings(model, tokens, loss):
     """Those of two steps."""
-    with said(fp8.warnings.ScaleWarning) as messages:
+    with said(ScaleWarning) as messages:
         for _ in range(2):
             loss(model(tokens).flatten(0, 1), tokens.flatten()).backward()
     return messages

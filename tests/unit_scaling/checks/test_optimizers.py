@@ -7,6 +7,7 @@ from torch import nn
 
 import fp8
 import unit_scaling as uu
+from fp8.warnings import OptimizerWarning
 from tests.shared import linears, parametrize, quietly, refuses, said, warns
 from unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
 
@@ -54,7 +55,7 @@ def test_an_optimizer_made_before_a_transform_says_so_at_its_first_step(name, tr
         step(model, optimizer)
     model = TRANSFORMS[name](model)
     message = f"SGD was made before {name.partition(',')[0]}"
-    with warns(message, fp8.warnings.OptimizerWarning) as caught:
+    with warns(message, OptimizerWarning) as caught:
         step(model, optimizer)
     assert caught[0].filename == __file__
     step(model, optimizer)  # no second one: warnings are errors here
@@ -62,7 +63,7 @@ def test_an_optimizer_made_before_a_transform_says_so_at_its_first_step(name, tr
     model = plain()
     optimizer = sgd(model)
     model = TRANSFORMS[name](model)
-    with fp8.strict(), refuses(message, fp8.warnings.OptimizerWarning):
+    with fp8.strict(), refuses(message, OptimizerWarning):
         step(model, optimizer)
 
 
@@ -181,7 +182,7 @@ NEAR = [
 def warned_of(model, make, **options):
     """In two steps."""
     optimizer = make(model)
-    with said(fp8.warnings.OptimizerWarning) as messages:
+    with said(OptimizerWarning) as messages:
         for _ in range(2):
             step(model, optimizer, **options)
     return messages
