@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fp8
 from benchmarks.forecast import OURS, TORCHAO, Block, Readout
 from benchmarks.forecast import PUBLISHED as LAYERS_AND_MODELS
-from fp8.casts.watch import watches_of
+from fp8.casts.watch import skip_look
 from fp8.common.step import Batch, call, tensors
 from fp8.kernels.product import why_not_here
 from fp8.lab.hardware import BF16
@@ -129,8 +129,7 @@ class Case:
             model = fp8.convert(model, recipe, backend="native")
             if fp8.RECIPES[recipe].keeps_history and fp8.RECIPES[recipe].fixed:
                 fp8.calibrate(model, self.batch)
-            for watch in watches_of(model):
-                watch.looks = False  # as in nearly all passes of a training run
+            skip_look(model)
         return model
 
 

@@ -15,7 +15,7 @@ import itertools
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..common.compiler import eager_only
 from ..common.dtensor import mesh_of
+from ..common.step import parameters_of
 from ..formats.format import Format, get_format
 from ..recipes.history import histories
 from ..recipes.recipe import Recipe
@@ -142,12 +143,12 @@ class Watch:
         tables = (table for layer in list(self.layers) for _, table in layer.tables())
         return any(vars(table)["fp8_read_at"] != table._version for table in tables)
 
-    def holds(self, parameters: set[int]) -> bool:
-        """Whether one of the parameters, by their ids, is of the model."""
+    def holds(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether one of the parameters is of the model."""
         model = self.model()
-        return model is not None and any(
-            id(p) in parameters for p in model.parameters()
-        )
+        if model is None:
+            return False
+        return not set(map(id, parameters)).isdisjoint(map(id, model.parameters()))
 
     def ask(self) -> None:
         """An operand is out of the range of its scale: the next pass is a look. Each time the
@@ -271,11 +272,6 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         _count_untraced(optimizer)
     else:
         _count(optimizer)
-
-
-def parameters_of(optimizer: Optimizer) -> set[int]:
-    """The ids of the parameters of an optimizer."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _count(optimizer: Optimizer) -> None:
@@ -516,6 +512,14 @@ def watches_of(model: nn.Module) -> list[Watch]:
         name = type(model).__name__
         raise ValueError(f"no layer of {name} is converted: call fp8.convert first")
     return list(watches.values())
+
+
+def skip_look(model: nn.Module) -> None:
+    """Lets the next pass of a model be one without a look, as nearly all are."""
+    for module in model.modules():
+        layer = vars(module).get("fp8_watch")
+        if layer is not None:
+            layer.watch.looks = False
 
 
 def watch_of(model: nn.Module) -> Watch:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..frame import FRAMES, framed
@@ -404,6 +405,11 @@ def is_in_place(name: str, kwargs: Keywords) -> bool:
     operator = augmented or name == "__setitem__"
     marked = name.endswith("_") and not name.endswith("__")
     return operator or marked or "out" in kwargs or bool(kwargs.get("inplace"))
+
+
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """The parameters of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def storage_of(tensor: Tensor) -> int | None:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 from ..casts.casting import QuantizedOperand
 from ..casts.operands import casts_of
 from ..common.compiler import compiled_as
-from ..common.step import unwrapped
+from ..common.step import parameters_of, unwrapped
 from ..common.validation import check_module
 from ..kernels import product as native
 from ..kernels.table import store
@@ -246,7 +246,7 @@ def _is_cacheable(
 
 def _of(optimizer: Optimizer, weights: Keywords) -> Keywords:
     """The weights of an optimizer."""
-    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    ids = set(map(id, parameters_of(optimizer)))
     return {name: weight for name, weight in weights.items() if id(weight) in ids}
 
 

@@ -32,12 +32,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ..casts.scaled_tensor import DTYPES
 from ..common.dtensor import is_dtensor, part_of
+from ..common.step import parameters_of
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.format import dtype_name
 from ..warnings import OptimizerWarning, warn_once
 from . import state as states
 from .encodings import ENCODINGS, MASTERS, MOMENTS, WIDE
-from .state import MASTER, Group, State, parameters_of
+from .state import MASTER, Group, State
 from .step import LARGEST, Unit, how_of, step_as_torch, update
 
 KEPT = (*MOMENTS, "master_weights", "stochastic_weights", "min_size", "compile")

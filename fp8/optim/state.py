@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..casts.scaled_tensor import ScaledTensor, dequantized, store
 from ..common.dtensor import as_shard, is_dtensor, part_of
+from ..common.step import parameters_of
 from ..formats.format import FORMATS, Format
 from ..formats.quantize import quantize
 from ..formats.random_bits import Seed
@@ -34,11 +35,6 @@ PURPOSES = {
 
 Group = dict[str, Any]
 State = dict[str, Any]
-
-
-def parameters_of(optimizer: Optimizer) -> list[Any]:
-    """The parameters of all groups, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def everywhere(true: bool, parameters: Iterable[Tensor]) -> bool:

@@ -19,7 +19,7 @@ from ...casts.watch import Seen, Watch, watches_of
 from ...casts.watch import loss as lost
 from ...common.dtensor import part_of
 from ...common.ranks import rank, ranks
-from ...common.step import Batch, Loss, copied, unwrapped
+from ...common.step import Batch, Loss, copied, parameters_of, unwrapped
 from ...common.validation import check_module, check_whole
 from ...formats.format import get_format
 from ...layers.settings import converted
@@ -418,12 +418,8 @@ class Alarm:
     def _before_step(self, optimizer: Optimizer) -> None:
         """The norm of the gradients that reach an optimizer, which is not called where a GradScaler
         skips a step, or makes the step itself (``found_inf``)."""
-        grads = [
-            part_of(p.grad)
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        parameters = parameters_of(optimizer)
+        grads = [part_of(p.grad) for p in parameters if p.grad is not None]
         dense = [g for g in grads if not (g.is_sparse or isinstance(g, ScaledTensor))]
         if not dense:
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
-from ...casts.watch import watches_of
+from ...casts.watch import skip_look
 from ...common.copies import deep_copy
 from ...common.libraries import need
 from ...common.step import Batch, Loss, call, described, loss_value, tensors, unwrapped
@@ -253,20 +252,22 @@ class _Step(NamedTuple):
     options: Mapping[str, object] | None
 
     @property
+    def values(self) -> list[Tensor]:
+        """The parameters and buffers."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of parameters, buffers and the batch."""
-        ours = (*self.model.parameters(), *self.model.buffers(), *tensors(self.batch))
-        return sum(x.nbytes for x in set(ours))
+        return sum(x.nbytes for x in {*self.values, *tensors(self.batch)})
 
     def converted(self, converter: _Converter, backend: str = "auto") -> nn.Module:
         """A copy that shares parameters and buffers."""
-        shared = {id(x): x for x in (*self.model.parameters(), *self.model.buffers())}
+        shared = {id(x): x for x in self.values}
         model = converter(deep_copy(self.model, shared), backend)
         if any(recipe.keeps_history for recipe in converter.recipes):
             self._calibrate(model)
-        with suppress(ValueError):  # nothing is converted
-            for watch in watches_of(model):
-                watch.looks = False  # as in nearly all passes
+        skip_look(model)
         return model
 
     def compiled(self, converter: _Converter) -> list[Graph]:
@@ -306,9 +307,8 @@ class _Step(NamedTuple):
                 state.fill_(1)
             if has_scales(layer):
                 scale = scales.setdefault(id(x), layer.fp8_scale_input)
-                measured["fp8_scale_input"] = (
-                    True if scale is layer.fp8_scale_input else scale
-                )
+                if scale is not layer.fp8_scale_input:
+                    measured["fp8_scale_input"] = scale
 
 
 def _summed(

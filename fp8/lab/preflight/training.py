@@ -27,6 +27,7 @@ from ...common.step import (
     evaluating,
     leaves,
     loss_value,
+    parameters_of,
     seeded,
     tensors_within,
     untouched,
@@ -406,8 +407,7 @@ def modules_of(*parts: object) -> nn.ModuleList:
 def _snapshot(step: int, start: _Start, batch: Batch) -> Snapshot:
     model, optimizer = start.model, start.optimizer
     copied_model, _, loss = training_copy(model, None, start.loss)
-    groups = optimizer.param_groups
-    stepped = {id(p) for group in groups for p in group["params"]}
+    stepped = set(map(id, parameters_of(optimizer)))
     trained = {name: p for name, p in model.named_parameters() if id(p) in stepped}
     moments: dict[str, Tensor] = {}
     for name, parameter in trained.items():
@@ -417,7 +417,8 @@ def _snapshot(step: int, start: _Start, batch: Batch) -> Snapshot:
         elif has(state, SECOND):  # of `fp8.optim`, in 8 or 16 bits
             moments[name] = decode(read(state, SECOND)).view(parameter.shape)
     # That of Adam where the optimizer has none.
-    beta2 = float(next((g["betas"][1] for g in groups if "betas" in g), 0.999))
+    betas = (g["betas"][1] for g in optimizer.param_groups if "betas" in g)
+    beta2 = float(next(betas, 0.999))
     counts = [float(state.get("step", 0)) for state in optimizer.state.values()]
     return Snapshot(
         step,
