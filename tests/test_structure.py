@@ -46,7 +46,7 @@ PRIVATE = {
         "torch._inductor": "one thread, no cache; constants on the CPU",
         "torch._subclasses": "FakeTensorMode: tensors of a device that is absent",
         "torch.autograd._engine_run_backward": "torch's engine asks the driver for streams",
-        "torch.ops.aten._scaled_dot_product_attention_math": "attention with a mask",
+        "torch.ops.aten._scaled_dot_product_attention_math": "attention that no kernel has",
         "torch.ops.aten._scaled_dot_product_flash_attention": "torch's choice asks the driver",
         "torch.utils._python_dispatch": "TorchDispatchMode: constants on the CPU",
     },
@@ -66,7 +66,6 @@ PRIVATE = {
         "torch._inductor": "what loads kernels in generated code"
     },
     "fp8/lab/forecast/memory.py": {
-        "torch.ops.aten._scaled_dot_product_attention_math": "attention of other shapes",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "a kernel, with dropout too",
     },
     "fp8/lab/trace.py": {

@@ -103,10 +103,11 @@ def _layouts(text: str) -> dict[str, _Layout]:
         r"warpsPerCTA = \[.*?\], order = \[(.*?)\]",
         text,
     )
-    return {
-        name: _Layout(*([int(n) for n in part.split(",")] for part in parts))
-        for name, *parts in found
-    }
+    layouts = {}
+    for name, *parts in found:
+        elements, lanes, order = ([int(n) for n in p.split(",")] for p in parts)
+        layouts[name] = _Layout(elements, lanes, order)
+    return layouts
 
 
 def _shape(found: re.Match[str]) -> list[int]:

@@ -254,6 +254,13 @@ def _flash_attention() -> Iterator[None]:
         library._destroy()
 
 
+def composed_attention(*args: object, **options: object) -> Tensor:
+    """`scaled_dot_product_attention` by other operations, which store the matrix of weights."""
+    composed = torch.ops.aten._scaled_dot_product_attention_math
+    result: Tensor = composed(*args, **options)[0]
+    return result
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -266,7 +273,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if attn_mask is not None:  # torch has no flash kernel with a mask
-        return torch.ops.aten._scaled_dot_product_attention_math(
+        return composed_attention(
             query,
             key,
             value,
@@ -275,7 +282,7 @@ def _attention(
             is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
-        )[0]
+        )
     if enable_gqa:  # as torch's choice does
         groups = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(groups, -3) for x in (key, value))

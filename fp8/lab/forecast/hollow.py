@@ -18,15 +18,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...casts.casting import PLAIN
+
 # Results of at most so many bytes, which control flow may read, are ones, and integers zeros. The
 # memory of others is whatever it was.
 SMALL = 4096
 
 # Origins. What is computed of both is data.
 WEIGHTS, DATA = "weights", "data"
-
-# The classes of tensors without a behaviour of their own.
-PLAIN = {Tensor, torch.nn.Parameter}
 
 # An operator of ATen, a storage, and a result: torch declares none for this use.
 Operator = Any
@@ -134,7 +133,7 @@ class Hollow(Allocations):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if not PLAIN.issuperset(types):  # their own operations follow
+        if not all(kind in PLAIN for kind in types):  # their own operations follow
             return NotImplemented
         kwargs = dict(kwargs or {})
         leaves, form = pytree.tree_flatten((args, kwargs))

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
+from ...casts.casting import PLAIN
 from ...common.step import Batch, Loss, call, loss_value, seeded, tensors
 from ...formats import quantize
 from ...kernels import selftest
@@ -26,7 +27,8 @@ from ...optim import AdamW, step
 from ...optim.state import PURPOSES
 from ...torch_internals import Context
 from ...training.levels import LEVELS, initialize
-from .hollow import DATA, PLAIN, WEIGHTS, Allocations, Hollow, key_of
+from .card import composed_attention
+from .hollow import DATA, WEIGHTS, Allocations, Hollow, key_of
 from .result import Memory, OptimizerMemory
 
 
@@ -232,7 +234,7 @@ def _attention(
 ) -> Tensor:
     """By a kernel that stores no matrix of weights, also with dropout."""
     if query.dim() != 4:
-        return torch.ops.aten._scaled_dot_product_attention_math(
+        return composed_attention(
             query,
             key,
             value,
@@ -241,7 +243,7 @@ def _attention(
             is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
-        )[0]
+        )
     if attn_mask is not None:
         attn_mask = attn_mask.detach().to(query.dtype)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
