@@ -245,7 +245,8 @@ class SharedCast:
     and v, so cast it once, and save one copy. In graphs the compiler merges equal casts.
 
     Attributes:
-        key: what the cast depends on, besides the memory of the input.
+        key: what the cast depends on, besides the memory of the input; () for one that no other
+            product may take.
         made: the cast, by the product that made it.
         bytes: the values as they are saved.
     """
@@ -272,11 +273,9 @@ class _Last(threading.local):
 _LAST = _Last()
 
 
-def shared_cast(
-    x: Tensor, states: States, kind: tuple[object, ...]
-) -> SharedCast | None:
+def shared_cast(x: Tensor, states: States, kind: tuple[object, ...]) -> SharedCast:
     """The cast of ``x`` by the last product, if x is unchanged, under equal constants and an equal
-    scale; otherwise one that is not made yet. None for one that cannot be shared.
+    scale; otherwise one that is not made yet.
 
     Shared are the casts of what a recorded operation has computed, whose changes torch counts (not
     through ``.data``). A leaf may be a buffer that others write into.
@@ -287,15 +286,15 @@ def shared_cast(
         kind: what else the cast, or what is made of it, depends on.
     """
     source = x if x._base is None else x._base
-    scale, look = states.a, states.look
+    scale, look, cast = states.a, states.look, SharedCast()
     if source.grad_fn is None:
-        return None
+        return cast
     if look is not None and not look.is_spot:
-        return None
+        return cast
     number: object = None
     if scale is not None:
         if scale.dim():  # not set, or a history
-            return None
+            return cast
         number = id(scale), scale._version
         if type(scale) is Tensor and scale.device.type == "cpu":
             number = float(scale)
@@ -308,7 +307,6 @@ def shared_cast(
     for last in _LAST.sources:
         if last() is source and last.cast.key == key:
             return last.cast
-    cast = SharedCast()
     cast.key = key
     return cast
 
@@ -324,8 +322,8 @@ def share(x: Tensor, cast: SharedCast) -> None:
 
 class SavedOperand(NamedTuple):
     """A tensor to save, its cast and scale. source: what was cast; None for an input itself.
-    recasts: whether the source is saved, and cast again with this scale. shared: the
-    cast, which other products of the source may take."""
+    recasts: whether the source is saved, and cast again with this scale. shared: the cast, which
+    other products of the source may take."""
 
     values: Tensor
     spec: Cast | None = None
@@ -377,7 +375,7 @@ def save_operands(ctx: Context, *operands: SavedOperand) -> None:
             encoding = _Encoding(in_bytes=True, scaled=scale is not None)
         if encoding.scaled and scale is not None:
             saved.append(scale)
-        if operand.shared is not None and recorded:
+        if operand.shared is not None and operand.shared.key and recorded:
             share(x if source is None else source, operand.shared)
         encodings.append(encoding)
         sources.append(source)

@@ -159,7 +159,7 @@ class _Operands(NamedTuple):
     b: QuantizedOperand
     again_a: QuantizedOperand | None
     again_b: QuantizedOperand | None
-    shared: SharedCast | None
+    shared: SharedCast
 
 
 class _Native(Function):
@@ -188,7 +188,7 @@ class _Native(Function):
         ctx.reuses_b = operands.again_b is None
         # One copy is saved of an operand.
         a, b = operands.again_a or operands.a, operands.again_b or operands.b
-        if operands.shared is not None and is_recorded(ctx):
+        if operands.shared.key and is_recorded(ctx):
             share(inputs[0], operands.shared)
         if ctx.how.recasts:
             b = QuantizedOperand(inputs[1], operands.b.scale)
@@ -210,7 +210,7 @@ class _Native(Function):
             a = a.mT
         if how.recasts and needs_a:
             weight = only_after(grad, b.values)
-            b = _recast(b._replace(values=weight), casts)
+            b = _weight_again(b._replace(values=weight), casts)
         elif ctx.reuses_b:
             b = b.mT
         da = db = dbias = g = None
@@ -232,7 +232,7 @@ class _Native(Function):
         return da, db, dbias, None, None, None
 
 
-def _recast(b: QuantizedOperand, casts: ProductCasts) -> QuantizedOperand:
+def _weight_again(b: QuantizedOperand, casts: ProductCasts) -> QuantizedOperand:
     """A weight as stored for the gradient of a. b: the weight, and the scale of its first cast."""
     if casts.reuses_b and not b.scale.dim():
         scale = None if casts.b is None or casts.b.scaling == "unit" else b.scale
@@ -317,18 +317,16 @@ def _computed(
     casts, look = casts_of(how.casts), states.look
     again_a = again_b = None
     with torch.no_grad():
-        shared = None
+        shared = SharedCast()
         if casts.shares_a and not how.name:
             kind = how.casts, how.dtype, how.kernels, record
             shared = shared_cast(a, states, kind)
-        if shared is not None and shared.made is not None:
-            left, again_a = shared.made
-        else:
+        if shared.made is None:
             left = store(a, casts.a, -1, states.a, record, how.label("input", look))
             if record:
                 again_a = _second(a, left, casts.reuses_a, casts.a_for_grad_b)
-        if shared is not None:
             shared.made = left, again_a
+        left, again_a = shared.made
         if cached is not None:
             how = how.changed(recasts=False)
             right, again = cached

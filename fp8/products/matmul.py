@@ -34,8 +34,9 @@ it is a transposed copy. If tiles have scales, they lie along the other axis the
 differ, and the operand is cast again from high precision. `ProductCasts.reuses_a` and `reuses_b`
 say which.
 
-**What is saved for the backward pass.** x and w as they were cast, one byte a value, where the
-second product reuses them; else as they came, in high precision.
+**What is saved for the backward pass.** x as it was cast, one byte a value, where the second
+product reuses it; else as it came, in high precision. Layers that read one x share one cast. w as
+it was cast, or as a parameter that is cast again, if x has many rows.
 
 **Simulation and kernels.** In simulation the cast values are computed in the dtype of x, and the
 GEMM multiplies them as they are. `fp8.kernels` multiplies the same values on FP8 hardware.
@@ -424,7 +425,7 @@ def multiply(
         name = product_name(kind, b if kind == "linear" else None, recipe)
     how = how.changed(casts=token_of(recipe.text, layer), name=name)
     if kind == "linear":
-        # A program admits any number of rows.
+        # An exported program admits any number of rows.
         exports = torch.compiler.is_exporting() if state is None else state.exports
         if not exports and a.shape[0] >= RECAST_ROWS and recasts(b, how.casts):
             how = how.changed(recasts=True)
@@ -475,7 +476,8 @@ def simulated(
     classes = type(a) not in PLAIN or type(b) not in PLAIN
     with nullcontext() if classes else torch.DisableTorchFunction():
         casts, look = casts_of(how.casts), states.look
-        signs = scale_x = scale_w = shared = None
+        signs = scale_x = scale_w = None
+        shared = SharedCast()
         if casts.random_signs:
             signs = rotation_signs(casts.a, a)
         cast_a: CastOperand = cast_values
@@ -496,14 +498,11 @@ def simulated(
                 label = how.label("input", look)
             if casts.shares_a and not how.name:
                 shared = shared_cast(a, states, (how.casts, how.geometry is None))
-            if shared is not None and shared.made is not None:
-                x, scale_x = shared.made
-            else:
-                x, scale_x = cast_a(
+            if shared.made is None:
+                shared.made = cast_a(
                     a.detach(), casts.a, -1, states.a, None, signs, label=label
                 )
-            if shared is not None:
-                shared.made = x, scale_x
+            x, scale_x = shared.made
         if casts.b is not None:
             if reports:
                 label = how.label(casts.second, look)
