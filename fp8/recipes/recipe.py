@@ -293,12 +293,21 @@ RECIPES: dict[str, Recipe] = {
         _all("row", "e4m3", "row"),
         # torchao's rowwise_with_gw_hp: one scale for the weight in the input gradient.
         _gw_hp("row", grad_input_weight=Cast(format="e4m3", scaling="tensor")),
+        # Engines that serve "row" in FP8 have scales that are the largest magnitude divided by 448.
+        # The forward product is that of vLLM: `fp8.lab.parity.engines` has the sources.
+        replace(
+            _all("row_exact", "e4m3", "row", rule="exact"),
+            input=Cast(format="e4m3", scaling="row", rule="exact_token"),
+            grad_weight_input=Cast(format="e4m3", scaling="row", rule="exact"),
+        ),
         # DeepSeek-V3 (arXiv:2412.19437), section 3.3.2: tiles of 1 x 128 for activations and
         # gradients, 128 x 128 for weights. Scales are powers of two, as section 3.3.3 has them for
         # some activations and DeepGEMM on Blackwell for all.
         _all("block", "e4m3", "block", weight=_SQUARE),
-        # As trained there: scales that are the largest magnitude divided by 448, and the sums of
-        # Hopper's tensor cores, added in float32 after every 128 products.
+        # The same, as engines serve it on Hopper: scales are the largest magnitude divided by 448.
+        _all("block_exact", "e4m3", "block", rule="exact", weight=_SQUARE),
+        # As trained there: the scales of "block_exact", and the sums of Hopper's tensor cores,
+        # added in float32 after every 128 products.
         replace(
             _all("deepseek_v3", "e4m3", "block", rule="exact", weight=_SQUARE),
             accumulate="hopper",

@@ -47,9 +47,12 @@ class Form:
             and so becomes the tile (MX 1.0, section 5.1), as in microxcaling and in torchao after
             0.18, which treats Inf as a large number. Other scales are those of the finite values.
         largest: the exponent of the largest one; that of the smallest is its negative.
+        multiplies: whether values are multiplied by the rounded inverse of a scale that is no power
+            of two, in place of a division.
     """
 
     is_power: bool = False
+    multiplies: bool = False
     is_narrow: bool = False
     largest: int = LARGEST
 
@@ -65,8 +68,8 @@ class Form:
         return larger.clamp(2.0**-self.largest, 2.0**self.largest)
 
     def inverse(self, scale: Tensor) -> Tensor | None:
-        """The factor that replaces the division by ``scale``; None if no factor is exact."""
-        if not self.is_power:
+        """The factor that replaces the division by ``scale``; None if none does."""
+        if not (self.is_power or self.multiplies):
             return None
         inverse = scale.reciprocal()
         if self.largest > LARGEST:
@@ -83,6 +86,7 @@ class Form:
 FORMS: dict[str, Form] = {
     "power": Form(is_power=True),
     "float32": Form(),
+    "inverse": Form(multiplies=True),
     "e4m3": Form(is_narrow=True),
     "e8m0": Form(is_power=True, is_narrow=True, largest=127),
 }
@@ -144,6 +148,15 @@ def _even(amax: Tensor, format: Format) -> Tensor:
 def exact(amax: Tensor, format: Format) -> Tensor:
     """amax divided by the format's largest value."""
     return divided(amax, format.max)
+
+
+#: The least scale of a token in vLLM's ``dynamic_per_token_scaled_fp8_quant``
+#: (csrc/quantization/w8a8/fp8, commit 096d3dc9).
+LEAST_OF_TOKEN = 1 / (448 * 512)
+
+
+def _exact_token(amax: Tensor, format: Format) -> Tensor:
+    return exact(amax, format).clamp(min=LEAST_OF_TOKEN)
 
 
 _LEAST, _NORMAL = 2.0**-9, 2.0**-6  # the smallest e4m3 values, subnormal and not
@@ -229,7 +242,8 @@ class Rule:
             two that avoids overflow. If scales are stored in "e4m3", a function (amax, format,
             unit) -> e4m3 values times the unit.
         stored: "power", powers of two, for all scalings but "nv"; "float32", other numbers, for all
-            but "mx" and "nv"; "e4m3" for "nv".
+            but "mx" and "nv", and "inverse", by whose inverse values are multiplied; "e4m3" for
+            "nv".
         unit: of scales in "e4m3": the e4m3 value that stands for the largest magnitude of all
             tiles.
         candidates: factors of the magnitude. Of several, the one of a tile is that with the
@@ -427,6 +441,19 @@ for _rule in (
         scale=exact,
         stored="float32",
         about="amax divided by the format's largest value, in float32; not a power of two.",
+    ),
+    Rule(
+        name="exact_token",
+        scale=_exact_token,
+        stored="float32",
+        about="``exact``, at least 1 / (448 * 512), as vLLM casts the tokens of an input in e4m3.",
+    ),
+    Rule(
+        name="exact_inverse",
+        scale=exact,
+        stored="inverse",
+        about="``exact``; values are multiplied by the inverse of the scale, rounded to float32, "
+        "as SGLang casts inputs. About one e4m3 value in 10**6 differs from ``exact``.",
     ),
     _nv(
         name="e4m3",
