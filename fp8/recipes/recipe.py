@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ..common.validation import check_between, check_choice, check_keys, check_name
 from ..torch_internals import Keywords
 from .cast import Cast, lines_of
-from .tensor_cores import FORMATS, TENSOR_CORES
+from .tensor_cores import FORMATS, SUMS
 
 AUTO = "auto"
 """Instead of a recipe: chosen by layer or product, as `fp8.convert` and `fp8.autocast` say."""
@@ -51,9 +51,10 @@ class Recipe:
         input: activations, and both operands of a product of two activations.
         weight: the second operand of a linear layer or convolution.
         grad: the gradient of the output.
-        accumulate: the accelerator whose sums linear layers and matrix products of operands in e4m3
-            and e5m2 have: "ada" or "hopper" (`fp8.recipes.tensor_cores.TENSOR_CORES`). Other
-            products, and those of which an operand is not cast, have torch's. None: all have.
+        accumulate: the sums of linear layers and matrix products of operands in e4m3 and e5m2:
+            those of an accelerator, "ada" or "hopper", or "exact" ones, which depend on no order
+            (`fp8.recipes.tensor_cores`). Other products, and those of which an operand is not cast,
+            have torch's. None: all have.
         promote: the number of products after which a sum of the accelerator ends and is added in
             float32; 0: after all. Needs ``accumulate``.
         fast_sums: the products ("forward", "grad_input", "grad_weight") that kernels of Hopper sum
@@ -115,7 +116,7 @@ class Recipe:
         for name in self.fast_sums:
             check_choice("fast_sums", name, PRODUCTS)
         if self.accumulate is not None:
-            check_choice("accumulate", self.accumulate, TENSOR_CORES)
+            check_choice("accumulate", self.accumulate, SUMS)
             check_between("promote", self.promote, 0, 1 << 20)
         elif self.promote:
             raise ValueError(

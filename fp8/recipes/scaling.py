@@ -41,7 +41,7 @@ class Scaling:
 
     about: str
     tile: Tile
-    forms: tuple[str, ...] = ("power", "float32", "inverse")
+    forms: tuple[str, ...] = ("power", "float32", "inverse", "inverse_bf16")
     free: bool = False
     keeps_magnitudes: bool = False
     in_e8m0: bool = False

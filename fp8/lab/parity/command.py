@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ...recipes.policy import Policy
 from ..setups import made_by
-from .parity import ENGINES, parity
+from .engines import ENGINES
+from .parity import parity
 
 ABOUT = "whether a trainer and an inference engine agree"
 
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("setup", help=about)
     parser.add_argument("--train", help=f"{policies} (the model as it is)")
     parser.add_argument(
-        "--rollout", default="engine_row", help=f"{policies} (%(default)s)"
+        "--rollout", default="vllm_row", help=f"{policies} (%(default)s)"
     )
     parser.add_argument(
         "--cache", help="scaling of the engine's cache in FP8: tensor, head, token"

@@ -7,50 +7,20 @@ different probabilities, updates are off-policy by that difference.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from ...adapters.transformers import is_pretrained, rounding_cache
-from ...common.copies import sharing_copy
+from ...adapters.transformers import is_pretrained
 from ...common.report import as_table, finite
-from ...common.step import evaluating, seeded, unwrapped
-from ...common.validation import check_flag, check_module, check_name, check_number
-from ...layers.calibrate import calibrate
-from ...layers.convert import convert, revert_layers
-from ...layers.settings import Converted, converted
-from ...recipes.cast import Cast
-from ...recipes.policy import Policy, as_policy, name_of
-from ...recipes.recipe import AUTO, RECIPES, Recipe
+from ...common.step import unwrapped
+from ...common.validation import check_flag, check_module, check_number
+from ...layers.settings import Converted
+from .sides import Given, Measures, Side, checked_prompts, logits_of, measures
 
-__all__ = ["ENGINES", "LayerEffect", "Parity", "parity"]
-
-
-def _engine(name: str, activations: Cast, weights: str, **options: Any) -> Recipe:
-    weight = Cast(format="e4m3", scaling=weights, rule="exact", **options)
-    return Recipe(name=name, input=activations, weight=weight)
-
-
-ENGINES: dict[str, Recipe] = {
-    engine.name: engine
-    for engine in (
-        # compressed-tensors' presets FP8_DYNAMIC and FP8: a scale is the largest magnitude / 448.
-        _engine("engine_row", Cast(format="e4m3", scaling="row", rule="exact"), "row"),
-        _engine("engine_static", Cast(format="e4m3", scaling="static"), "tensor"),
-        # As DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) is served.
-        _engine(
-            "engine_block",
-            Cast(format="e4m3", scaling="block", rule="exact"),
-            "block",
-            tile=(128, 128),
-        ),
-    )
-}
-"""Name -> the casts of an inference engine: activations by token, at a static scale or by block;
-weights by output channel, tensor or block."""
+__all__ = ["LayerEffect", "Parity", "parity"]
 
 
 class LayerEffect(NamedTuple):
@@ -132,10 +102,11 @@ def parity(
     model: nn.Module,
     prompts: Tensor | Iterable[Tensor],
     *,
-    train: str | Recipe | Policy | None = None,
-    rollout: str | Recipe | Policy = "engine_row",
+    train: Given | None = None,
+    rollout: Given = "vllm_row",
     bound: float,
     cache: str | None = None,
+    sums: str | None = None,
     by_layer: bool = True,
 ) -> Parity:
     """Compares the next-token distributions of one checkpoint under two policies: a `Parity`.
@@ -152,12 +123,15 @@ def parity(
         train: the trainer's policy: a name in `fp8.RECIPES`, a `Recipe` or a `Policy`; None: the
             model as it is, converted and calibrated or in its own precision. ``Policy(None)`` is
             the model in high precision.
-        rollout: the engine's, likewise, or a name in `ENGINES`. Static scales are measured on the
-            first prompt, by `fp8.calibrate`; so are those of ``train`` unless it is None.
+        rollout: the engine's, likewise, or a name in `fp8.lab.parity.engines.ENGINES`, with the
+            norms of the engine. Static scales are measured on the first prompt, by `fp8.calibrate`;
+            so are those of ``train`` unless it is None.
         bound: the largest KL(rollout || train), in nats per token, that is accepted.
         cache: the scaling of a cache of keys and values in FP8 in the engine
             (`fp8.adapters.transformers.KV_SCALINGS`); None: no such cache. Models of transformers
             only.
+        sums: the sums of both, `fp8.Recipe.accumulate` of recipes that state none: "exact",
+            "hopper" or "ada"; None: those of torch.
         by_layer: whether to measure each layer, which takes a pass over the prompts for each.
 
     Raises:
@@ -171,19 +145,18 @@ def parity(
     check_flag("by_layer", by_layer)
     if not bound >= 0:
         raise ValueError(f"bound must be 0 or larger, got {bound!r}")
-    model, ids = unwrapped(model), _checked(prompts)
+    model, ids = unwrapped(model), checked_prompts(prompts)
     if cache is not None and not is_pretrained(model):
         raise ValueError(
             f"cache is for models of transformers, not a {type(model).__name__}"
         )
-    trainer = None if train is None else _policy(train)
-    engine = _policy(rollout)
+    trainer, engine = Side.of(train, sums), Side.of(rollout, sums)
     # Copies, as the effect of a layer is measured by putting one of ours in the place of theirs.
-    ours, theirs = (_under(model, policy, ids[0]) for policy in (trainer, engine))
-    wanted = _logits(ours, ids, None)
+    ours, theirs = (side.of_model(model, ids[0]) for side in (trainer, engine))
+    wanted = logits_of(ours, ids)
 
-    def measured(cache: str | None) -> _Measures:
-        return _measures(wanted, _logits(theirs, ids, cache), ids)
+    def measured(cache: str | None) -> Measures:
+        return measures(wanted, logits_of(theirs, ids, cache), ids)
 
     whole = measured(cache)
     effects: list[tuple[str, float]] = []
@@ -194,131 +167,13 @@ def parity(
     most = whole.kl
     rows = [LayerEffect(name, kl, (most - kl) / most) for name, kl in effects if most]
     return Parity(
-        train=_name(trainer),
-        rollout=_name(engine),
+        train=trainer.name,
+        rollout=engine.name,
         cache=cache or "",
         bound=float(bound),
         **whole._asdict(),
         layers=sorted(rows, key=lambda row: (math.isnan(row.kl), row.kl)),
     )
-
-
-def _checked(prompts: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    ids = [prompts] if isinstance(prompts, Tensor) else list(prompts)
-    if not ids:
-        raise ValueError("parity needs prompts, got none")
-    for each in ids:
-        if not isinstance(each, Tensor) or each.dtype != torch.int64:
-            got = getattr(each, "dtype", type(each).__name__)
-            raise TypeError(f"a prompt is a tensor of int64, got {got}")
-        if each.dim() not in (1, 2) or each.shape[-1] < 2 or not each.numel():
-            raise ValueError(
-                "a prompt has the shape (tokens,) or (batch, tokens) with two tokens or more, got "
-                f"{tuple(each.shape)}"
-            )
-    return ids
-
-
-def _policy(given: str | Recipe | Policy) -> Policy:
-    if isinstance(given, str):
-        check_name("policy", given, (AUTO, *RECIPES, *ENGINES))
-        return Policy(ENGINES.get(given, given))
-    return as_policy(given)
-
-
-def _name(policy: Policy | None) -> str:
-    if policy is None:
-        return "as it is"
-    if policy.name or not policy.selects:
-        return policy.name or name_of(policy.recipe)
-    return f"{name_of(policy.recipe)}, by layer"
-
-
-def _under(model: nn.Module, policy: Policy | None, ids: Tensor) -> nn.Module:
-    """A copy under a policy that shares the parameters."""
-    copied = sharing_copy(model)
-    if policy is None:
-        return copied
-    copied = revert_layers(copied)
-    if any(recipe is not None for recipe in policy.recipes):
-        copied = convert(copied, policy)
-    casts = (c for layer in converted(copied).values() for c in layer.fp8_recipe.casts)
-    if any(cast and cast.scaling == "static" for cast in casts):
-        # Any loss of all logits: an engine's scales of activations do not depend on it.
-        with evaluating(copied):
-            calibrate(
-                copied, ids, lambda y: _checked_logits(y, ids).logsumexp(-1).mean()
-            )
-    return copied
-
-
-@torch.no_grad()
-def _logits(
-    model: nn.Module, prompts: Sequence[Tensor], cache: str | None
-) -> list[Tensor]:
-    logits = []
-    # Stochastic rounding draws the same bits for both.
-    with evaluating(model), seeded(0):
-        for ids in prompts:
-            options = {}
-            if cache is not None:
-                options = rounding_cache(model, cache)
-            logits.append(_checked_logits(model(ids, **options), ids))
-    return logits
-
-
-def _checked_logits(output: object, ids: Tensor) -> Tensor:
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.shape[:-1] != ids.shape:
-        got: object = type(output).__name__
-        if isinstance(logits, Tensor):
-            got = tuple(logits.shape)
-        raise ValueError(
-            f"for ids of shape {tuple(ids.shape)} the model must return logits of shape (..., "
-            f"tokens, vocabulary), as a tensor or in .logits, got {got}"
-        )
-    return logits
-
-
-class _Measures(NamedTuple):
-    """The fields of a `Parity` that the logits give."""
-
-    kl: float
-    ess: float
-    changed: float
-    differences: list[list[float]]
-
-
-def _measures(
-    ours: list[Tensor], theirs: list[Tensor], prompts: list[Tensor]
-) -> _Measures:
-    divergences, squares, changes, differences = [], [], [], []
-    for train, rollout, ids in zip(ours, theirs, prompts, strict=True):
-        dtype = torch.float64
-        if ids.device.type == "mps":  # which has no float64
-            dtype = torch.float32
-        log_p, log_q = (x.to(dtype).log_softmax(-1) for x in (rollout, train))
-        # The ratio is 1 where both are -Inf.
-        ratio = torch.where(log_q == log_p, 0.0, log_q - log_p)
-        divergences.append(-_expected(log_p, ratio).flatten())
-        # E[(train / rollout)**2] over tokens of the engine: E[train / rollout] over the trainer's.
-        squares.append(_expected(log_q, ratio.exp()).flatten())
-        changes.append((rollout.argmax(-1) != train.argmax(-1)).flatten())
-        of_tokens = -ratio[..., :-1, :].gather(-1, ids[..., 1:, None]).squeeze(-1)
-        differences += of_tokens.reshape(-1, of_tokens.shape[-1]).tolist()
-    return _Measures(
-        kl=float(torch.cat(divergences).mean()),
-        ess=1 / float(torch.cat(squares).mean()),
-        changed=float(torch.cat(changes).double().mean()),
-        differences=differences,
-    )
-
-
-def _expected(log_p: Tensor, value: Tensor) -> Tensor:
-    """The expected ``value`` under a distribution; values at probability zero do not count."""
-    p = log_p.exp()
-    # 0 * Inf is NaN: of a token that has a logit of -Inf.
-    return torch.where(p == 0, 0.0, p * value).sum(-1)
 
 
 def _without_each(

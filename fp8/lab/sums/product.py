@@ -1,4 +1,4 @@
-"""Products whose sums are those of a tensor core: `fp8.Recipe.accumulate`.
+"""Products whose sums are those of a tensor core, or exact: `fp8.Recipe.accumulate`.
 
 Operands are cast as in simulation. The numbers of the format enter the sums; scales multiply the
 result. Where scales differ along the summed axis, and every ``promote`` products, a sum ends and is
@@ -25,7 +25,7 @@ from ...common.compiler import is_differentiated_again, updates_states
 from ...formats.quantize import check_dtype
 from ...recipes.cast import Cast, cast_of
 from ...recipes.scaling import widened
-from ...recipes.tensor_cores import TENSOR_CORES
+from ...recipes.tensor_cores import EXACT, TENSOR_CORES
 from ...torch_internals.decorators import in_graph
 from ...torch_internals.flop_counter import SUMMED, count_flops
 from .dot import dot
@@ -262,14 +262,18 @@ def _product(
     for start in range(0, x.shape[1], part):
         columns = slice(start, start + part)
         left, right = x[:, columns], w[:, columns]
-        piece = dot(left, right, lows, TENSOR_CORES[chip])
+        if chip == EXACT:
+            piece = torch.mm(left.double(), right.double().mT).float()
+        else:
+            piece = dot(left, right, lows, TENSOR_CORES[chip])
         factor = _scale_at(start, a, of_a) * _scale_at(start, b, of_b).mT
         # A fused multiply-add: float64 has the exact product. The sum is rounded twice, as once for
         # factors that are powers of two (Figueroa 1995, "When is double rounding innocuous?": two
         # float32 numbers, 53 >= 2 * 24 + 2 bits); for others, one in about 2**29 may differ.
         exact = total.double() + piece.double() * factor.double()
         total = exact.float()
-    return total * (_scale_of_rows(a, of_a) * _scale_of_rows(b, of_b).mT)
+    # In the order of torch's kernel for scales by row (RowwiseScaledMM.cu).
+    return _scale_of_rows(b, of_b).mT * (_scale_of_rows(a, of_a) * total)
 
 
 def _each(x: QuantizedOperand) -> list[QuantizedOperand]:

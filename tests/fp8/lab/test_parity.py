@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fp8
 from fp8.__main__ import main
-from fp8.lab.parity.parity import ENGINES
+from fp8.lab.parity.engines import ENGINES
 from tests.shared import (
     Net,
     assert_same,
@@ -66,12 +66,12 @@ def divergence(log_q, log_p):
 def test_the_figures_are_those_of_the_distributions(named):
     """By the definitions, from models that are converted here."""
     model, ids = network(), prompts()
-    given = {"train": "tensor", "rollout": "engine_row", "bound": 1.0}
+    given = {"train": "tensor", "rollout": "vllm_row", "bound": 1.0}
     found = fp8.parity(network(named), ids, **given)
     divergences, squares, changed, differences = [], [], [], []
     for each in ids:
         log_q = logits(model, "tensor", each).log_softmax(-1)
-        log_p = logits(model, ENGINES["engine_row"], each).log_softmax(-1)
+        log_p = logits(model, ENGINES["vllm_row"].recipe, each).log_softmax(-1)
         divergences += divergence(log_q, log_p).flatten()
         squares += (log_q.exp() ** 2 / log_p.exp()).sum(-1).flatten()
         changed += (log_q.argmax(-1) != log_p.argmax(-1)).double().flatten()
@@ -91,7 +91,7 @@ def test_two_runs_are_equal_and_change_nothing():
     model = network()
     before = deepcopy(model.state_dict())
     state = torch.get_rng_state()
-    given = {"train": "static", "rollout": "engine_static", "bound": 1e-9}
+    given = {"train": "static", "rollout": "vllm_static", "bound": 1e-9}
     first = fp8.parity(model, prompts(), **given)
     assert first == fp8.parity(model, prompts(), **given)
     assert first.kl > 0
@@ -107,7 +107,7 @@ def test_the_trainer_s_model_as_it_is():
     model, ids = fp8.convert(network(), "static"), prompts()
     fp8.calibrate(model, ids[0], lambda y: y.square().mean())
     found = fp8.parity(model, ids, rollout=fp8.Policy(None), bound=1.0)
-    given = {"rollout": "engine_row", "bound": 1.0}
+    given = {"rollout": "vllm_row", "bound": 1.0}
     named = fp8.parity(network(), ids, train=fp8.Policy(None), **given)
     assert found.train == "as it is"
     assert found.kl > 0
@@ -133,7 +133,7 @@ def test_the_layers_that_make_it():
         assert row.kl == alone[other].kl
         assert row.share == (both.kl - row.kl) / both.kl
     assert both.layers[0].kl <= both.layers[1].kl
-    given = {"train": high, "rollout": "engine_row", "bound": 1.0}
+    given = {"train": high, "rollout": "vllm_row", "bound": 1.0}
     assert not fp8.parity(model, ids, **given, by_layer=False).layers
 
 
@@ -145,7 +145,7 @@ def some_nan(m, ids):
 def test_nan_is_beyond_every_bound():
     tokens, head = nn.Embedding(WORDS, 64), nn.Linear(64, WORDS)
     model, ids = Net(some_nan, tokens=tokens, head=head), torch.arange(16)
-    found = fp8.parity(model, ids, rollout="engine_row", bound=math.inf)
+    found = fp8.parity(model, ids, rollout="vllm_row", bound=math.inf)
     assert math.isnan(found.kl)
     assert not found.ok
     values = found.to_dict()
@@ -188,8 +188,8 @@ def test_a_cache_in_fp8(scaling, axes, monkeypatch):
     assert found.kl == pytest.approx(wanted, rel=1e-6)
     if scaling != "token":
         return
-    both = fp8.parity(model, ids, rollout="engine_row", bound=1.0, cache="token")
-    alone = fp8.parity(model, ids, rollout="engine_row", bound=1.0)
+    both = fp8.parity(model, ids, rollout="vllm_row", bound=1.0, cache="token")
+    alone = fp8.parity(model, ids, rollout="vllm_row", bound=1.0)
     assert {row.name: row.kl for row in both.layers}["(cache)"] == alone.kl
     assert "cache by token" in str(both)
     with refuses("unknown scaling of a cache 'row'"):
@@ -202,7 +202,7 @@ def test_a_cache_in_fp8(scaling, axes, monkeypatch):
         ({"bound": -1.0}, ValueError, "bound must be 0 or larger, got -1.0"),
         ({"bound": math.nan}, ValueError, "bound must be 0 or larger, got nan"),
         ({"bound": "1"}, TypeError, "bound must be a number"),
-        ({"rollout": "engine_rwo"}, ValueError, "did you mean 'engine_row'"),
+        ({"rollout": "vllm_rwo"}, ValueError, "did you mean 'vllm_row'"),
         ({"prompts": []}, ValueError, "needs prompts, got none"),
         ({"prompts": [[1, 2]]}, TypeError, "int64, got list"),
         ({"prompts": torch.ones(4)}, TypeError, "int64, got torch.float32"),

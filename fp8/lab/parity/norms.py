@@ -1,0 +1,204 @@
+"""RMS norms in the order of an engine: where a value is rounded, and by what it is multiplied.
+
+A norm of a checkpoint multiplies ``x / rms(x)`` by a weight. Implementations differ in whether the
+quotient is rounded to the dtype of the model before that, and in whether the sum of residual stream
+and branch is: of bfloat16 values about a quarter differ by a rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from ...common.copies import deep_copy
+from ...common.mixin import Args, Forward, Mixin, add_mixin, remove_mixin
+from ...common.validation import check_module, check_name
+from ...torch_internals import Keywords
+from .engines import ENGINES, Engine
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def _by_weight(quotient: Tensor, weight: Tensor, offset: float) -> Tensor:
+    if offset:
+        return quotient * (offset + weight.float())
+    return quotient.to(weight.dtype) * weight
+
+
+def _in_float32(quotient: Tensor, weight: Tensor, offset: float) -> Tensor:
+    return quotient * (offset + weight.float())
+
+
+ORDERS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "weight": _by_weight,
+    "float32": _in_float32,
+}
+"""`Engine.norms` -> a function (quotient in float32, weight, offset) of the product. "weight": in
+the dtype of the weight, as in transformers and in vLLM; norms that multiply by ``1 + weight``
+(Gemma) are in float32 there too. "float32": rounded once, as in FlashInfer."""
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """What a module computes that is an RMS norm: ``x / sqrt(mean(x**2) + eps)`` times its weight
+    plus ``offset``, 0 or 1."""
+
+    weight: str
+    eps: float
+    offset: float
+
+
+# The size of values beside which eps counts, and of those beside which it does not.
+_SMALL, _LARGE = 1e-4, 1e4
+
+
+@torch.no_grad()
+def rms_norm_of(module: nn.Module) -> RmsNorm | None:
+    """The norm that a module computes over the last dimension of its one argument; None if it
+    computes something else, or with an eps that is no attribute of it.
+
+    The module is called with values whose norm is known, whatever its class is.
+    """
+    named = dict(module.named_parameters())
+    sizes = [p.shape for p in named.values()]
+    if len(sizes) != 1 or len(sizes[0]) != 1 or next(module.children(), None):
+        return None
+    (weight,) = named
+    (size,) = sizes[0]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, size, generator=generator)
+    w = torch.rand(size, generator=generator) + 0.5
+    try:
+        copy = deep_copy(module).to("cpu", torch.float32)
+        large, small = (
+            functional_call(copy, {weight: w}, (scale * x,))
+            for scale in (_LARGE, _SMALL)
+        )
+        factor = large / (x * x.square().mean(-1, keepdim=True).rsqrt())
+    except Exception:  # as for a norm with a gate
+        return None
+    if factor.shape != x.shape:
+        return None
+    for offset in (0.0, 1.0):
+        if torch.allclose(factor, (w + offset).expand_as(x), rtol=1e-4):
+            mean = (_SMALL * x).square().mean(-1)
+            inverse = (small / (_SMALL * x * (w + offset))).square().mean(-1)
+            found = float((inverse.reciprocal() - mean).mean())
+            known = [v for v in vars(module).values() if isinstance(v, float)]
+            for eps in known:
+                if math.isclose(eps, found, rel_tol=1e-2):
+                    return RmsNorm(weight, eps, offset)
+    return None
+
+
+class _Sums(TorchFunctionMode):
+    """Remembers, in float32, the sums of two tensors of 16 bits, which norms of some engines read
+    before they are rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exact: WeakKeyDictionary[Tensor, Tensor] = WeakKeyDictionary()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        exact = None
+        if func in _ADDITIONS and len(args) == 2 and not kwargs:
+            both = all(isinstance(x, Tensor) and x.itemsize == 2 for x in args)
+            if both and args[0].shape == args[1].shape:
+                exact = args[0].float() + args[1].float()
+        result = func(*args, **(kwargs or {}))
+        if exact is not None:
+            self.exact[result] = exact
+        return result
+
+
+_ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_)
+
+_RUNNING: ContextVar[_Sums | None] = ContextVar("sums of a running model", default=None)
+
+
+class _OfEngine(Mixin):
+    """A norm in the order of an engine."""
+
+    _attributes = ("_norm_of_engine",)
+    _norm_of_engine: tuple[RmsNorm, Engine]
+
+    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> Tensor:
+        norm, engine = self._norm_of_engine
+        (x,) = (*args, *kwargs.values())
+        wide = x.float()
+        if engine.residual == "float32":
+            wide = _before_rounding(x, wide)
+        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+        weight = getattr(self, norm.weight)
+        product = ORDERS[engine.norms](wide * inverse, weight, norm.offset)
+        return product.to(x.dtype)
+
+
+def _before_rounding(x: Tensor, wide: Tensor) -> Tensor:
+    """The sum that ``x`` was rounded from; ``wide``, x in float32, if it is none."""
+    running = _RUNNING.get()
+    if running is None:
+        raise RuntimeError(
+            "a norm that reads the residual stream before it is rounded ran outside of its model, "
+            "as activation checkpointing does: take an engine with residual='rounded'"
+        )
+    return running.exact.get(x, wide)
+
+
+class _WithSums(Mixin):
+    """A model whose norms read sums before they are rounded."""
+
+    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> Any:
+        with _Sums() as mode:
+            token = _RUNNING.set(mode)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                _RUNNING.reset(token)
+
+
+def norms_of_engine(model: M, engine: str | Engine | None) -> M:
+    """Gives the RMS norms of ``model`` the order of an engine, in place, for a trainer that shall
+    compute what the engine computes. Gradients are those of the new order.
+
+    Args:
+        model: its norms are found by what they compute, whatever their class is
+            (`rms_norm_of`); others stay as they are. An engine whose norms read the unrounded sum
+            of residual stream and branch needs eager mode, without activation checkpointing.
+        engine: a name in `ENGINES`, or an `Engine`; None undoes it.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: for an unknown engine.
+    """
+    check_module("norms_of_engine", model)
+    if isinstance(engine, str):
+        check_name("engine", engine, ENGINES)
+        engine = ENGINES[engine]
+    remove_mixin(model, _WithSums)
+    found = False
+    for module in [*model.modules()]:
+        remove_mixin(module, _OfEngine)
+        vars(module).pop("_norm_of_engine", None)
+        norm = rms_norm_of(module) if engine is not None else None
+        if engine is not None and norm is not None:
+            found = True
+            vars(module)["_norm_of_engine"] = norm, engine
+            add_mixin(module, _OfEngine)
+    if found and engine is not None and engine.residual == "float32":
+        add_mixin(model, _WithSums)
+    return model

@@ -1,0 +1,194 @@
+"""The two sides of a comparison: a model as its trainer and as an inference engine compute it, and
+how far their next-token distributions are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...adapters.transformers import rounding_cache
+from ...common.copies import sharing_copy
+from ...common.step import evaluating, seeded
+from ...common.validation import check_choice, check_name
+from ...layers.calibrate import calibrate
+from ...layers.convert import convert, revert_layers
+from ...layers.settings import converted
+from ...recipes.policy import Policy, as_policy, name_of
+from ...recipes.recipe import AUTO, RECIPES, Recipe
+from ...recipes.tensor_cores import SUMS
+from .engines import ENGINES, Engine
+from .norms import norms_of_engine
+
+Given = str | Recipe | Policy | Engine
+"""What a caller gives for one side."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """How one side computes. policy: of the casts; None: those that the model has. engine: whose
+    norms it has; None: the model's. name: in reports."""
+
+    policy: Policy | None
+    engine: Engine | None
+    name: str
+
+    @staticmethod
+    def of(given: Given | None, sums: str | None) -> Side:
+        """The side that a caller names. sums: `Recipe.accumulate` of recipes that state none; None:
+        those of torch. Raises ValueError for an unknown name."""
+        if sums is not None:
+            check_choice("sums", sums, SUMS)
+        if given is None:
+            return Side(None, None, "as it is")
+        if isinstance(given, str):
+            check_name("policy", given, (AUTO, *RECIPES, *ENGINES))
+            given = ENGINES.get(given, given)
+        if isinstance(given, Engine):
+            policy = Policy(with_sums(given.recipe, sums))
+            return Side(policy, given, given.name)
+        policy = as_policy(given)
+        name = policy.name or name_of(policy.recipe)
+        if policy.selects and not policy.name:
+            name = f"{name}, by layer"
+        return Side(_policy_with_sums(policy, sums), None, name)
+
+    def of_model(self, model: nn.Module, ids: Tensor) -> nn.Module:
+        """A copy of a model that computes so, and shares its parameters. ids: a prompt on which
+        static scales are measured."""
+        copied = sharing_copy(model)
+        if self.policy is None:
+            return copied
+        copied = revert_layers(copied)
+        if any(recipe is not None for recipe in self.policy.recipes):
+            copied = convert(copied, self.policy)
+        calibrate_static(copied, ids)
+        return norms_of_engine(copied, self.engine)
+
+
+def with_sums(recipe: Recipe, sums: str | None) -> Recipe:
+    """The recipe with these sums, unless it states some or casts other formats."""
+    if sums is None or recipe.accumulate is not None:
+        return recipe
+    try:
+        return replace(recipe, accumulate=sums)
+    except ValueError:  # formats or rules without such sums
+        return recipe
+
+
+def _policy_with_sums(policy: Policy, sums: str | None) -> Policy:
+    def summed(source: str | Recipe | None) -> str | Recipe | None:
+        recipe = RECIPES.get(source, source) if isinstance(source, str) else source
+        return with_sums(recipe, sums) if isinstance(recipe, Recipe) else source
+
+    if sums is None:
+        return policy
+    rules = [replace(rule, recipe=summed(rule.recipe)) for rule in policy.rules]
+    return replace(
+        policy,
+        recipe=summed(policy.recipe),
+        rules=tuple(rules),
+        others=summed(policy.others),
+    )
+
+
+def calibrate_static(model: nn.Module, ids: Tensor) -> None:
+    """Sets the static scales of a converted model on one prompt."""
+    casts = (c for layer in converted(model).values() for c in layer.fp8_recipe.casts)
+    if any(cast and cast.scaling == "static" for cast in casts):
+        # Any loss of all logits: an engine's scales of activations do not depend on it.
+        with evaluating(model):
+            calibrate(model, ids, lambda y: checked_logits(y, ids).logsumexp(-1).mean())
+
+
+def checked_prompts(prompts: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """The prompts as a list. Raises TypeError and ValueError as `fp8.parity`."""
+    ids = [prompts] if isinstance(prompts, Tensor) else list(prompts)
+    if not ids:
+        raise ValueError("parity needs prompts, got none")
+    for each in ids:
+        if not isinstance(each, Tensor) or each.dtype != torch.int64:
+            got = getattr(each, "dtype", type(each).__name__)
+            raise TypeError(f"a prompt is a tensor of int64, got {got}")
+        if each.dim() not in (1, 2) or each.shape[-1] < 2 or not each.numel():
+            raise ValueError(
+                "a prompt has the shape (tokens,) or (batch, tokens) with two tokens or more, got "
+                f"{tuple(each.shape)}"
+            )
+    return ids
+
+
+@torch.no_grad()
+def logits_of(
+    model: nn.Module, prompts: Sequence[Tensor], cache: str | None = None
+) -> list[Tensor]:
+    """The logits of each prompt, in evaluation mode. cache: as in `fp8.parity`."""
+    logits = []
+    # Stochastic rounding draws the same bits for both.
+    with evaluating(model), seeded(0):
+        for ids in prompts:
+            options = {}
+            if cache is not None:
+                options = rounding_cache(model, cache)
+            logits.append(checked_logits(model(ids, **options), ids))
+    return logits
+
+
+def checked_logits(output: object, ids: Tensor) -> Tensor:
+    """The logits in an output. Raises ValueError for another shape."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != ids.shape:
+        got: object = type(output).__name__
+        if isinstance(logits, Tensor):
+            got = tuple(logits.shape)
+        raise ValueError(
+            f"for ids of shape {tuple(ids.shape)} the model must return logits of shape (..., "
+            f"tokens, vocabulary), as a tensor or in .logits, got {got}"
+        )
+    return logits
+
+
+class Measures(NamedTuple):
+    """The figures that the logits of both sides give, as `fp8.lab.parity.parity.Parity` has
+    them."""
+
+    kl: float
+    ess: float
+    changed: float
+    differences: list[list[float]]
+
+
+def measures(
+    ours: list[Tensor], theirs: list[Tensor], prompts: list[Tensor]
+) -> Measures:
+    """The figures for the logits of a trainer and of an engine, computed in float64."""
+    divergences, squares, changes, differences = [], [], [], []
+    for train, rollout, ids in zip(ours, theirs, prompts, strict=True):
+        dtype = torch.float64
+        if ids.device.type == "mps":  # which has no float64
+            dtype = torch.float32
+        log_p, log_q = (x.to(dtype).log_softmax(-1) for x in (rollout, train))
+        # The ratio is 1 where both are -Inf.
+        ratio = torch.where(log_q == log_p, 0.0, log_q - log_p)
+        divergences.append(-_expected(log_p, ratio).flatten())
+        # E[(train / rollout)**2] over tokens of the engine: E[train / rollout] over the trainer's.
+        squares.append(_expected(log_q, ratio.exp()).flatten())
+        changes.append((rollout.argmax(-1) != train.argmax(-1)).flatten())
+        of_tokens = -ratio[..., :-1, :].gather(-1, ids[..., 1:, None]).squeeze(-1)
+        differences += of_tokens.reshape(-1, of_tokens.shape[-1]).tolist()
+    return Measures(
+        kl=float(torch.cat(divergences).mean()),
+        ess=1 / float(torch.cat(squares).mean()),
+        changed=float(torch.cat(changes).double().mean()),
+        differences=differences,
+    )
+
+
+def _expected(log_p: Tensor, value: Tensor) -> Tensor:
+    """The expected ``value`` under a distribution; values at probability zero do not count."""
+    p = log_p.exp()
+    # 0 * Inf is NaN: of a token that has a logit of -Inf.
+    return torch.where(p == 0, 0.0, p * value).sum(-1)
