@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rollout", default="vllm_row", help=f"{policies} (%(default)s)"
     )
     parser.add_argument(
-        "--cache", help="scaling of the engine's cache in FP8: tensor, head, token"
+        "--cache",
+        help="scaling of the engine's cache in FP8: unit, tensor, vllm, head, token",
     )
     parser.add_argument(
         "--bound", type=float, required=True, help="of KL(rollout || train)"

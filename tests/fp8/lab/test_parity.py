@@ -153,22 +153,32 @@ def test_nan_is_beyond_every_bound():
     json.dumps(values, allow_nan=False)
 
 
-def of_rounded(attend, axes):
+def of_rounded(attend, axes, key_most, value_most):
     """Attention to keys and values in numbers of e4m3, with a scale for each group."""
 
-    def rounded(x):
-        scale = (x.abs().amax(axes, keepdim=True) / 448).log2().ceil().exp2()
-        return fp8.quantize(x, "e4m3", scale=scale)
+    def rounded(x, most):
+        scale = x.abs().amax(axes, keepdim=True) / most if most else 1.0
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
     return lambda query, key, value, **how: attend(
-        query, rounded(key), rounded(value), **how
+        query, rounded(key, key_most), rounded(value, value_most), **how
     )
 
 
+ALL = (0, 1, 2, 3)
+
+
 @parametrize(
-    "scaling, axes", [("tensor", (0, 1, 2, 3)), ("head", (2, 3)), ("token", (3,))]
+    "scaling, axes, most",
+    [
+        ("unit", ALL, (0, 0)),
+        ("tensor", ALL, (448, 448)),
+        ("vllm", ALL, (200, 100)),
+        ("head", (2, 3), (448, 448)),
+        ("token", (3,), (448, 448)),
+    ],
 )
-def test_a_cache_in_fp8(scaling, axes, monkeypatch):
+def test_a_cache_in_fp8(scaling, axes, most, monkeypatch):
     """It rounds what attention reads. Its part is what is left without it, and the layers' that
     without each."""
     hub_models = pytest.importorskip("tests.fp8.adapters.hub_models")
@@ -179,7 +189,7 @@ def test_a_cache_in_fp8(scaling, axes, monkeypatch):
     assert found.layers == [("(cache)", 0.0, 1.0)]
     with torch.no_grad():
         plain = model(ids).logits
-        attend = of_rounded(F.scaled_dot_product_attention, axes)
+        attend = of_rounded(F.scaled_dot_product_attention, axes, *most)
         monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
         wanted = model(ids).logits
     monkeypatch.undo()
