@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,8 @@ class _Sums(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.exact: WeakKeyDictionary[Tensor, Tensor] = WeakKeyDictionary()
+        # By id, as tensors compare element by element.
+        self._exact: dict[int, tuple[ref[Tensor], Tensor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -118,8 +120,19 @@ class _Sums(TorchFunctionMode):
                 exact = args[0].float() + args[1].float()
         result = func(*args, **(kwargs or {}))
         if exact is not None:
-            self.exact[result] = exact
+            key = id(result)
+            dropped = partial(self._drop, key)
+            self._exact[key] = ref(result, dropped), exact
         return result
+
+    def _drop(self, key: int, _: object) -> None:
+        self._exact.pop(key, None)
+
+    def before_rounding(self, x: Tensor) -> Tensor:
+        """The sum that ``x`` was rounded from, or x itself in float32 if it is none."""
+        if id(x) in self._exact:
+            return self._exact[id(x)][1]
+        return x.float()
 
 
 _ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_)
@@ -136,24 +149,21 @@ class _OfEngine(Mixin):
     def around(self, forward: Forward, args: Args, kwargs: Keywords) -> Tensor:
         norm, engine = self._norm_of_engine
         (x,) = (*args, *kwargs.values())
-        wide = x.float()
-        if engine.residual == "float32":
-            wide = _before_rounding(x, wide)
+        wide = _before_rounding(x) if engine.residual == "float32" else x.float()
         inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
         weight = getattr(self, norm.weight)
         product = ORDERS[engine.norms](wide * inverse, weight, norm.offset)
         return product.to(x.dtype)
 
 
-def _before_rounding(x: Tensor, wide: Tensor) -> Tensor:
-    """The sum that ``x`` was rounded from; ``wide``, x in float32, if it is none."""
+def _before_rounding(x: Tensor) -> Tensor:
     running = _RUNNING.get()
     if running is None:
         raise RuntimeError(
             "a norm that reads the residual stream before it is rounded ran outside of its model, "
             "as activation checkpointing does: take an engine with residual='rounded'"
         )
-    return running.exact.get(x, wide)
+    return running.before_rounding(x)
 
 
 class _WithSums(Mixin):
@@ -166,6 +176,11 @@ class _WithSums(Mixin):
                 return forward(*args, **kwargs)
             finally:
                 _RUNNING.reset(token)
+
+
+def count_norms(model: nn.Module) -> int:
+    """The number of norms that `norms_of_engine` has changed."""
+    return sum(isinstance(module, _OfEngine) for module in model.modules())
 
 
 def norms_of_engine(model: M, engine: str | Engine | None) -> M:

@@ -66,6 +66,8 @@ class Side:
         if any(recipe is not None for recipe in self.policy.recipes):
             copied = convert(copied, self.policy)
         calibrate_static(copied, ids)
+        if self.engine is None:
+            return copied
         return norms_of_engine(copied, self.engine)
 
 

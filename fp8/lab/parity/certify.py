@@ -1,0 +1,350 @@
+"""`certify`: whether a trainer computes, to the bit, what an inference engine computes with the
+weights that it gets."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...adapters.transformers import is_pretrained
+from ...casts.casting import cast_forward
+from ...casts.scaled_tensor import dequantized
+from ...checkpoints.load import load
+from ...checkpoints.weights import weights
+from ...common.copies import deep_copy
+from ...common.libraries import probe
+from ...common.report import as_table, finite
+from ...common.step import tensors, unwrapped
+from ...common.validation import check_module, check_name
+from ...layers.convert import convert, revert_layers
+from ...layers.roles import with_role
+from ...layers.select import layers_of
+from ...recipes.cast import Cast
+from ...recipes.policy import LayerRule, Policy
+from ...recipes.recipe import Recipe
+from ...recipes.tensor_cores import EXACT
+from ...version import __version__
+from .engines import ENGINES, Engine
+from .norms import count_norms, norms_of_engine
+from .sides import (
+    Given,
+    Side,
+    calibrate_static,
+    checked_prompts,
+    logits_of,
+    measures,
+    with_sums,
+)
+
+__all__ = ["Certificate", "certify"]
+
+KEPT = ("embedding", "readout", "router")
+"""The roles of layers that engines serve in high precision unless a checkpoint says otherwise."""
+
+NOT_COVERED = (
+    "the engine's kernels on a card: attention, and the order in which a product is multiplied by "
+    "its two scales and its bias is added",
+    "decoding step by step, sampling, and parts of the model that several devices share",
+)
+"""What a certificate says nothing of."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result of `certify`. It prints as a table.
+
+    Attributes:
+        model: the class of the model.
+        dtype: of its parameters.
+        engine, version, source: of the row in `ENGINES`.
+        train: the name of the trainer's policy.
+        sums: `fp8.Recipe.accumulate` of both.
+        cache: the scaling of the engine's cache; "" for none in FP8.
+        cast: the names of the layers that the engine has in low precision.
+        kept: the names of the linear layers that it has in high precision.
+        norms: the number of RMS norms that have the engine's order there.
+        tokens: the number of tokens in the prompts.
+        weights: what differs between the weights that the engine has loaded and those that the
+            trainer wrote; "" if they are equal to the bit.
+        equal: the share of logits that are equal to the bit.
+        kl, ess, changed: as in `fp8.lab.parity.parity.Parity`.
+        ratio: the largest ratio of the probabilities of a token of the prompts, at least 1.
+        begins: the first module whose output differs; "" for none.
+        versions: library -> version.
+    """
+
+    model: str
+    dtype: str
+    engine: str
+    version: str
+    source: str
+    train: str
+    sums: str
+    cache: str
+    cast: list[str]
+    kept: list[str]
+    norms: int
+    tokens: int
+    weights: str
+    equal: float
+    kl: float
+    ess: float
+    changed: float
+    ratio: float
+    begins: str
+    versions: dict[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the weights and all logits are equal to the bit."""
+        return self.equal == 1 and not self.weights
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values, None for those that are not finite, and "ok"."""
+        return finite(asdict(self) | {"ok": self.ok, "not_covered": [*NOT_COVERED]})
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What a reader sees: (what, value)."""
+        rollout = f"{self.engine}: {self.version}"
+        if self.cache:
+            rollout += f", cache in FP8 by {self.cache}"
+        found = "equal to the bit" if self.equal == 1 else f"{self.equal:.2%} equal"
+        return [
+            ("result", "pass" if self.ok else "fail"),
+            ("model", f"{self.model}, {self.dtype}"),
+            ("trainer", self.train),
+            ("engine", rollout),
+            ("sums", self.sums),
+            ("weights through the layout", self.weights or "equal to the bit"),
+            ("logits", f"{found}, {self.tokens} tokens"),
+            ("KL(rollout || train)", f"{self.kl:.6f} per token"),
+            ("largest ratio of probabilities", f"{self.ratio:.6f}"),
+            ("argmax changed", f"{self.changed:.2%}"),
+            ("differs first in", self.begins or "nothing"),
+            ("layers in low precision", f"{len(self.cast)}, {len(self.kept)} are not"),
+            ("RMS norms in the engine's order", str(self.norms)),
+        ]
+
+    def __str__(self) -> str:
+        return as_table(self.rows())
+
+    def page(self) -> str:
+        """The certificate as one HTML page. Raises ImportError without jinja2."""
+        from ..page import rendered
+
+        return rendered(
+            "parity/page.html", {}, certificate=self, not_covered=NOT_COVERED
+        )
+
+
+def certify(
+    model: nn.Module,
+    prompts: Tensor | Iterable[Tensor],
+    *,
+    engine: str | Engine = "vllm_row",
+    train: Given | None = None,
+    sums: str | None = EXACT,
+    cache: str | None = None,
+) -> Certificate:
+    """Compares a trainer with an inference engine that has loaded its weights: a `Certificate`.
+
+    The weights of the trainer are written in the engine's layout and read into a second model,
+    which casts, normalizes and sums as the engine; both compute the logits of the prompts. It
+    passes if all logits are equal to the bit.
+
+    Every pass runs in evaluation mode without gradients; ``model`` is not changed. NaN is equal to
+    no number.
+
+    Args:
+        model: as for `fp8.parity`. Its RMS norms are those of the trainer: `norms_of_engine` gives
+            them the engine's order. Models in bfloat16 are what engines serve.
+        prompts: as for `fp8.parity`.
+        engine: a name in `fp8.lab.parity.engines.ENGINES`, or an `Engine`.
+        train: the policy of the trainer, as for `fp8.parity`. None: the recipe of the engine for
+            all layers that its layout stores, without readout and routers.
+        sums: `fp8.Recipe.accumulate` of recipes that state none, on both sides. "exact" ones are
+            equal for every order and size of the batch. None: those of torch.
+        cache: as for `fp8.parity`.
+
+    Raises:
+        TypeError, ValueError: as `fp8.parity` and `fp8.weights`; for an unknown engine.
+    """
+    check_module("certify", model)
+    if not isinstance(engine, Engine):
+        check_name("engine", engine, ENGINES)
+        engine = ENGINES[engine]
+    model, ids = unwrapped(model), checked_prompts(prompts)
+    if cache is not None and not is_pretrained(model):
+        kind = type(model).__name__
+        raise ValueError(f"cache is for models of transformers, not a {kind}")
+    if train is None:
+        train = _twin(model, engine, ids[0])
+    trainer = Side.of(train, sums)
+    ours = trainer.of_model(model, ids[0])
+    theirs = _served(model, ours, engine, ids[0], sums)
+    found = _compared(ours, theirs.model, ids, cache)
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    return Certificate(
+        model=type(model).__name__,
+        dtype=", ".join(sorted(dtypes)),
+        engine=engine.name,
+        version=engine.version,
+        source=engine.source,
+        train=trainer.name,
+        sums=sums or "torch",
+        cache=cache or "",
+        cast=theirs.cast,
+        kept=_kept(model, theirs.cast),
+        norms=count_norms(theirs.model),
+        tokens=sum(prompt.numel() for prompt in ids),
+        weights=theirs.differs,
+        versions=_versions(),
+        **found,
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"fp8": __version__, "torch": torch.__version__}
+    transformers = probe("transformers")
+    if transformers.module is not None:
+        versions["transformers"] = transformers.version
+    return versions | {"python": platform.python_version()}
+
+
+def _kept(model: nn.Module, cast: list[str]) -> list[str]:
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return [name for name in linear if name not in cast]
+
+
+def _twin(model: nn.Module, engine: Engine, ids: Tensor) -> Policy:
+    """The engine's recipe for all layers that its layout stores."""
+    layers = {name: module for name, module, why in layers_of(model) if why is None}
+    kept: list[str] = []
+    for role in KEPT:
+        with suppress(ValueError):  # a model without such layers
+            kept += with_role(role, model, layers)
+    policy = Policy(
+        engine.recipe, rules=[*map(LayerRule, kept)], name=engine.recipe.name
+    )
+    report = weights(Side.of(policy, None).of_model(model, ids)).report
+    unread = [LayerRule(row.path) for row in report if row.left_alone]
+    return replace(policy, rules=(*policy.rules, *unread))
+
+
+class _Served(NamedTuple):
+    """The model of the engine, its layers in low precision, and how its weights differ from those
+    that were written; "" if they do not."""
+
+    model: nn.Module
+    cast: list[str]
+    differs: str
+
+
+def _served(
+    model: nn.Module, ours: nn.Module, engine: Engine, ids: Tensor, sums: str | None
+) -> _Served:
+    """The engine with the weights of a trainer."""
+    stream = weights(ours)
+    sent = {name: tensor.detach().clone() for name, tensor in stream}
+    theirs = revert_layers(deep_copy(model))
+    load(theirs, sent, config=stream.config)
+    cast = [row.path for row in stream.report if not row.left_alone]
+    rules, written = [], {}
+    for name in cast:
+        layer: Any = ours.get_submodule(name)
+        written[name] = _written(name, layer.fp8_recipe, engine)
+        recipe = replace(engine.recipe, weight=written[name])
+        rules.append(LayerRule(name, with_sums(recipe, sums)))
+    convert(theirs, Policy(None, rules=rules, name=engine.name))
+    calibrate_static(theirs, ids)
+    norms_of_engine(theirs, engine)
+    return _Served(theirs, cast, _difference(ours, theirs, written))
+
+
+def _written(name: str, recipe: Recipe, engine: Engine) -> Cast:
+    """The cast by which the engine reads the weight of a layer of the trainer, whose values it does
+    not change. Raises ValueError for scales that the engine does not read."""
+    weight, read = recipe.weight, engine.recipe.weight
+    assert weight is not None
+    assert read is not None
+    if weight.scaling in ("static", "delayed", "unit"):
+        # Their scales are powers of two, of which each that avoids overflow keeps the values.
+        weight = Cast(format=weight.format, scaling="tensor")
+    if weight.scaling != read.scaling:
+        raise ValueError(
+            f"{engine.name} reads weights with scales by {read.scaling}, and recipe "
+            f"{recipe.name!r} of {name} writes them by {weight.scaling}"
+        )
+    return weight
+
+
+def _difference(ours: nn.Module, theirs: nn.Module, written: dict[str, Cast]) -> str:
+    """The first tensor that the engine has otherwise than the trainer computes with it; "" for
+    none."""
+    loaded = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        mine, other = parameter.detach(), loaded[name].detach()
+        layer, _, last = name.rpartition(".")
+        if last == "weight" and layer in written:
+            mine = cast_forward(mine.float(), written[layer])
+            other = dequantized(other, torch.float32)
+        if not torch.equal(mine, other):
+            return f"{name}: {float((mine != other).float().mean()):.2%} differ"
+    return ""
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _compared(
+    ours: nn.Module, theirs: nn.Module, ids: list[Tensor], cache: str | None
+) -> dict[str, Any]:
+    """The fields of a `Certificate` that the logits of both give."""
+    traces: list[dict[str, list[bytes]]] = []
+    logits = []
+    for model, scaling in ((ours, None), (theirs, cache)):
+        with ExitStack() as stack:
+            traces.append(_traced(model, stack))
+            logits.append(logits_of(model, ids, scaling))
+    figures = measures(logits[0], logits[1], ids)
+    pairs = [(a == b).flatten() for a, b in zip(*logits, strict=True)]
+    sizes = [abs(value) for row in figures.differences for value in row]
+    return {
+        "equal": float(torch.cat(pairs).double().mean()),
+        "kl": figures.kl,
+        "ess": figures.ess,
+        "changed": figures.changed,
+        "ratio": float(torch.tensor(max(sizes)).double().exp()),
+        "begins": _first(*traces),
+    }
+
+
+def _traced(model: nn.Module, stack: ExitStack) -> dict[str, list[bytes]]:
+    """Name -> a digest of what each call of a module has returned, in the order in which modules
+    first return, while ``stack`` is open."""
+    digests: dict[str, list[bytes]] = {}
+
+    def record(name: str, _: nn.Module, args: object, output: object) -> None:
+        total = blake2b(digest_size=16)
+        for tensor in tensors(output):
+            total.update(_bits(tensor).cpu().numpy().tobytes())
+        digests.setdefault(name, []).append(total.digest())
+
+    for name, module in model.named_modules():
+        if name:
+            handle = module.register_forward_hook(partial(record, name))
+            stack.callback(handle.remove)
+    return digests
+
+
+def _first(ours: dict[str, list[bytes]], theirs: dict[str, list[bytes]]) -> str:
+    return next((name for name in ours if ours[name] != theirs.get(name)), "")
