@@ -216,6 +216,8 @@ def _check(
     first: dict[int, str] = {}
     for name, parts in names.items():
         other = first.setdefault(id(targets[name]), name)
+        if other == name:  # also with NaN, which is not equal to itself
+            continue
         theirs = names[other]
         both = parts.keys() & theirs.keys()
         equal = (

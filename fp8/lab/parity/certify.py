@@ -28,6 +28,7 @@ from ...layers.convert import convert, revert_layers
 from ...layers.roles import with_role
 from ...layers.select import layers_of
 from ...recipes.cast import Cast
+from ...recipes.history import histories
 from ...recipes.policy import LayerRule, Policy
 from ...recipes.recipe import Recipe
 from ...recipes.tensor_cores import EXACT
@@ -257,16 +258,16 @@ def _served(
     theirs = revert_layers(deep_copy(model))
     load(theirs, sent, config=stream.config)
     cast = [row.path for row in stream.report if not row.left_alone]
-    rules, written = [], {}
+    rules = []
     for name in cast:
         layer: Any = ours.get_submodule(name)
-        written[name] = _written(name, layer.fp8_recipe, engine)
-        recipe = replace(engine.recipe, weight=written[name])
+        written = _written(name, layer.fp8_recipe, engine)
+        recipe = replace(engine.recipe, weight=written)
         rules.append(LayerRule(name, with_sums(recipe, sums)))
     convert(theirs, Policy(None, rules=rules, name=engine.name))
     calibrate_static(theirs, ids)
     norms_of_engine(theirs, engine)
-    return _Served(theirs, cast, _difference(ours, theirs, written))
+    return _Served(theirs, cast, _difference(ours, theirs, cast))
 
 
 def _written(name: str, recipe: Recipe, engine: Engine) -> Cast:
@@ -286,17 +287,21 @@ def _written(name: str, recipe: Recipe, engine: Engine) -> Cast:
     return weight
 
 
-def _difference(ours: nn.Module, theirs: nn.Module, written: dict[str, Cast]) -> str:
+@torch.no_grad()
+def _difference(ours: nn.Module, theirs: nn.Module, cast: list[str]) -> str:
     """The first tensor that the engine has otherwise than the trainer computes with it; "" for
     none."""
     loaded = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         mine, other = parameter.detach(), loaded[name].detach()
-        layer, _, last = name.rpartition(".")
-        if last == "weight" and layer in written:
-            mine = cast_forward(mine.float(), written[layer])
+        path, _, last = name.rpartition(".")
+        if last == "weight" and path in cast:
+            layer: Any = ours.get_submodule(path)
+            states = histories(layer).items()
+            state = next((x for key, x in states if key.endswith("weight")), None)
+            mine = cast_forward(mine.float(), layer.fp8_recipe.weight, history=state)
             other = dequantized(other, torch.float32)
-        if not torch.equal(mine, other):
+        if not torch.equal(_bits(mine), _bits(other)):
             return f"{name}: {float((mine != other).float().mean()):.2%} differ"
     return ""
 

@@ -23,6 +23,9 @@ class Engine:
             model; "float32": before it is rounded to that.
         layout: the name of the layout of the weights.
         source: where the casts and the norm are defined: repository, file and commit.
+
+    The least scale of a token is in its rule. That of a group of 128, for largest magnitudes below
+    1e-10 (4.5e-8 with powers of two), is not: here such groups keep their precision.
     """
 
     name: str

@@ -264,14 +264,14 @@ def test_the_command(setup_file, tmp_path, capsys):
     policy = tmp_path / "policy.json"
     fp8.Policy("tensor", name="mine").to_json(policy)
     common = [f"{setup_file}:setup", "--train", str(policy)]
-    assert main(["parity", *common, "--bound", "1", "--json"]) == 0
+    assert main(["parity", "compare", *common, "--bound", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     wanted = fp8.parity(network(), prompts(), train="tensor", bound=1.0)
     assert found == wanted.to_dict() | {"train": "mine"}
-    assert main(["parity", *common, "--bound", "1e-9", "--total"]) == 1
+    assert main(["parity", "compare", *common, "--bound", "1e-9", "--total"]) == 1
     shown = capsys.readouterr().out
     assert f"{wanted.kl:.3g} per token, beyond 1e-09" in shown
     assert "without" not in shown
     alone = [f"{setup_file}:model", "--train", "none", "--bound", "1"]
-    assert main(["parity", *alone]) == 2
+    assert main(["parity", "compare", *alone]) == 2
     assert "must return (model, batches[, loss]), got Net(" in capsys.readouterr().err
