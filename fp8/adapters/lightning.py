@@ -203,8 +203,7 @@ class _Converting:
         """The recipe or policy as a dict; under "auto" that of the layers, if all have one."""
         recipe = self.recipe
         if isinstance(recipe, Policy):
-            shown = recipe.name or f"a policy of {name_of(recipe.recipe)}"
-            return recipe.to_dict() | {"name": shown}
+            return recipe.to_dict() | {"name": name_of(recipe)}
         if recipe == AUTO and self._model is not None:
             modules = self._model.modules()
             recipes: set[Any] = {getattr(m, "fp8_recipe", None) for m in modules}

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from torch import nn
 
 from ..layers.policies import resolve
-from ..recipes.policy import Policy, composed, name_of, recipe_of
+from ..recipes.policy import Policy, blocks_in, composed, name_of, recipe_of
 from ..recipes.recipe import PLAIN, RECIPES, Recipe
 from . import torchao, transformer_engine
 from .transformer_engine import TERecipe
@@ -45,8 +45,8 @@ def _at_start(policy: Policy, library: str) -> tuple[Policy, list[str]]:
     """The policy at the start of training, and a note on each switch."""
     notes = [
         f"{library} does not switch recipes: at {start:g} of the steps, resume from a checkpoint "
-        f"with policy.at({start:g}), whose recipe is {name_of(recipe)!r}"
-        for start, recipe in policy.switch
+        f"with policy.at({start:g}), which is {name_of(to)!r}"
+        for start, to in policy.switch
     ]
     return policy.at(0), notes
 
@@ -179,22 +179,26 @@ def _in_megatron(what: str, recipe: str | Recipe | None) -> dict[str, str]:
     )
 
 
-def for_megatron(policy: Policy) -> MegatronFiles:
+def for_megatron(policy: Policy, blocks: int | None = None) -> MegatronFiles:
     """The flags of Megatron-LM and the text of its ``--te-precision-config-file``.
 
     Args:
         policy: a policy whose rules match the names of Megatron's modules,
             "decoder.layers.0.mlp.linear_fc1".
+        blocks: Megatron's ``--num-layers``; needed if ``first`` or ``last`` is a share.
 
     Raises:
         ValueError: for a rule of single casts, a recipe that Megatron does not have, "delayed" in a
-            rule or with ``first`` and ``last``, for ``first`` and ``last`` without a recipe, and
-            for ``others`` but None and "bf16".
+            rule or with ``first`` and ``last``, for ``first`` and ``last`` without a recipe or as a
+            share of an unknown number of blocks, and for ``others`` but None and "bf16".
     """
     policy, notes = _at_start(policy, "Megatron")
     base = _in_megatron("the policy", policy.recipe)
     scaling = base.get("fp8_quantization_recipe")
-    ends = {"start": policy.first, "end": policy.last}
+    ends = {
+        "start": _count("first", policy.first, blocks),
+        "end": _count("last", policy.last, blocks),
+    }
     if any(ends.values()) and scaling == "delayed":
         raise ValueError(
             f"blocks {ends}: Megatron does not combine these with 'delayed'"
@@ -227,6 +231,14 @@ def for_megatron(policy: Policy) -> MegatronFiles:
             f"--num-layers-at-{end}-in-bf16={count}" for end, count in ends.items()
         ]
     return MegatronFiles(flags, _precision_file(policy, base), notes)
+
+
+def _count(field: str, share: int | float, blocks: int | None) -> int:
+    if blocks is None and isinstance(share, float):
+        raise ValueError(
+            f"{field}={share}: Megatron takes a number of blocks: for_megatron(policy, blocks=n)"
+        )
+    return blocks_in(share, blocks or 0)
 
 
 def _precision_file(policy: Policy, base: dict[str, str]) -> str:
@@ -313,12 +325,23 @@ def _megatron_code(policy: Policy) -> str:
 def _source(policy: Policy) -> str:
     """An expression for the policy: the arguments that are not the defaults."""
     values = policy.to_dict()
-    parts = (values, {"recipe": values["others"]}, *values["rules"], *values["switch"])
-    if any(isinstance(part["recipe"], dict) for part in parts):
+    recipes = [policy.recipe, policy.others, *(rule.recipe for rule in policy.rules)]
+    recipes += [to for _, to in policy.switch if not isinstance(to, Policy)]
+    if any(isinstance(recipe, Recipe) for recipe in recipes):
         return f"fp8.Policy.from_json({json.dumps(json.dumps(values))})"
-    values["switch"] = [tuple(s.values()) for s in values["switch"]]
-    rules = values["rules"]
-    values["rules"] = [(r["layers"], r["product"], r["recipe"]) for r in rules]
     arguments = [repr(values.pop("recipe"))]
-    arguments += [f"{name}={value!r}" for name, value in values.items() if value]
+    for name, value in values.items():
+        if name == "rules":
+            value = [(r["layers"], r["product"], r["recipe"]) for r in value]
+        source = _switch_source(policy) if name == "switch" else repr(value)
+        if value:
+            arguments.append(f"{name}={source}")
     return f"fp8.Policy({', '.join(arguments)})"
+
+
+def _switch_source(policy: Policy) -> str:
+    entries = []
+    for start, to in policy.switch:
+        source = _source(to) if isinstance(to, Policy) else repr(to)
+        entries.append(f"({start!r}, {source})")
+    return f"[{', '.join(entries)}]"

@@ -23,12 +23,12 @@ from ..frame import FRAMES
 from ..modes.autocast import high_precision
 from ..products.active import checked_backend
 from ..recipes import history
-from ..recipes.policy import Policy, as_policy, composed, recipe_of, source_of
+from ..recipes.policy import Policy, as_policy, composed, recipe_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe, needs_unit_scale
 from ..torch_internals import Keywords
 from ..warnings import RecipeWarning, warn_once
 from .adapters import adapted, adapter, check_base, decided, is_replacement
-from .policies import Decision, resolve
+from .policies import Decision, decisions_of
 from .select import ADAPTERS, Where, auto_of, checked_where, is_unit_scaled
 from .settings import (
     OVERRIDDEN,
@@ -38,21 +38,20 @@ from .settings import (
     convert_layer,
     converted,
     policy_of,
-    set_recipe,
+    switch_layer,
     watch_layers,
 )
 
 M = TypeVar("M", bound=nn.Module)
 
 #: The attributes that `convert` sets on layers and on the model, besides classes and buffers: of a
-#: layer that stays, why; of the model, its policy, and where the last switch was.
+#: layer that stays, why; of the model, its policy.
 _SET = (
     "fp8_settings",
     "fp8_watch",
     OVERRIDDEN,
     "fp8_why",
     "fp8_policy",
-    "fp8_switched",
 )
 
 
@@ -137,20 +136,17 @@ def convert(
     if is_library:
         one, casts = decided(backend, policy, model, where)
         return expand(adapter(backend).convert(revert_layers(model), one, where=casts))
-    decisions = resolve(policy.at(0), model)  # raises before anything changes
-    for start, _ in policy.switch:
-        resolve(policy.at(start), model)
+    decisions = decisions_of(policy, model)  # raises before anything changes
     layers = {name: model.get_submodule(name) for name in decisions}
     # Before anything changes, as `where` may raise.
     chosen = {n for n, layer in layers.items() if where is None or where(n, layer)}
     model = revert_layers(model)
     for name, module in layers.items():
-        decision = decisions[name]
-        why = _why_left(module, decision) if name in chosen else "not chosen"
+        why = _why_left(module, decisions[name]) if name in chosen else "not chosen"
         if why:
             vars(module)["fp8_why"] = why
         else:
-            convert_layer(module, decision, backend)
+            convert_layer(module, decisions[name], backend)
     if isinstance(recipe, Policy):
         vars(model)["fp8_policy"] = policy
     watch_layers(model)
@@ -158,10 +154,10 @@ def convert(
     return expand(model)
 
 
-def _why_left(module: nn.Module, decision: Decision) -> str:
-    """Why a layer is not converted; "" if it is."""
-    if composed(decision.sources, PLAIN) is None:
-        return decision.why
+def _why_left(module: nn.Module, decisions: tuple[Decision, ...]) -> str:
+    """Why a layer is not converted; "" if it is, as a decision, now or after a switch, casts."""
+    if all(composed(decision.sources, PLAIN) is None for decision in decisions):
+        return decisions[0].why
     is_attention = isinstance(module, nn.MultiheadAttention)
     if is_attention and (module.bias_k is not None or module.add_zero_attn):
         return "add_bias_kv and add_zero_attn are not supported"
@@ -182,8 +178,8 @@ def check_ready(model: nn.Module) -> None:
 def advance(model: nn.Module, fraction: float) -> bool:
     """Applies the switch of the policy that ``model`` was converted with.
 
-    Call it before each step. Layers keep weights and buffers; those in high precision stay so. It
-    goes back, too, after an earlier checkpoint is loaded. A compiled model is compiled again.
+    Call it before each step. Layers keep weights and buffers. It goes back, too, after an earlier
+    checkpoint is loaded. A compiled model is compiled again.
 
     Args:
         model: the converted model, or a module that contains it.
@@ -219,26 +215,11 @@ def advance(model: nn.Module, fraction: float) -> bool:
 
 
 def _advance(owner: nn.Module, fraction: float) -> bool:
-    policy = policy_of(owner)
-    policy.at(fraction)  # checks the fraction
-    reached = [
-        (start, source_of(recipe))
-        for start, recipe in policy.switch
-        if start <= fraction
-    ]
-    since = reached[-1][0] if reached else None
-    if vars(owner).get("fp8_switched") == since:
-        return False
-    vars(owner)["fp8_switched"] = since
-    shown = "" if since is None else f"since {since:g} of the training"
-    for layer in converted(owner).values():
-        if layer.fp8_settings.switches:
-            now = layer.fp8_settings.sources
-            for _, source in reached:
-                now = tuple(None if was is None else source for was in now)
-            set_recipe(layer, now, shown)
-    watch_layers(owner)
-    return True
+    policy_of(owner).at(fraction)  # checks the fraction
+    changed = [switch_layer(layer, fraction) for layer in converted(owner).values()]
+    if any(changed):
+        watch_layers(owner)
+    return any(changed)
 
 
 def choose_recipes(model: nn.Module) -> None:
@@ -269,7 +250,7 @@ def _warn(model: nn.Module) -> None:
             'become zero. It is for modules of unit_scaling: use "auto" (the default) or "tensor"'
         )
         warn_once(RecipeWarning, message, model)
-    if not any(layer.fp8_settings.switches for layer in layers.values()):
+    if all(layer.fp8_settings.decisions[0].kept for layer in layers.values()):
         from .report import rows_of_layers, warn_nothing  # imported on first use
 
         warn_nothing(model, rows_of_layers(model))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torch import nn
@@ -12,12 +12,20 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..common.mixin import bare_class
 from ..common.validation import nearest
-from ..recipes.policy import CASTS, LayerRule, Policy, Source, composed, source_of
+from ..recipes.policy import (
+    CASTS,
+    LayerRule,
+    Policy,
+    Source,
+    blocks_in,
+    composed,
+    source_of,
+)
 from ..recipes.recipe import Recipe
 from .roles import Layers, blocks_of, with_role, within
 from .select import auto_of, candidates, layers_of
 
-__all__ = ["Decision", "bare_name", "matches", "resolve"]
+__all__ = ["Decision", "bare_name", "decisions_of", "matches", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,26 @@ class Decision:
         sources: what each cast is taken from, in the order of `fp8.recipes.policy.CASTS`.
         why: the rules that decided; "" if it was the policy's recipe.
         kept: whether ``first``, ``last`` or ``keep`` decided.
+        start: the fraction of the training from which it holds.
     """
 
     recipe: Recipe | None
     sources: tuple[Source, ...]
     why: str = ""
     kept: bool = False
+    start: float = 0.0
+
+
+def decisions_of(policy: Policy, model: nn.Module) -> dict[str, tuple[Decision, ...]]:
+    """The decisions of ``policy`` for each layer in the order of training: that at its start, and
+    one for each entry of ``switch`` after it. Raises as `resolve`."""
+    decisions: dict[str, tuple[Decision, ...]] = {}
+    starts = [start for start, _ in policy.switch if start > 0]
+    for start in (0.0, *starts):
+        for name, decision in resolve(policy.at(start), model).items():
+            held = replace(decision, start=start)
+            decisions[name] = (*decisions.get(name, ()), held)
+    return decisions
 
 
 def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
@@ -102,13 +124,15 @@ def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, s
         return reasons
     every = blocks_of(model, layers)
     blocks = [b for b in every if not any(within(b, other) for other in every)]
-    if policy.first + policy.last > len(blocks):
-        needs = f"first={policy.first} and last={policy.last} need that many repeated blocks"
+    first = blocks_in(policy.first, len(blocks))
+    last = blocks_in(policy.last, len(blocks))
+    if not blocks or first + last > len(blocks):
+        needs = f"first={policy.first} and last={policy.last} need {first + last or 1}"
         raise ValueError(
-            f"{needs}, and the {bare_class(model).__name__} has {len(blocks)}"
+            f"{needs} repeated blocks, and the {bare_class(model).__name__} has {len(blocks)}"
         )
-    chosen = [(b, f"first={policy.first}") for b in blocks[: policy.first]]
-    chosen += [(b, f"last={policy.last}") for b in blocks[len(blocks) - policy.last :]]
+    chosen = [(b, f"first={policy.first}") for b in blocks[:first]]
+    chosen += [(b, f"last={policy.last}") for b in blocks[len(blocks) - last :]]
     for block, why in chosen:
         reasons |= {n: f"{why}: in {block}" for n in layers if within(n, block)}
     return reasons

@@ -21,6 +21,7 @@ from ..products.matmul import linear
 from ..recipes import history
 from ..recipes.policy import Policy, Source, composed
 from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe
+from ..torch_internals import Keywords
 from ..torch_internals.decorators import taken_as_constant
 from .policies import Decision
 from .select import auto_of, has_one_product, is_transposed
@@ -41,7 +42,8 @@ class LayerSettings:
         sources: what its casts are taken from, in the order of `CASTS`; "auto" is not resolved.
         asked: the backend that the user asked for.
         why: the rules of the policy that decided; "" if it was the policy's recipe.
-        switches: whether a switch of the policy concerns it.
+        decisions: those of the policy, as `decisions_of` returns them; ``sources`` and ``why`` are
+            of the one in force.
         is_linear: whether its forward pass is F.linear alone, with the weight or its transpose.
         is_transposed: whether its weight is (in, out).
         by_call: whether it computes several products. Its first pass creates the buffers of each.
@@ -49,12 +51,13 @@ class LayerSettings:
         recipe: the recipe in force, of its sources, of a switch or of the open blocks.
         backend: the backend in force: as asked, and "simulate" if the recipe has no kernels.
         since: what changed the recipe after the conversion, for reports.
+        start: the `Decision.start` of the decision in force.
     """
 
     sources: tuple[Source, ...]
     asked: str = "simulate"
     why: str = ""
-    switches: bool = True
+    decisions: tuple[Decision, ...] = ()
     is_linear: bool = False
     is_transposed: bool = False
     by_call: bool = False
@@ -62,6 +65,12 @@ class LayerSettings:
     recipe: Recipe = HIGH_PRECISION
     backend: str = "simulate"
     since: str = ""
+    start: float = 0.0
+
+    @property
+    def switches(self) -> bool:
+        """Whether a switch of the policy changes what is cast."""
+        return len({decision.sources for decision in self.decisions}) > 1
 
 
 class Converted(Mixin):
@@ -128,6 +137,7 @@ class Converted(Mixin):
     ) -> None:
         if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
             choose_static(self)
+        _add_later_buffers(self, state_dict, prefix)
         if self.fp8_settings.saves_scales:
             history.add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
@@ -188,14 +198,19 @@ def leave_parametrizations(layer: nn.Module) -> None:
         add_mixin(part, OfParameters)
 
 
-def convert_layer(layer: nn.Module, decision: Decision, backend: str) -> None:
+def convert_layer(
+    layer: nn.Module,
+    decisions: tuple[Decision, ...],
+    backend: str,
+) -> None:
     """Converts one layer, as a policy has decided."""
     transposed = is_transposed(layer)
+    decision = decisions[0]
     settings = LayerSettings(
         sources=decision.sources,
         asked=backend,
         why=decision.why,
-        switches=not decision.kept,
+        decisions=decisions,
         is_linear=transposed or bare_class(layer) is nn.Linear,
         is_transposed=transposed,
         by_call=not has_one_product(layer),
@@ -222,6 +237,31 @@ def set_recipe(layer: Any, sources: tuple[Source, ...], since: str = "") -> None
         backend = "simulate"
     change_settings(layer, recipe=recipe, backend=backend, since=since)
     history.add_buffers(layer)
+
+
+def switch_layer(layer: Any, fraction: float) -> bool:
+    """Applies the decision that holds after ``fraction`` of the training. Returns whether it has
+    other sources or rules than the one before."""
+    before = layer.fp8_settings
+    for decision in before.decisions:
+        if decision.start <= fraction:
+            latest = decision
+    if latest.start == before.start:
+        return False
+    change_settings(layer, sources=latest.sources, why=latest.why, start=latest.start)
+    if (latest.sources, latest.why) == (before.sources, before.why):
+        return False
+    since = f"since {latest.start:g} of the training" if latest.start else ""
+    set_recipe(layer, latest.sources, since)
+    return True
+
+
+def _add_later_buffers(layer: Any, state: Keywords, prefix: str) -> None:
+    """Adds the buffers of a recipe that a switch sets, if a state_dict was saved after it."""
+    for decision in layer.fp8_settings.decisions[1:]:
+        recipe = composed(decision.sources, auto_of(layer))
+        if recipe is not None and history.is_saved(layer, recipe, state, prefix):
+            history.add_buffers(layer, recipe)
 
 
 def watch_layers(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from ..common.validation import check_module
 from ..torch_internals import Keywords, Layer
 from ..torch_internals.decorators import taken_as_constant
 from ..warnings import PitfallWarning, show
+from .recipe import Recipe
 
 _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
 _ROLES = ("input", "weight", "grad")
@@ -189,21 +190,40 @@ def share_scales(model: nn.Module, leaders: Mapping[int, int]) -> None:
                 vars(module.fp8_measured)[name] = leader
 
 
-def add_buffers(layer: Any) -> None:
-    """Adds the missing buffers of the recipe of a layer, if it keeps any. Those of several products
-    are added by their first pass."""
+def add_buffers(layer: Any, recipe: Recipe | None = None) -> None:
+    """Adds the missing buffers of a recipe (None: the layer's), if it keeps any. Those of several
+    products are added by their first pass."""
     settings = layer.fp8_settings
-    if not settings.recipe.keeps_history:
+    recipe = recipe or settings.recipe
+    if not recipe.keeps_history:
         return
-    for role in () if settings.by_call else _ROLES:
-        cast = getattr(settings.recipe, role)
-        if cast is not None and cast.keeps_history:
-            shape = (cast.history,) if cast.history else ()
+    if not settings.by_call:
+        for name, length in _buffers_of(recipe).items():
+            shape = (length,) if length else ()
             zeros = torch.zeros(shape, device=layer.weight.device)
-            name = (_AMAX if cast.history else _SCALE) + role
             if getattr(layer, name, zeros[..., None]).shape != zeros.shape:
                 layer.register_buffer(name, zeros)
     vars(layer)["fp8_measured"] = MeasuredScales()
+
+
+def _buffers_of(recipe: Recipe) -> dict[str, int]:
+    """The names of the buffers of a layer of one product -> the length of the history; 0: a static
+    scale."""
+    buffers = {}
+    for role in _ROLES:
+        cast = getattr(recipe, role)
+        if cast is not None and cast.keeps_history:
+            buffers[(_AMAX if cast.history else _SCALE) + role] = cast.history
+    return buffers
+
+
+def is_saved(layer: Layer, recipe: Recipe, state: Keywords, prefix: str) -> bool:
+    """Whether a state_dict has buffers that a layer has under ``recipe``."""
+    if not recipe.keeps_history:
+        return False
+    if layer.fp8_settings.by_call:
+        return any(key.startswith((prefix + _AMAX, prefix + _SCALE)) for key in state)
+    return any(prefix + name in state for name in _buffers_of(recipe))
 
 
 def remove_buffers(layer: nn.Module) -> None:

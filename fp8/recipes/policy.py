@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..common.validation import check_keys, check_name, check_whole
 from ..torch_internals import Arguments, Keywords
@@ -74,10 +75,12 @@ def recipe_of(recipe: str | Recipe | None) -> Recipe | None:
     return recipe_unless_auto(recipe) or PLAIN
 
 
-def name_of(recipe: str | Recipe | None) -> str:
+def name_of(recipe: str | Recipe | Policy | None) -> str:
     """The name in messages."""
     if recipe is None:
         return "high precision"
+    if isinstance(recipe, Policy):
+        return recipe.name or f"a policy of {name_of(recipe.recipe)}"
     return str(getattr(recipe, "name", recipe))
 
 
@@ -140,9 +143,9 @@ class LayerRule:
         return " ".join(filter(None, (repr(self.layers), self.product)))
 
 
-# (layers, product, recipe) of a `LayerRule`; (fraction of the steps, recipe from there on).
+# (layers, product, recipe) of a `LayerRule`; (fraction of the steps, what is in force from there).
 RuleTuple = tuple[str, str | None, str | Recipe | None]
-Start = tuple[float, str | Recipe | None]
+Start: TypeAlias = "tuple[float, str | Recipe | Policy | None]"
 
 
 @dataclass(frozen=True, init=False)
@@ -157,19 +160,22 @@ class Policy:
     Attributes:
         recipe: a name in `fp8.RECIPES`, a `Recipe`, "auto", or None for high precision.
         rules: `LayerRule` objects, or tuples (layers, product, recipe).
-        first, last: the numbers of repeated blocks at the start and at the end of the model that
-            take ``others``.
+        first, last: the repeated blocks at the start and at the end of the model that take
+            ``others``: their number, or as a float between 0 and 1 their share, which `blocks_in`
+            rounds up.
         keep: names in `ROLES`: layers that take ``others``.
         others: as ``recipe``; None leaves these layers in high precision, and `fp8.convert` does
             not convert them. "bf16" also rounds the products of a float32 model.
-        switch: pairs (fraction, recipe) in ascending order: from that fraction of the training
-            steps on, everything else that is cast takes this recipe (arXiv:2509.25149 switches to
-            bf16 late). `fp8.advance` applies it.
+        switch: pairs in ascending order: (fraction, recipe) or (fraction, policy). From that
+            fraction of the training steps on, everything else that is cast takes the recipe
+            (arXiv:2509.25149 switches to bf16 late), or the policy applies in place of this one,
+            also to what this one leaves in high precision. `fp8.advance` applies it.
         name: the name shown in reports; "" shows the recipe's.
 
     Raises:
         TypeError: for a value of another type.
-        ValueError: for an unknown name, and for fractions that do not ascend from 0 to 1.
+        ValueError: for an unknown name, for fractions that do not ascend from 0 to 1, for a share
+            of blocks that is not between 0 and 1, and for a policy in ``switch`` with a switch.
 
     >>> policy = Policy("mxfp8", rules=[("*.mlp.*", "grad_weight", None)], keep=("readout",))
     >>> policy.rules[0].product
@@ -180,8 +186,8 @@ class Policy:
 
     recipe: str | Recipe | None
     rules: tuple[LayerRule, ...]
-    first: int
-    last: int
+    first: int | float
+    last: int | float
     keep: tuple[str, ...]
     others: str | Recipe | None
     switch: tuple[Start, ...]
@@ -192,8 +198,8 @@ class Policy:
         recipe: str | Recipe | None = AUTO,
         *,
         rules: Iterable[LayerRule | RuleTuple] = (),
-        first: int = 0,
-        last: int = 0,
+        first: int | float = 0,
+        last: int | float = 0,
         keep: Iterable[str] = (),
         others: str | Recipe | None = None,
         switch: Iterable[Start] = (),
@@ -201,16 +207,14 @@ class Policy:
     ) -> None:
         if not isinstance(name, str):
             raise TypeError(f"Policy.name must be a string, got {name!r}")
-        check_whole("Policy.first", first, 0)
-        check_whole("Policy.last", last, 0)
         roles = _sequence("keep", keep)
         for role in roles:
             check_name("role in Policy.keep", role, ROLES)
         vars(self).update(
             recipe=_stored(recipe),
             rules=tuple(map(LayerRule.of, _sequence("rules", rules))),
-            first=first,
-            last=last,
+            first=_blocks("first", first),
+            last=_blocks("last", last),
             keep=roles,
             others=_stored(others),
             switch=_switches(_sequence("switch", switch)),
@@ -248,15 +252,22 @@ class Policy:
     def at(self, fraction: float) -> Policy:
         """The policy, without a switch, in force after this fraction, 0 to 1, of the steps."""
         _check_fraction("fraction", fraction)
-        reached = [recipe for start, recipe in self.switch if start <= fraction]
-        if not reached:
-            return replace(self, switch=())
-        to = None if None in reached else reached[-1]  # high precision stays
+        policy = replace(self, switch=())
+        for start, to in self.switch:
+            if start > fraction:
+                break
+            policy = to if isinstance(to, Policy) else policy._under(to)
+        return policy
+
+    def _under(self, recipe: str | Recipe | None) -> Policy:
+        """The policy with ``recipe`` for what is cast: high precision and `others` stay."""
         rules = []
         for rule in self.rules:
-            rules.append(rule if rule.recipe is None else replace(rule, recipe=to))
-        base = None if self.recipe is None else to
-        return replace(self, recipe=base, rules=tuple(rules), switch=())
+            if rule.recipe is not None:
+                rule = replace(rule, recipe=recipe)
+            rules.append(rule)
+        base = None if self.recipe is None else recipe
+        return replace(self, recipe=base, rules=tuple(rules))
 
     def to_dict(self) -> Keywords:
         """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
@@ -264,8 +275,9 @@ class Policy:
         for rule in self.rules:
             rules.append(vars(rule) | {"recipe": _as_json(rule.recipe)})
         switch = []
-        for start, recipe in self.switch:
-            switch.append({"from": start, "recipe": _as_json(recipe)})
+        for start, to in self.switch:
+            key = "policy" if isinstance(to, Policy) else "recipe"
+            switch.append({"from": start, key: _as_json(to)})
         values = dict(vars(self), rules=rules, switch=switch, keep=[*self.keep])
         values["recipe"] = _as_json(self.recipe)
         values["others"] = _as_json(self.others)
@@ -308,6 +320,29 @@ def _sequence(field: str, values: Any) -> Arguments:
     return tuple(values)
 
 
+def _blocks(field: str, got: Any) -> int | float:
+    if not isinstance(got, float):
+        check_whole(f"Policy.{field}", got, 0)
+        return got
+    if 0 < got < 1:
+        return float(got)
+    raise ValueError(
+        f"Policy.{field} must be a number of blocks (an int) or a share of them between 0 and 1 "
+        f"(a float), got {got!r}"
+    )
+
+
+def blocks_in(share: int | float, count: int) -> int:
+    """The number of blocks that ``share`` of ``count`` blocks stands for: an int is that number. A
+    float is rounded up, so that the other blocks are rounded down: 0.15 is 5 of 32 and 6 of 36
+    blocks (torchtitan, components/quantization/nvfp4.md)."""
+    if isinstance(share, int):
+        return share
+    # Of the decimal number: 0.07 * 100 is above 7 in floating point.
+    exact = Fraction(repr(share)) * count
+    return -int(-exact // 1)
+
+
 def _check_fraction(what: str, got: Any) -> None:
     if isinstance(got, bool) or not isinstance(got, int | float):
         raise TypeError(f"{what} must be a number from 0 to 1, got {got!r}")
@@ -325,12 +360,23 @@ def _switches(pairs: Arguments) -> tuple[Start, ...]:
     starts = [float(start) for start, _ in pairs]
     if any(a >= b for a, b in pairwise(starts)):
         raise ValueError(f"the fractions of Policy.switch must ascend, got {starts}")
-    recipes = [_stored(recipe) for _, recipe in pairs]
+    recipes = [_switched_to(start, to) for start, to in pairs]
     return tuple(zip(starts, recipes, strict=True))
 
 
-def _as_json(recipe: str | Recipe | None) -> Any:
-    if isinstance(recipe, Recipe):
+def _switched_to(start: float, to: Any) -> Any:
+    if not isinstance(to, Policy):
+        return _stored(to)
+    if to.switch:
+        raise ValueError(
+            f"the policy from {start:g} in Policy.switch has a switch of its own: list its "
+            "entries in the outer one"
+        )
+    return to
+
+
+def _as_json(recipe: str | Recipe | Policy | None) -> Any:
+    if isinstance(recipe, Recipe | Policy):
         return recipe.to_dict()
     return recipe
 
@@ -353,7 +399,10 @@ def _read_rule(values: Any) -> LayerRule:
 
 
 def _read_switch(values: Any) -> tuple[Any, Any]:
-    check_keys("switch of a Policy", values, ("from", "recipe"), ("from", "recipe"))
+    to = "policy" if isinstance(values, Mapping) and "policy" in values else "recipe"
+    check_keys("switch of a Policy", values, ("from", to), ("from", to))
+    if to == "policy":
+        return values["from"], Policy.from_dict(values["policy"])
     return values["from"], _read(values["recipe"])
 
 

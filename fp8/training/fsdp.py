@@ -25,7 +25,7 @@ from ..formats.format import get_format
 from ..formats.quantize import in_dtype, quantize_operand
 from ..layers.report import warn_nothing
 from ..layers.select import LAYERS, Where, auto_of, check_values_set, checked_where
-from ..layers.settings import converted, policy_of
+from ..layers.settings import converted
 from ..recipes import history
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, recipe_unless_auto
@@ -145,12 +145,9 @@ def _casts(
 
 def _converted(model: nn.Module) -> dict[int, Recipe | None]:
     """id -> recipe of each layer that `fp8.convert` has converted; None if a switch changes it."""
-    switches = any(policy_of(module).switch for module in model.modules())
     recipes: dict[int, Recipe | None] = {}
     for layer in converted(model).values():
-        recipes[id(layer)] = layer.fp8_recipe
-        if switches and layer.fp8_settings.switches:
-            recipes[id(layer)] = None
+        recipes[id(layer)] = None if layer.fp8_settings.switches else layer.fp8_recipe
     return recipes
 
 

@@ -233,12 +233,19 @@ def test_the_flags_of_megatron():
         ),
         (Policy("delayed", first=1), "does not combine these with 'delayed'"),
         (Policy(None, first=1), "only with a recipe for the others"),
+        (Policy("mxfp8", last=0.15), r"last=0.15: .*for_megatron\(policy, blocks=n\)"),
     ],
 )
 def test_what_megatron_does_not_have(policy, message):
     with refuses(message):
         for_megatron(policy)
     assert as_code(policy)["megatron"].startswith("# not possible: ")
+
+
+def test_megatron_takes_the_number_of_blocks_of_a_share():
+    files = for_megatron(Policy("mxfp8", first=1, last=0.15), blocks=32)
+    assert "--num-layers-at-start-in-bf16=1" in files.flags
+    assert "--num-layers-at-end-in-bf16=5" in files.flags
 
 
 # Code
@@ -258,6 +265,9 @@ def test_what_megatron_does_not_have(policy, message):
         Policy(
             fp8.Recipe(name="own", input=fp8.Cast(format="e4m3")),
             switch=[(0.9, "bf16")],
+        ),
+        Policy(
+            "row", last=0.3, switch=[(0.5, Policy(None, rules=[("*", None, "row")]))]
         ),
     ],
 )

@@ -150,6 +150,25 @@ def test_a_stale_cast_is_an_error(compiled, ends):
     assert not hasattr(model[2].weight, "fp8_cache")
 
 
+@parametrize("late", [fp8.Policy("row", rules=[("2", None, None)]), "static", None])
+@parametrize("recipe", ["tensor", None])
+def test_a_switch_inside_of_a_block_computes_as_without_one(recipe, late):
+    """Casts of the recipe before are not read, and layers that were not cast are."""
+    policy = fp8.Policy(recipe, rules=[("0", None, "tensor")], switch=[(0.5, late)])
+
+    def run(model):
+        results = train(model, steps=1)
+        fp8.advance(model, 0.6)
+        results += train(model)
+        fp8.advance(model, 0.1)
+        return results + train(model, steps=1)
+
+    wanted = run(make(policy))
+    model = make(policy)
+    with fp8.cached_weights(model):
+        assert_equal(run(model), wanted)
+
+
 def test_copies_carry_no_cast():
     model = make()
     size = len(pickle.dumps(model.state_dict()))

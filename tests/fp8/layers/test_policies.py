@@ -11,6 +11,7 @@ from fp8 import Policy
 from fp8.layers.policies import resolve
 from fp8.layers.roles import with_role
 from fp8.layers.select import candidates
+from fp8.layers.settings import converted
 from fp8.recipes.policy import ROLES, LayerRule
 from tests.fp8.layers.test_where import mlp, nanogpt
 from tests.shared import (
@@ -157,7 +158,8 @@ def test_a_role_is_found_or_refused_by_name(role):
             Policy(rules=[LayerRule("blocks")]),
             r'inside of that module, use "blocks\.\*"',
         ),
-        (Policy(first=3, last=2), "first=3 and last=2 need .* Net has 4"),
+        (Policy(first=3, last=2), "first=3 and last=2 need 5 .* Net has 4"),
+        (Policy(first=0.6, last=0.3), "first=0.6 and last=0.3 need 5 .* Net has 4"),
         (
             Policy("nvfp4", rules=[("head", "grad_weight.grad", None)]),
             r"the casts of 'head' by rule 1: 'head' grad_weight.grad: .*both operands rotated",
@@ -254,3 +256,63 @@ def test_a_switch_to_an_impossible_combination_is_refused_at_the_start():
     )
     with refuses("the casts of 'head' by rule 1"):
         fp8.convert(net(), policy)
+
+
+def test_a_share_of_a_model_without_blocks_is_refused():
+    with refuses("last=0.15 need 1 repeated blocks, and the Linear has 0"):
+        fp8.convert(nn.Linear(4, 4), Policy(last=0.15))
+
+
+LATE = Policy("row", rules=[("*.up", "forward", None), ("head", None, None)], last=0.3)
+LEFT = Policy(None, rules=[("blocks.1.*", None, "mxfp8")])
+SWITCHES = {
+    "forward in high precision": Policy("row", first=1, switch=[(0.5, LATE)]),
+    "a recipe after a policy": Policy("row", switch=[(0.5, LATE), (0.9, "mxfp8")]),
+    "layers that were not converted": Policy(
+        None, rules=[("head", None, "row")], switch=[(0.5, LATE), (0.9, LEFT)]
+    ),
+    "others": Policy(
+        "row", last=1, others="bf16", switch=[(0.5, Policy("row", first=0.5))]
+    ),
+    "static": Policy("tensor", switch=[(0.5, Policy("static", last=0.25))]),
+}
+
+
+def casts_of(recipe):
+    return recipe.casts if recipe else (None,) * 6
+
+
+@parametrize("policy", SWITCHES.values(), ids=SWITCHES)
+@parametrize("fractions", [(0, 0.5, 0.95, 0.6, 0), (0.95,)])
+def test_a_switch_to_a_policy_equals_a_model_converted_anew(policy, fractions):
+    model = fp8.convert(net(), policy, backend="simulate")
+    for fraction in fractions:
+        fp8.advance(model, fraction)
+        in_force = policy.at(fraction)
+        anew = fp8.convert(net(), in_force, backend="simulate")
+        assert_same(gradients(model, X), gradients(anew, X))
+        decisions = resolve(in_force, net())
+        whys = by_path(fp8.report(model), "why")
+        for name, layer in converted(model).items():
+            assert decisions[name].why in whys[name]
+            assert casts_of(layer.fp8_recipe) == casts_of(decisions[name].recipe)
+        assert not fp8.advance(model, fraction)
+
+
+@parametrize("policy", SWITCHES.values(), ids=SWITCHES)
+@parametrize("advance_first", [False, True])
+def test_a_run_resumes_after_a_switch_to_a_policy(policy, advance_first):
+    """Whether the state_dict is loaded before or after `fp8.advance`."""
+    model = fp8.convert(net(), policy, backend="simulate")
+    fp8.advance(model, 0.6)
+    gradients(model, X)
+    again = fp8.convert(net(), policy, backend="simulate")
+    if advance_first:
+        fp8.advance(again, 0.6)
+    again.load_state_dict(model.state_dict())
+    fp8.advance(again, 0.6)
+    assert_same(gradients(again, X), gradients(model, X))
+    before = fp8.convert(net(), policy, backend="simulate")
+    again.load_state_dict(before.state_dict())
+    fp8.advance(again, 0)
+    assert_same(gradients(again, X), gradients(before, X))

@@ -8,7 +8,14 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from fp8 import RECIPES, Cast, Policy, Recipe
-from fp8.recipes.policy import CASTS, CONCERNS, LayerRule, as_policy, composed
+from fp8.recipes.policy import (
+    CASTS,
+    CONCERNS,
+    LayerRule,
+    as_policy,
+    blocks_in,
+    composed,
+)
 from tests.shared import pairs, parametrize, refuses
 
 OWN = Recipe(name="own", input=Cast(format="e4m3", scaling="row"))
@@ -27,6 +34,15 @@ POLICIES = {
         others="bf16",
         switch=[(0.5, "row"), (0.9, None)],
         name="mine",
+    ),
+    "late": Policy(
+        "nvfp4",
+        last=0.15,
+        switch=[
+            (0.5, Policy("nvfp4", rules=[("*", "forward", None)], first=0.1)),
+            (0.8, "mxfp8"),
+            (0.9, Policy(OWN, name="end")),
+        ],
     ),
     "own recipes": Policy(
         OWN, rules=[("a", None, OWN), ("b", "grad", OWN)], others=OWN, switch=[(1, OWN)]
@@ -67,6 +83,8 @@ def test_recipes_of_the_table_are_stored_by_name():
         ({"keep": ["head"]}, "unknown role .*'head'"),
         ({"switch": [{"from": 2, "recipe": "bf16"}]}, "0 to 1"),
         ({"switch": [{"from": 0.5}]}, "needs the keys"),
+        ({"switch": [{"from": 0.5, "policy": {}}]}, "needs the keys 'recipe'"),
+        ({"switch": [{"from": 0.5, "policy": {}, "recipe": "row"}]}, "'recipe'"),
     ],
 )
 def test_bad_json_is_refused_by_name(values, message):
@@ -87,7 +105,16 @@ def test_bad_json_is_refused_by_name(values, message):
             "a tuple (layers, product, recipe)",
         ),
         (lambda: Policy(keep="readout"), TypeError, "keep must be a list"),
-        (lambda: Policy(first=1.5), TypeError, "first must be a whole number"),
+        (lambda: Policy(first=1.5), ValueError, "(a float), got 1.5"),
+        (lambda: Policy(last=1.0), ValueError, "last must be a number of blocks"),
+        (lambda: Policy(last=0.0), ValueError, "(a float), got 0.0"),
+        (lambda: Policy(last=float("nan")), ValueError, "(a float), got nan"),
+        (lambda: Policy(first=True), TypeError, "first must be a whole number"),
+        (
+            lambda: Policy(switch=[(0.5, POLICIES["all"])]),
+            ValueError,
+            "the policy from 0.5 in Policy.switch has a switch of its own",
+        ),
         (lambda: Policy(switch=[0.9]), TypeError, "(fraction, recipe)"),
         (lambda: Policy(switch=[("x", "row")]), TypeError, "a number from 0 to 1"),
         (
@@ -132,6 +159,26 @@ def test_a_switch_leaves_high_precision_alone():
     assert (end.first, end.last, end.keep) == (policy.first, policy.last, policy.keep)
     assert Policy(None, switch=[(0, "row")]).at(1).recipe is None
     assert Policy("row", switch=[(0, None), (1, "tensor")]).at(1).recipe is None
+
+
+def test_a_policy_in_a_switch_replaces_all_and_a_recipe_changes_what_it_casts():
+    policy = POLICIES["late"]
+    late, end = (to for _, to in policy.switch if isinstance(to, Policy))
+    assert policy.at(0.4) == Policy("nvfp4", last=0.15)
+    assert policy.at(0.5) == late
+    assert policy.at(0.85) == replace(late, recipe="mxfp8")
+    assert policy.at(1) == end
+    again = Policy(None, switch=[(0.5, Policy("row")), (0.9, None)])
+    assert [again.at(f).recipe for f in (0, 0.5, 0.9)] == [None, "row", None]
+
+
+def test_a_share_of_blocks_is_rounded_up_as_published():
+    """torchtitan, nvfp4.md: of 32 blocks of Llama 3 8B, 27 to 31 stay in bf16, of 36 of Qwen3 8B,
+    30 to 35; against whole percents in integers."""
+    assert (blocks_in(0.15, 32), blocks_in(0.15, 36)) == (5, 6)
+    for percent, count in itertools.product(range(1, 100), range(200)):
+        assert blocks_in(percent / 100, count) == (percent * count + 99) // 100
+    assert blocks_in(3, 100) == 3
 
 
 def casts(recipe):
