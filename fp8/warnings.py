@@ -30,6 +30,10 @@ class ConvertWarning(PitfallWarning):
     """A conversion changed nothing, or not what its arguments suggest."""
 
 
+class RoundingWarning(PitfallWarning):
+    """Rounding removes most of an update of weights in low precision, such as a merged adapter."""
+
+
 class ScaleWarning(PitfallWarning):
     """A tensor of a unit-scaled model has an RMS far from 1, or an operand an RMS far from its
     static scale."""

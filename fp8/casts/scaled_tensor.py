@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -43,13 +43,16 @@ class Memory:
     """The storage that a ScaledTensor shares with its views. values: in the dtype of the format, to
     be multiplied by ``scale``; without a scale, in any dtype. tile: the values of the last two
     dimensions that share a scale; None: all. rounds: whether ``copy_`` rounds to the format: of a
-    gradient, for averages over processes."""
+    gradient, for averages over processes. remembers: whether a write keeps the memory before it,
+    in ``origin``, until `store`: of a frozen weight, for `fp8.training.lost_updates`."""
 
     values: Tensor
     scale: Tensor | None
     format: str
     tile: Tile | None = None
     rounds: bool = False
+    remembers: bool = False
+    origin: Memory | None = None
 
     def view(self, x: Tensor) -> Tensor:
         offset = x.storage_offset() + self.values.storage_offset()
@@ -60,6 +63,18 @@ class Memory:
         if self.scale is None or self.tile is None:
             return self.scale
         return widened(self.scale, self.values.shape, self.tile, broadcast=True)
+
+    def before_write(self) -> Memory | None:
+        """What ``origin`` is to be after a write that is not rounded."""
+        if self.remembers and self.scale is not None:
+            return replace(self)
+        return self.origin
+
+    def numbers(self) -> Tensor:
+        """The values in float32, as a plain tensor."""
+        if self.scale is None:
+            return self.values.to(torch.float32)
+        return self.values.to(torch.float32) * self.scales()
 
     def become(self, dtype: torch.dtype, scale: Tensor | None) -> None:
         old = self.values
@@ -155,7 +170,7 @@ class ScaledTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of the values as a `torch.Tensor` of ``dtype`` (None: its own); no gradient."""
         if self.scale is not None and self.memory.tile:
-            whole = self.memory.values.to(torch.float32) * self.memory.scales()
+            whole = self.memory.numbers()
             numbers = whole.as_strided(
                 self.size(), self.stride(), self.storage_offset()
             )
@@ -185,6 +200,7 @@ class ScaledTensor(Tensor):
             self.memory.become(stored.dtype, torch.empty_like(scale))
         self.stored.copy_(stored)
         self.memory.scale.copy_(scale)  # type: ignore[union-attr]
+        self.memory.origin = None
         return self
 
     def is_whole(self) -> bool:
@@ -204,6 +220,7 @@ class ScaledTensor(Tensor):
         memory, scale = self.memory, self.memory.scales()
         if scale is not None:
             old = memory.values
+            memory.origin = memory.before_write()
             memory.become(torch.float32, None)
             torch.mul(old.to(torch.float32), scale, out=memory.values)
         return self.stored
@@ -216,7 +233,10 @@ class ScaledTensor(Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         if not isinstance(new, ScaledTensor):
-            new = ScaledTensor(Memory(new.detach(), None, self.format), new.dtype)
+            memory = Memory(new.detach(), None, self.format)
+            memory.remembers = self.memory.remembers
+            memory.origin = self.memory.before_write()
+            new = ScaledTensor(memory, new.dtype)
         Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._share(new.memory, new.stored)
 
@@ -491,9 +511,10 @@ def _to_copy(func: OpOverload, x: ScaledTensor, **kwargs: Any) -> Any:
         return func(x.dequantize(dtype), **kwargs)
     options = {k: v for k, v in kwargs.items() if k != "memory_format"}
     scale = None if x.scale is None else func(x.scale, **options)
-    return ScaledTensor(
-        Memory(func(x.stored, **kwargs), scale, x.format, x.memory.tile), dtype
-    )
+    memory = Memory(func(x.stored, **kwargs), scale, x.format, x.memory.tile)
+    if x.is_whole():
+        memory.remembers, memory.origin = x.memory.remembers, x.memory.origin
+    return ScaledTensor(memory, dtype)
 
 
 def _copy_(

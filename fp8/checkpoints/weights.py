@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ from ..layers.policies import bare_name
 from ..layers.select import check_values_set, is_transposed
 from ..recipes.cast import Cast
 from ..recipes.history import histories, is_history
+from ..training.lost_updates import LostUpdates
 from .layouts import (
     INPUTS,
     LAYOUTS,
     Config,
     Entry,
     configuration,
+    memory_of,
     misfit,
     stored,
     unfit,
@@ -110,6 +113,9 @@ def weights(model: nn.Module) -> Weights:
     Args:
         model: converted by `fp8.convert`. It is not copied.
 
+    Warns:
+        RoundingWarning: at the end, if rounding removes most of what was merged into a weight.
+
     Raises:
         TypeError, ValueError: as `fp8.export`.
     """
@@ -172,9 +178,13 @@ class Weights:
         return len(self.manifest)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, (tensor, _) in state_of(self.model).items():
+        updates = LostUpdates()
+        for name, (tensor, source) in state_of(self.model).items():
             if name not in self.tied:
-                yield from self._stored(name, tensor)
+                parts = self._stored(name, tensor)
+                updates.add(name, source, partial(self._rounded, name, parts))
+                yield from parts
+        updates.warn()
 
     def _entries(
         self,
@@ -204,6 +214,17 @@ class Weights:
             parts = _parts(self._layers[path], tensor.float())
             return [(f"{path}.{part}", x) for part, x in parts.items()]
         return [(name, tensor)]
+
+    def _rounded(self, name: str, parts: list[tuple[str, Tensor]]) -> Tensor:
+        """The values that a reader computes from what `_stored` returned."""
+        path = name.rpartition(".")[0]
+        tensors = {key.removeprefix(f"{path}."): x for key, x in parts}
+        values = tensors["weight"]
+        if path not in self._layers:
+            return values.float()
+        layout = LAYOUTS[self._layers[path].fp8_recipe.weight.scaling]
+        read = {"values": values, "scale": tensors[layout.scale]}
+        return memory_of(name, read, layout.tile, values.device).numbers()
 
 
 def state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:

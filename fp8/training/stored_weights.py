@@ -23,6 +23,7 @@ from ..layers.select import (
     why_quantized,
 )
 from ..warnings import ConvertWarning, show
+from .lost_updates import LostUpdates
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -111,6 +112,7 @@ def _set_attributes(new: Tensor, attributes: dict[str, Any], old: Tensor) -> Non
 def scaled_parameter(old: Any, memory: Memory, grad_format: str | None = None) -> Any:
     """A parameter with the values of ``memory``, and the other properties of ``old``. grad_format:
     None for frozen weights, which have no gradient and no master."""
+    memory.remembers = grad_format is None
     new = copied_parameter(old, ScaledTensor(memory, old.dtype))
     scaled_tensor.keep_gradients_in(new, grad_format)
     if grad_format is not None and old.grad is not None:
@@ -190,6 +192,7 @@ def store_frozen(
 
     Warns:
         ConvertWarning: if no weight was stored.
+        RoundingWarning: if rounding removes most of what was written to a weight.
 
     Raises:
         ValueError, TypeError: as `fp8.convert`; for an unknown format, and for sharded weights.
@@ -226,12 +229,16 @@ def store_frozen(
             "fp8.training.fsdp.gather_in_fp8 before fully_shard sends weights in one byte"
         )
     scale_weights(model, weights, format, None)
+    names = {p: name for name, p in model.named_parameters()}
+    updates = LostUpdates()
     for p in frozen:
         if isinstance(p, ScaledTensor):
             if p.format != format:
                 p.written()
                 p.memory.format = format
-            p.store()
+            with updates.watching(names[p], p):
+                p.store()
+    updates.warn()
     return model
 
 

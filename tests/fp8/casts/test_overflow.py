@@ -31,7 +31,7 @@ from tests.shared import (
 __all__ = ["emulated"]
 
 BAD = [math.inf, -math.inf, math.nan]
-EIGHT_BIT_SCALES = [n for n, r in RECIPES.items() if r.input.scaling in ("mx", "nv")]
+EIGHT_BIT_SCALES = [n for n, r in RECIPES.items() if r.grad.scaling in ("mx", "nv")]
 KINDS = "unit tensor delayed static row block deepseek_v3 mxfp8 nvfp4".split()
 """A recipe of each scaling, one with the sums of an accelerator, one with rotations."""
 

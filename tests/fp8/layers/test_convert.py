@@ -86,7 +86,7 @@ def test_a_converted_layer_computes_what_autocast_does(kind, recipe):
     got = first(layer(*inputs))
     grads = torch.autograd.grad(got.square().sum(), list(layer.parameters()))
     assert_same(got, want)
-    assert not torch.equal(got, plain)
+    assert torch.equal(got, plain) == (RECIPES[recipe].forward == (None, None))
     assert_same(grads, want_grads)
     fp8.revert(layer)
     assert type(layer) is kind

@@ -22,9 +22,9 @@ def test_rows():
     for name, recipe in RECIPES.items():
         assert recipe.name == name
         assert get_recipe(name) is get_recipe(recipe) is recipe
-        assert all(getattr(recipe, operand) is not None for operand in OPERANDS)
-        pairs_of = recipe.forward, recipe.grad_input, recipe.grad_weight
-        assert recipe.casts == sum(pairs_of, ())
+        products = recipe.forward, recipe.grad_input, recipe.grad_weight
+        assert all(None not in pair or {*pair} == {None} for pair in products)
+        assert recipe.casts == sum(products, ())
     assert {c.scaling for r in RECIPES.values() for c in r.casts if c} == set(SCALINGS)
 
 
