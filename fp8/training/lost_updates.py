@@ -47,7 +47,9 @@ class LostUpdates:
     def add(self, name: str, weight: Tensor, rounded: Callable[[], Tensor]) -> None:
         """Adds a weight whose values are to be rounded, unless nothing was written to it since it
         was stored."""
-        origin = weight.memory.origin if isinstance(weight, ScaledTensor) else None
+        if not isinstance(weight, ScaledTensor):
+            return
+        origin = weight.memory.origin
         if origin is not None:
             self._add(name, origin, weight.dequantize(torch.float32), rounded())
 

@@ -414,3 +414,27 @@ def test_exponents_and_scales_of_activations():
     fp8.load(layer, {"0.weight": one, "0.weight_scale": bits, **extra})
     assert layer[0].weight[0].tolist() == [2.0**-127] * 4
     assert layer[0].weight[1].isnan().all()
+
+
+@parametrize("format, value", [("e4m3", 352.0), ("e5m2", 57344.0)])
+def test_bytes_are_read_in_the_format_that_wrote_them(format, value, tmp_path):
+    """Byte 0x7B in both (NVIDIA/TransformerEngine, pull request 3342: one read as the other), by a
+    file, a copy, a pickle, a view and a state_dict."""
+    layer = nn.Sequential(nn.Linear(16, 16, bias=False))
+    bits = torch.full((16, 16), 0x7B, dtype=torch.uint8)
+    state = {
+        "0.weight": bits.view(fp8.FORMATS[format].dtype),
+        "0.weight_scale": torch.tensor([0.5]),
+    }
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    model = fp8.load(layer, tmp_path)
+    weight = model[0].weight
+    torch.save(weight, tmp_path / "weight.pt")
+    others = [copy.deepcopy(weight), torch.load(tmp_path / "weight.pt"), weight.mT]
+    others += [weight.to(torch.bfloat16), model.state_dict()["0.weight"]]
+    for read in (weight, *others):
+        assert (read.format, read.stored.dtype) == (format, state["0.weight"].dtype)
+        assert (read.stored.view(torch.uint8) == 0x7B).all()
+        assert (read.dequantize() == value / 2).all()
+    stored = fp8.scaled(torch.full((4,), value), format)
+    assert (stored.dequantize() == value).all()

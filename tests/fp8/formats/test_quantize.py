@@ -10,7 +10,9 @@ import torch
 from gfloat import RoundMode
 
 from fp8 import FORMATS, Format, quantize
-from fp8.formats.rounding import ROUNDINGS
+from fp8.formats.quantize import operand_grid
+from fp8.formats.random_bits import fewer_bits
+from fp8.formats.rounding import ROUNDINGS, round_to_grid
 from tests.fp8.oracles import (
     GFLOAT,
     all_patterns,
@@ -308,3 +310,22 @@ def test_few_random_bits(random_bits):
             share,
             chance,
         )
+
+
+@parametrize("format", ["e2m1", "e4m3"])
+def test_the_eight_random_bits_of_hardware(format):
+    """``cvt.rs`` of Blackwell takes 8 (NVIDIA/TransformerEngine, pull request 3281). Over all of
+    them: the chance of rounding up is a multiple of 1/256, off by at most half of that, where
+    truncation of the share would be off by one."""
+    shares = torch.arange(4096, dtype=torch.float64) / 4096
+    x = (1 + shares * 2.0 ** -FORMATS[format].mantissa_bits).float()
+    grid = operand_grid(FORMATS[format], "saturate", x.dtype, False, "stochastic")
+    ups = torch.zeros(len(x), dtype=torch.float64)
+    for pattern in range(256):
+        bits = torch.full(x.shape, pattern << 23, dtype=torch.int32)
+        ups += round_to_grid(x, grid, fewer_bits(bits, 8)) > 1
+    assert ((ups / 256 - shares).abs() <= 2.0**-9).all()
+    drawn = quantize(x, format, rounding="stochastic", seed=1, random_bits=8)
+    assert_same(
+        drawn[(ups == 0) | (ups == 256)] > 1, (ups == 256)[(ups == 0) | (ups == 256)]
+    )

@@ -316,3 +316,29 @@ def test_a_run_resumes_after_a_switch_to_a_policy(policy, advance_first):
     again.load_state_dict(before.state_dict())
     fp8.advance(again, 0)
     assert_same(gradients(again, X), gradients(before, X))
+
+
+def test_the_forward_product_late_in_high_precision():
+    """ "nvfp4_forward_hp" is a rule of "nvfp4", runs natively where that does, and after
+    `fp8.advance` has the plain output and the gradients of "nvfp4", to the bit."""
+    by_rule = names_of_casts(Policy("nvfp4", rules=[("*", "forward", None)]))
+    assert names_of_casts("nvfp4_forward_hp") == by_rule
+    policy = Policy("nvfp4", switch=[(0.8, "nvfp4_forward_hp")])
+    layer, x = nn.Linear(64, 32), normal(96, 64, seed=1)
+    plain = gradients(nn.Sequential(copy.deepcopy(layer)), x)
+    model = fp8.convert(nn.Sequential(layer), policy)
+    found = []
+    for fraction in (0, 0.8):
+        fp8.advance(model, fraction)
+        torch.manual_seed(0)
+        found.append(gradients(model, x))
+        assert "native on CUDA devices" in fp8.report(model)[0].why
+    early, late = found
+    assert_same(late.pop("output"), plain["output"])
+    assert not torch.equal(early.pop("output"), plain["output"])
+    assert_same(late, early)
+    assert not torch.equal(late["0.weight"], plain["0.weight"])
+
+
+def names_of_casts(policy):
+    return fp8.convert(nn.Sequential(nn.Linear(64, 32)), policy)[0].fp8_recipe.casts

@@ -12,7 +12,7 @@ from fp8.lab.sums.dot import dot
 from fp8.products.matmul import linear
 from fp8.recipes.tensor_cores import TENSOR_CORES
 from tests.reference import rotation
-from tests.shared import normal, pairs, parametrize
+from tests.shared import assert_same, normal, pairs, parametrize
 
 E4M3_LOW = -6
 
@@ -170,3 +170,25 @@ def test_where_ms_eden_is_unbiased():
     variance = (y - x).square().mean() / count
     bias = ((y.mean(0) - x).square().mean() - variance) / few.double().square().mean()
     assert float(bias.sqrt()) == pytest.approx(6e-3, rel=0.3)
+
+
+def test_fp4_weights_are_fp8_weights_while_their_exponents_span_at_most_14():
+    """DeepSeek-V4 trains on FP4 weights in FP8 products: MXFP4 is a subset of e4m3 in tiles of
+    128 x 128 with scales of powers of two. Against float64, for each span and code."""
+    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    tile = torch.cat([codes, -codes]).repeat(128, 8)
+    cast = fp8.RECIPES["block"].weight
+    for span in range(40):
+        exponents = torch.zeros(128, 4, dtype=torch.float64)
+        exponents[1::2] = -torch.arange(256).remainder(span + 1).view(64, 4).double()
+        exponents[-1, -1] = -span
+        scale = 2.0 ** exponents.repeat_interleave(32, 1)
+        weight = tile * scale
+        assert_same(fp8.quantize(weight, "e2m1", scale=scale), weight)
+        # 6 of the largest exponent is 384 of 448; the steps of e4m3 end at 2**-9.
+        scaled = weight * 2.0**6
+        step = 2.0 ** (scaled.abs().clamp(min=2.0**E4M3_LOW).log2().floor() - 3)
+        want = (scaled / step).round() * step / 2.0**6
+        got, _ = rounded(weight.float(), cast)
+        assert_same(got.double(), want)
+        assert torch.equal(want, weight) == (span <= 14)
