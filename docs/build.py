@@ -28,6 +28,7 @@ from fp8.kernels.kernel import Kernel
 from fp8.kernels.product import kernels_of, why_not_recipe
 from fp8.kernels.table import KERNELS
 from fp8.lab.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
+from fp8.lab.parity.engines import ENGINES, Engine
 from fp8.modes.dispatch import COMPOSED, LEFT, PRODUCTS
 from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, Encoding
 from fp8.recipes.cast import Cast
@@ -186,6 +187,9 @@ def recipe(recipe: Recipe) -> list[str]:
     others = [f"`{field}`: {cast(other)}" for field, other in recipe.overrides.items()]
     if recipe.accumulate is not None:
         others.append(f'`accumulate="{recipe.accumulate}"`, `promote={recipe.promote}`')
+    engines = [row.name for row in ENGINES.values() if row.twin == recipe.name]
+    if engines:
+        others.append(f"the forward product of {code(engines)}")
     casts = map(cast, (recipe.input, recipe.weight, recipe.grad))
     row = named(record("cast_bias")["rows"])[recipe.name]
     bias = [
@@ -193,6 +197,13 @@ def recipe(recipe: Recipe) -> list[str]:
         for kind in ("normal", "heavy")
     ]
     return [f"`{recipe.name}`", *casts, "; ".join(others), *bias]
+
+
+def engine(row: Engine) -> list[str]:
+    twin = f"`{row.twin}`" if row.twin else ""
+    norms = f"{row.norms}, {row.residual}"
+    casts = map(cast, row.recipe.forward)
+    return [f"`{row.name}`", row.version, twin, *casts, norms, row.source]
 
 
 def scaling(name: str, row: Scaling) -> list[str]:
@@ -270,6 +281,15 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "name | input | weight | gradient of the output | otherwise | bias, normal "
         "| bias, heavy tails",
         [recipe(row) for row in RECIPES.values()],
+    ),
+    (
+        "Engines",
+        "`fp8.lab.parity.engines.ENGINES`: inference engines, whose casts `fp8.parity` and "
+        "`fp8 parity certify` compare with a trainer's. Recipe: one of `fp8.RECIPES` with the "
+        "casts of the forward product; without a name it is the `recipe` of the row. Norms: "
+        "`fp8.lab.parity.norms.ORDERS`, and whether the residual stream is rounded before.",
+        "name | engine | recipe | inputs | weights | norms | source",
+        [engine(row) for row in ENGINES.values()],
     ),
     (
         "Kernels",
