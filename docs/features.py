@@ -470,6 +470,10 @@ COMPARISONS = [
         | {"torchtitan": "its RL experiment logs it; no bound"},
     ),
     Comparison(
+        "certificate that trainer and engine are equal to the bit",
+        dict.fromkeys(_UNREAD, "not known"),
+    ),
+    Comparison(
         "time of a step on a GPU that is not there",
         dict.fromkeys(_UNREAD, "not known")
         | {"torchao": "of a linear layer by its shape, `roofline_utils`"},
