@@ -24,9 +24,11 @@ from ...common.libraries import probe
 from ...common.report import as_table, finite
 from ...common.step import tensors, unwrapped
 from ...common.validation import check_module, check_name
+from ...layers.calibrate import calibrate
 from ...layers.convert import convert, revert_layers
 from ...layers.roles import with_role
 from ...layers.select import layers_of
+from ...layers.settings import converted
 from ...recipes.cast import Cast
 from ...recipes.history import histories
 from ...recipes.policy import LayerRule, Policy
@@ -38,11 +40,10 @@ from .norms import count_norms, norms_of_engine
 from .sides import (
     Given,
     Side,
-    calibrate_static,
     checked_prompts,
     logits_of,
     measures,
-    with_sums,
+    set_sums,
 )
 
 __all__ = ["Certificate", "certify"]
@@ -169,8 +170,9 @@ def certify(
             them the engine's order. Models in bfloat16 are what engines serve.
         prompts: as for `fp8.parity`.
         engine: a name in `fp8.lab.parity.engines.ENGINES`, or an `Engine`.
-        train: the policy of the trainer, as for `fp8.parity`. None: the recipe of the engine for
-            all layers that its layout stores, without readout and routers.
+        train: the policy of the trainer, as for `fp8.parity`. None: a converted model as it is;
+            otherwise the recipe of the engine for all layers that its layout stores, without
+            readout and routers.
         sums: `fp8.Recipe.accumulate` of recipes that state none, on both sides. "exact" ones are
             equal for every order and size of the batch. None: those of torch.
         cache: as for `fp8.parity`.
@@ -186,11 +188,11 @@ def certify(
     if cache is not None and not is_pretrained(model):
         kind = type(model).__name__
         raise ValueError(f"cache is for models of transformers, not a {kind}")
-    if train is None:
+    if train is None and not converted(model):
         train = _twin(model, engine, ids[0])
     trainer = Side.of(train, sums)
     ours = trainer.of_model(model, ids[0])
-    theirs = _served(model, ours, engine, ids[0], sums)
+    theirs = _served(model, ours, engine, sums)
     found = _compared(ours, theirs.model, ids, cache)
     dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     return Certificate(
@@ -250,7 +252,7 @@ class _Served(NamedTuple):
 
 
 def _served(
-    model: nn.Module, ours: nn.Module, engine: Engine, ids: Tensor, sums: str | None
+    model: nn.Module, ours: nn.Module, engine: Engine, sums: str | None
 ) -> _Served:
     """The engine with the weights of a trainer."""
     stream = weights(ours)
@@ -262,10 +264,14 @@ def _served(
     for name in cast:
         layer: Any = ours.get_submodule(name)
         written = _written(name, layer.fp8_recipe, engine)
-        recipe = replace(engine.recipe, weight=written)
-        rules.append(LayerRule(name, with_sums(recipe, sums)))
+        rules.append(LayerRule(name, replace(engine.recipe, weight=written)))
     convert(theirs, Policy(None, rules=rules, name=engine.name))
-    calibrate_static(theirs, ids)
+    for name in cast:
+        scale = sent.get(f"{name}.input_scale")
+        if scale is not None:
+            exponent = int(scale.log2().item())
+            calibrate(theirs.get_submodule(name), scales={"input": exponent})
+    set_sums(theirs, sums)
     norms_of_engine(theirs, engine)
     return _Served(theirs, cast, _difference(ours, theirs, cast))
 

@@ -4,6 +4,7 @@ how far their next-token distributions are apart."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from ...common.step import evaluating, seeded
 from ...common.validation import check_choice, check_name
 from ...layers.calibrate import calibrate
 from ...layers.convert import convert, revert_layers
-from ...layers.settings import converted
+from ...layers.settings import change_settings, converted
 from ...recipes.policy import Policy, as_policy, name_of
 from ...recipes.recipe import AUTO, RECIPES, Recipe
 from ...recipes.tensor_cores import SUMS
@@ -30,71 +31,55 @@ Given = str | Recipe | Policy | Engine
 @dataclass(frozen=True)
 class Side:
     """How one side computes. policy: of the casts; None: those that the model has. engine: whose
-    norms it has; None: the model's. name: in reports."""
+    norms it has; None: the model's. sums: `Recipe.accumulate` of recipes that state none; None:
+    those of torch. name: in reports."""
 
     policy: Policy | None
     engine: Engine | None
+    sums: str | None
     name: str
 
     @staticmethod
     def of(given: Given | None, sums: str | None) -> Side:
-        """The side that a caller names. sums: `Recipe.accumulate` of recipes that state none; None:
-        those of torch. Raises ValueError for an unknown name."""
+        """The side that a caller names. Raises ValueError for an unknown name."""
         if sums is not None:
             check_choice("sums", sums, SUMS)
         if given is None:
-            return Side(None, None, "as it is")
+            return Side(None, None, sums, "as it is")
         if isinstance(given, str):
             check_name("policy", given, (AUTO, *RECIPES, *ENGINES))
             given = ENGINES.get(given, given)
         if isinstance(given, Engine):
-            policy = Policy(with_sums(given.recipe, sums))
-            return Side(policy, given, given.name)
+            return Side(Policy(given.recipe), given, sums, given.name)
         policy = as_policy(given)
         name = policy.name or name_of(policy.recipe)
         if policy.selects and not policy.name:
             name = f"{name}, by layer"
-        return Side(_policy_with_sums(policy, sums), None, name)
+        return Side(policy, None, sums, name)
 
     def of_model(self, model: nn.Module, ids: Tensor) -> nn.Module:
         """A copy of a model that computes so, and shares its parameters. ids: a prompt on which
         static scales are measured."""
         copied = sharing_copy(model)
-        if self.policy is None:
-            return copied
-        copied = revert_layers(copied)
-        if any(recipe is not None for recipe in self.policy.recipes):
-            copied = convert(copied, self.policy)
-        calibrate_static(copied, ids)
+        if self.policy is not None:
+            copied = revert_layers(copied)
+            if any(recipe is not None for recipe in self.policy.recipes):
+                copied = convert(copied, self.policy)
+            calibrate_static(copied, ids)
+        set_sums(copied, self.sums)
         if self.engine is None:
             return copied
         return norms_of_engine(copied, self.engine)
 
 
-def with_sums(recipe: Recipe, sums: str | None) -> Recipe:
-    """The recipe with these sums, unless it states some or casts other formats."""
-    if sums is None or recipe.accumulate is not None:
-        return recipe
-    try:
-        return replace(recipe, accumulate=sums)
-    except ValueError:  # formats or rules without such sums
-        return recipe
-
-
-def _policy_with_sums(policy: Policy, sums: str | None) -> Policy:
-    def summed(source: str | Recipe | None) -> str | Recipe | None:
-        recipe = RECIPES.get(source, source) if isinstance(source, str) else source
-        return with_sums(recipe, sums) if isinstance(recipe, Recipe) else source
-
-    if sums is None:
-        return policy
-    rules = [replace(rule, recipe=summed(rule.recipe)) for rule in policy.rules]
-    return replace(
-        policy,
-        recipe=summed(policy.recipe),
-        rules=tuple(rules),
-        others=summed(policy.others),
-    )
+def set_sums(model: nn.Module, sums: str | None) -> None:
+    """Gives the converted layers of a model sums, unless their recipe states some or casts formats
+    that have none."""
+    for layer in converted(model).values():
+        recipe = layer.fp8_recipe
+        if sums is not None and recipe.accumulate is None:
+            with suppress(ValueError):
+                change_settings(layer, recipe=replace(recipe, accumulate=sums))
 
 
 def calibrate_static(model: nn.Module, ids: Tensor) -> None:

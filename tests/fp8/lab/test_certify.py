@@ -108,8 +108,20 @@ def test_a_model_of_one_s_own():
     assert found.dtype == "float32"
     assert_same(model.state_dict(), before)
     assert {row.done for row in fp8.report(model)} == {"left alone"}
-    converted = fp8.convert(network(), "row_exact")
-    assert certify(converted, ids, train=None).train == "row_exact"
+
+
+def test_a_converted_model_is_the_trainer_as_it_is():
+    """With the scales that it has, which are in the file."""
+    model, ids = family("llama")
+    fp8.convert(model, "static")
+    fp8.calibrate(model, ids[0], lambda y: y.logits.float().logsumexp(-1).mean())
+    found = certify(model, ids, engine="vllm_static")
+    assert found.train == "as it is"
+    assert found.weights == ""
+    assert found.ok
+    row = fp8.convert(family("llama")[0], "row_exact")
+    assert certify(row, ids).ok
+    assert row.lm_head.fp8_recipe == fp8.RECIPES["row_exact"]
 
 
 def test_nan_is_equal_to_nothing():
