@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from .checkpoints import command as layout
 from .lab import doctor
 from .lab.forecast import command as forecast
 from .lab.parity import command as parity
@@ -22,6 +23,7 @@ COMMANDS: dict[str, Any] = {
     "forecast": forecast,
     "parity": parity,
     "record": record,
+    "layout": layout,
     "doctor": doctor,
 }
 """Command -> the module of its study. ``run`` returns what to print, and the exit code."""
@@ -50,10 +52,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="fp8",
         description="Whether a model trains in FP8 (preflight), how fast a GPU would train it "
         "(forecast), whether a trainer and an inference engine agree (parity), what "
-        "the casts of a training have lost (record), and what this machine can run (doctor).",
+        "the casts of a training have lost (record), whether a checkpoint is as an inference "
+        "engine has it (layout), and what this machine can run (doctor).",
         epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken, preflight "
-        "cannot measure the model, parity finds a difference beyond the bound, or two records "
-        "part.",
+        "cannot measure the model, parity finds a difference beyond the bound, two records part, "
+        "or a checkpoint has another layout.",
     )
     parser.add_argument(
         "--version", action="version", version=f"%(prog)s {__version__}"

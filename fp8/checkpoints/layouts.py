@@ -1,34 +1,28 @@
-"""How checkpoints store the weights and casts of a recipe: `LAYOUTS`, `INPUTS`, `NAMES`.
+"""`LAYOUTS`: how inference engines have weights in low precision, in files and in memory.
 
-The names, dtypes and shapes are those that compressed-tensors 0.20 (``compressors``,
-``quantization.quant_args``), Transformers 5 (``quantizers``), vLLM and SGLang (both
-``layers.quantization``) read. In all of them the scales multiply the stored values.
+In all rows values times scales are the weight, whatever the scales are called. A scale of E8M0 is
+the byte of a biased exponent: 2**(byte - 127).
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 
-from ..casts.scaled_tensor import Memory
-from ..formats.format import FORMATS
-from ..formats.quantize import quantize_operand
-from ..recipes.cast import Cast
-from ..recipes.recipe import Recipe
-from ..recipes.rules import RULES
-from ..recipes.scaling import SCALINGS, Tile, grid_of, scale_of, scaled_tiles, widened
+from ..kernels.blackwell import swizzled
+from ..recipes.scaling import Tile, grid_of
 
-__all__ = ["INPUTS", "LAYOUTS", "NAMES", "Entry", "Layout"]
-
+__all__ = ["LAYOUTS", "ORDERS", "Entry", "Fused", "Layout", "Order", "Source"]
 
 # What JSON holds.
 Config = dict[str, Any]
+
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
 class Entry(NamedTuple):
@@ -43,355 +37,428 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Layout(NamedTuple):
-    """A row of `LAYOUTS`."""
+# Orders of scales
 
-    method: str
-    """The ``quant_method`` of the quantization_config."""
-    format: str
-    """The ``format`` of compressed-tensors; "" for other methods."""
-    tile: tuple[int, int]
-    """The values that share a stored scale, (outputs, inputs); 0: all."""
-    scale: str
-    """The name of the scales."""
-    dtype: torch.dtype
-    """The dtype of the scales: uint8 holds the bytes of E8M0."""
-    arguments: Config
-    """The arguments of the weights in a group of compressed-tensors' configuration."""
 
-    def entries(self, shape: torch.Size) -> dict[str, Entry]:
-        """The tensors of a weight (outputs, inputs), by the last part of their names."""
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """How the scales of a weight lie in memory: a row of `ORDERS`.
+
+    Attributes:
+        about: what it is.
+        shape: a function (grid, outputs) -> the shape of the tensor. grid: the shape of the scales,
+            (..., rows, columns), one for each tile. outputs: of the weight.
+        write: a function (scales, outputs) -> that tensor, of scales in the dtype of the layout
+            (float32 powers of two for int32).
+        stride: a function of the shape -> the strides of the last two dimensions; None: contiguous.
+    """
+
+    about: str
+    shape: Callable[[Sequence[int], int], tuple[int, ...]]
+    write: Callable[[Tensor, int], Tensor]
+    stride: Callable[[Sequence[int]], tuple[int, int]] | None = None
+
+
+def _round_up(n: int, by: int) -> int:
+    return -(-n // by) * by
+
+
+def _packed_shape(grid: Sequence[int], outputs: int) -> tuple[int, ...]:
+    return *grid[:-2], outputs, -(-grid[-1] // 4)
+
+
+def _packed(scale: Tensor, outputs: int) -> Tensor:
+    rows = torch.arange(outputs, device=scale.device) // 128
+    bytes = scale.to(E8M0).view(torch.uint8)[..., rows, :]
+    padding = (0, -bytes.shape[-1] % 4, 0, -outputs % 4)
+    words = F.pad(bytes, padding).contiguous().view(torch.int32)
+    # Not words.mT.contiguous(), whose strides mean nothing for a single column.
+    columns = torch.empty_like(words.mT, memory_format=torch.contiguous_format)
+    return columns.copy_(words.mT).mT[..., :outputs, :]
+
+
+def _packed_stride(shape: Sequence[int]) -> tuple[int, int]:
+    return 1, _round_up(shape[-2], 4)  # 16 bytes, the alignment of TMA
+
+
+def _swizzled_shape(grid: Sequence[int], outputs: int) -> tuple[int, ...]:
+    return *grid[:-2], _round_up(grid[-2], 128), _round_up(grid[-1], 4)
+
+
+def _swizzled(scale: Tensor, outputs: int) -> Tensor:
+    shape = _swizzled_shape(scale.shape, outputs)
+    each = [swizzled(one) for one in scale.reshape(-1, *scale.shape[-2:])]
+    return torch.stack(each).view(shape)
+
+
+ORDERS: dict[str, Order] = {
+    "rows": Order(
+        about="row by row",
+        shape=lambda grid, outputs: tuple(grid),
+        write=lambda scale, outputs: scale,
+    ),
+    # DeepGEMM, get_mn_major_tma_aligned_packed_ue8m0_tensor.
+    "packed": Order(
+        about="a row for each output, 4 bytes of E8M0 along it in an int32, the first one lowest; "
+        "column by column, each padded to 16 bytes",
+        shape=_packed_shape,
+        write=_packed,
+        stride=_packed_stride,
+    ),
+    # cuBLAS, "1D Block Scaling Factors Layout".
+    "swizzled": Order(
+        about="tiles of 128 x 4, padded with zeros; row i, column j of one at "
+        "16 (i mod 32) + 4 (i div 32) + j",
+        shape=_swizzled_shape,
+        write=_swizzled,
+    ),
+}
+"""Name -> order of scales."""
+
+
+# Layouts
+
+
+class Fused(NamedTuple):
+    """Layers of a model that an engine has as one: their outputs one after the other."""
+
+    name: str
+    parts: tuple[str, ...]
+
+
+class Source(NamedTuple):
+    """Where an engine defines a layout."""
+
+    engine: str
+    repository: str
+    path: str
+    version: str
+    """The commit that was read, or the release."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A row of `LAYOUTS`. ``{}`` in the name of a part is that of the weight.
+
+    Attributes:
+        name: the key.
+        place: "file", or "memory": the parameters of an engine after it has loaded them.
+        sources: the engines that have it, and where they define it.
+        scalings: those of `fp8.recipes.scaling.SCALINGS` of the weights that are written in it;
+            none: it is checked and not written.
+        format: of the values: "e4m3", or "e2m1", two in a byte, the first in the low four bits.
+        values: the name of the values.
+        grouped: whether the values of a scale are a dimension of their own.
+        tile: the values that share a stored scale, (outputs, inputs); 0: all.
+        scale: the name of the scales.
+        dtype: the dtype of the scales. uint8 and int32 hold bytes of E8M0.
+        order: the key of `ORDERS`.
+        divisor: the name of a float32 that the scales have been multiplied by; "": none.
+        factor: the name of a float32 that they are to be multiplied by; "": none.
+        fused: layers that are one. experts: layers of each expert, which are one parameter of all:
+            (experts, outputs, inputs).
+        shared: layers that the engine fuses when it loads them, under the largest `divisor`, so
+            that all need the same.
+        method: the ``quant_method`` of the quantization_config. style: the ``format`` of
+            compressed-tensors; "" for other methods.
+        arguments: of the weights, in a group of compressed-tensors' configuration.
+        inputs: scaling of an input -> its arguments there. None: it is served without a cast.
+            "dynamic": the scale is computed at serving time.
+    """
+
+    name: str
+    place: str = "file"
+    sources: tuple[Source, ...]
+    scalings: tuple[str, ...]
+    format: str = "e4m3"
+    values: str = "{}"
+    grouped: bool = False
+    tile: Tile
+    scale: str = "{}_scale"
+    dtype: torch.dtype = torch.float32
+    order: str = "rows"
+    divisor: str = ""
+    factor: str = ""
+    fused: tuple[Fused, ...] = ()
+    experts: tuple[Fused, ...] = ()
+    shared: tuple[Fused, ...] = ()
+    method: str = "compressed-tensors"
+    style: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any]
+
+    @property
+    def in_powers(self) -> bool:
+        """Whether the scales are powers of two."""
+        return self.dtype in (torch.uint8, torch.int32, E8M0)
+
+    @property
+    def forms(self) -> dict[str, str]:
+        """Part of a weight -> its name, of those that the layout has."""
+        names = {
+            "values": self.values,
+            "scale": self.scale,
+            "divisor": self.divisor,
+            "factor": self.factor,
+        }
+        return {part: form for part, form in names.items() if form}
+
+    def entries(self, shape: Sequence[int]) -> dict[str, Entry]:
+        """The tensors of a weight (..., outputs, inputs), by the keys of `forms`."""
+        *lead, outputs, inputs = shape
+        values = Entry(tuple(shape), E4M3)
+        if self.format == "e2m1":
+            values = Entry((*lead, outputs, inputs // 2), torch.uint8)
+        if self.grouped:
+            by = self.tile[1]
+            values = Entry((*lead, outputs, inputs // by, by // 2), torch.uint8)
         grid: tuple[int, ...] = (1,)
         if self.tile[0]:
-            grid = tuple(grid_of(shape, self.tile))
-        return {
-            "weight": Entry(tuple(shape), torch.float8_e4m3fn),
-            self.scale: Entry(grid, self.dtype),
-        }
+            order = ORDERS[self.order]
+            grid = order.shape(grid_of(shape, self.tile), outputs)
+        one = Entry((1,), torch.float32)
+        found = {"values": values, "scale": Entry(grid, self.dtype)}
+        return found | {part: one for part in self.forms if part not in found}
+
+    def shape_of(self, values: Sequence[int]) -> tuple[int, ...]:
+        """The shape (..., outputs, inputs) of a weight, by the shape of its values."""
+        if self.grouped:
+            return *values[:-2], values[-2] * values[-1] * 2
+        if self.format == "e2m1":
+            return *values[:-1], values[-1] * 2
+        return tuple(values)
 
 
-_TENSOR = Layout(
-    method="compressed-tensors",
-    format="float-quantized",
-    tile=(0, 0),
-    scale="weight_scale",
-    dtype=torch.float32,
-    arguments={"num_bits": 8, "strategy": "tensor"},
-)
-
-LAYOUTS: dict[str, Layout] = {
-    **dict.fromkeys(("unit", "tensor", "delayed", "static"), _TENSOR),
-    "row": _TENSOR._replace(
-        tile=(1, 0), arguments={"num_bits": 8, "strategy": "channel"}
-    ),
-    # DeepSeek-V3's own files; Transformers' FineGrainedFP8Config.
-    "block": Layout(
-        method="fp8",
-        format="",
-        tile=(128, 128),
-        scale="weight_scale_inv",  # which multiplies, as all scales here
-        dtype=torch.float32,
-        arguments={},
-    ),
-    # compressed-tensors' preset MXFP8. vLLM's method "mxfp8" reads no FP8 files.
-    "mx": Layout(
-        method="compressed-tensors",
-        format="mxfp8-quantized",
-        tile=(1, 32),
-        scale="weight_scale",
-        dtype=torch.uint8,
-        arguments={
-            "num_bits": 8,
-            "strategy": "group",
-            "group_size": 32,
-            "scale_dtype": "torch.uint8",
-        },
-    ),
-}
-"""Scaling of a weight -> its layout."""
-
-_STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
-
-INPUTS: dict[str, Config] = {
-    **dict.fromkeys(("unit", "delayed", "static"), _STATIC),
-    "tensor": _STATIC | {"dynamic": True},
-    "row": {"num_bits": 8, "strategy": "token", "dynamic": True},
-    "block": {},
-    "mx": LAYOUTS["mx"].arguments | {"dynamic": True},
-}
-"""Scaling of an input -> the arguments of the inputs in a group of compressed-tensors'
-configuration. "dynamic": the scale is computed at serving time."""
-
-
-def unfit(recipe: Recipe) -> str:
-    """Why the forward pass of a recipe has no layout; "" if it has one."""
-    weight, input = recipe.weight, recipe.input
-    none = f"no layout for recipe {recipe.name!r}"
-    then = "convert the model to 'tensor', 'row', 'block' or 'mxfp8' first"
-    if weight is None or input is None:
-        return f"{none}: {then}"
-    scalings = {weight.scaling, input.scaling}
-    # Engines read one method for a layer, which says how both operands are scaled.
-    mixed = len(scalings) > 1 and scalings & {"block", "mx"}
-    if mixed or not scalings <= LAYOUTS.keys():
-        return f"{none}: {then}"
-    for cast, tile in (
-        (weight, LAYOUTS[weight.scaling].tile),
-        (input, input.tile),
-    ):
-        usual = Cast(
-            format="e4m3",
-            scaling=cast.scaling,
-            rule=cast.rule,
-            history=cast.history or None,
-        )
-        if cast is weight and SCALINGS[cast.scaling].free:
-            usual = replace(usual, tile=cast.tile)
-        # Readers compute the scales of inputs from largest magnitudes.
-        unread = cast.rule is not None and RULES[cast.rule].is_simulated
-        parts = zip(cast.tile, tile, strict=True)
-        if cast != usual or unread or any(by and n % by for n, by in parts):
-            return f"{none}: {cast}; {then}"
-    return ""
-
-
-def misfit(layout: Layout, shape: torch.Size) -> str:
-    """Why a weight of a shape does not fit its layout; "" if it does."""
-    # Readers infer the tiles of method "fp8" from the number of scales: a weight consists of full
-    # ones, or is a part of one.
-    partial = layout.method == "fp8"
-    pairs = zip(shape, layout.tile, strict=True)
-    if all(not by or n % by == 0 or (partial and n <= by) for n, by in pairs):
-        return ""
-    size = "x".join(map(str, layout.tile))
-    return f"its shape {tuple(shape)} is not made of whole {size} blocks: take recipe 'row'"
-
-
-def stored(
-    layout: Layout,
-    weight: Tensor,
-    cast: Cast,
-    scale: Tensor | None,
-) -> dict[str, Tensor]:
-    """The tensors of a float32 weight, rounded as its cast does, by the last part of their names.
-    scale: of a cast that does not compute it."""
-    format, (down, along) = cast.number_format, cast.tile
-    if scale is None:
-        rule = cast.stored_rule
-        assert rule is not None
-        tiles, dims = scaled_tiles(weight, (down, along), -1)
-        scale = scale_of(tiles, dims, format, rule)
-    shape = layout.entries(weight.shape)[layout.scale].shape
-    if scale.dim():
-        scale = scale.reshape(grid_of(weight.shape, (down, along)))
-    wide = widened(scale, weight.shape, (down, along))
-    values = quantize_operand(weight, format, scale=wide) / wide
-    if scale.dim():
-        # A tile of the cast may consist of several of the layout, each with its scale.
-        pairs = zip((down, along), layout.tile, strict=True)
-        rows, columns = (n // by if by else 1 for n, by in pairs)
-        scale = widened(scale, shape, (rows, columns))
-    if layout.dtype == torch.uint8:
-        scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
-    return {
-        "weight": values.to(torch.float8_e4m3fn).contiguous(),
-        layout.scale: scale.to(layout.dtype).reshape(shape),
-    }
-
-
-NAMES: dict[str, tuple[str, ...]] = {
-    "values": ("{}", "{}_packed", "_{}_qdata"),
-    "scale": ("{}_scale", "{}_scale_inv", "_{}_scale"),
-    "divisor": ("{}_global_scale",),
-}
-"""Part of a weight -> the last part of its name in a file, for a weight whose own is in the braces:
-those of `LAYOUTS`, and those that torchao's ``flatten_tensor_state_dict`` writes."""
-
-# The magnitudes of e2m1, by the code without its sign.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-# The dtype of scales -> the values of a row that share one, where no configuration says it: by the
-# definitions of MX (OCP Microscaling Formats 1.0, section 5.3) and of NVFP4.
-_GROUPS = {torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}
-
-
-def names_in(
-    state: Mapping[str, Tensor],
-    weight: str,
-    targets: Collection[str],
-) -> dict[str, str]:
-    """The names in a checkpoint of the parts of a weight, by the keys of `NAMES`; {} without
-    values. targets: the names of all weights, which are no part of another one."""
-    path, dot, last = weight.rpartition(".")
-    names = {}
-    for part, forms in NAMES.items():
-        for form in reversed(forms):
-            name = path + dot + form.format(last)
-            if name in state and (name == weight or name not in targets):
-                names[part] = name
-    if "values" in names:
-        return names
-    return {}
-
-
-def tile_in(
-    config: Config,
-    path: str,
-    kind: type[nn.Module],
-) -> Tile | None:
-    """The values of the weight of a layer that share a scale, by a quantization_config; None if it
-    does not say so. path, kind: the name and the class of the layer."""
-    tiles: dict[str, Tile | None] = {}
-    for group in (config.get("config_groups") or {}).values():
-        if group.get("weights"):
-            tiles |= dict.fromkeys(group["targets"], _tile_by(group["weights"]))
-    if not tiles:
-        return _tile_by(config)
-    # In the order of compressed-tensors: names, patterns ("re:"), classes.
-    patterns = [t for t in tiles if t.startswith("re:") and re.match(t[3:], path)]
-    classes = [base.__name__ for base in kind.__mro__]
-    found = (tiles[t] for t in (path, *patterns, *classes) if t in tiles)
-    return next(found, None)
-
-
-def _tile_by(settings: Config) -> Tile | None:
-    """Returns the tile that a quantization_config states, or the weight arguments of one of its
-    groups; None if it states none."""
-    block = settings.get("weight_block_size") or settings.get("block_structure")
-    if block:
-        return int(block[0]), int(block[1])
-    if settings.get("group_size"):
-        return 1, max(settings["group_size"], 0)  # -1: all of a row
-    return {"channel": (1, 0), "tensor": (0, 0)}.get(settings.get("strategy", ""))
-
-
-def memory_of(
-    weight: str,
-    tensors: Mapping[str, Tensor],
-    tile: Tile | None,
-    device: torch.device,
-) -> Memory:
-    """A weight as FP8 values and float32 scales, without rounding. e2m1 values become e4m3.
-
-    weight: its name, for errors. tensors: by the keys of `NAMES`; values in e4m3, e5m2, or packed
-    e2m1 in uint8; scales of the tensor, of each row or of each block; bytes are biased exponents.
-    tile: the values that share a scale; None: as the shapes say. Raises ValueError for another
-    dtype, and for scales that do not have the tile or, without one, admit several.
-    """
-    values, scale = tensors["values"], tensors["scale"]
-    if values.dtype == torch.uint8:
-        # The first of two values is in the low four bits.
-        codes = torch.stack([values & 15, values >> 4], -1).flatten(-2)
-        magnitudes = values.new_tensor(_E2M1, dtype=torch.float32)[(codes & 7).long()]
-        values = torch.where(codes > 7, -magnitudes, magnitudes).to(torch.float8_e4m3fn)
-    formats = {FORMATS[name].dtype: name for name in ("e4m3", "e5m2")}
-    if values.dtype not in formats:
-        raise ValueError(
-            f"{weight} is stored in {values.dtype}; load reads e4m3, e5m2 and e2m1"
-        )
-    if scale.dtype == torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
-    group, scale = _GROUPS.get(scale.dtype), scale.float()
-    if "divisor" in tensors:  # what the writer has multiplied the scales by
-        scale = scale / tensors["divisor"].float()
-    if scale.numel() == 1:
-        scale = scale.reshape([1] * values.dim())
-    elif scale.shape == values.shape[:1]:  # of each row, without further dimensions
-        scale = scale.reshape(-1, *[1] * (values.dim() - 1))
-    if scale.numel() > 1 or (values.dim() > 1 and any(tile or ())):
-        tile = _tile_of(weight, values.shape, scale.shape, tile, group)
-    if scale.numel() == 1:
-        scale, tile = scale.reshape(()), None
-    return Memory(values.to(device), scale.to(device), formats[values.dtype], tile)
-
-
-def _tile_of(
-    weight: str,
-    shape: torch.Size,
-    grid: torch.Size,
-    tile: Tile | None,
-    group: int | None,
-) -> Tile:
-    """The tile of a grid of scales. group: the values of a row that share a scale of this dtype."""
-    rows, columns = tile or (None, None)
-    if len(grid) == len(shape) > 1 and grid[:-2] == shape[:-2]:
-        if tile is None and group and (grid[-2], grid[-1] * group) == shape[-2:]:
-            rows, columns = 1, group
-        down = _size(shape[-2], grid[-2], rows)
-        along = _size(shape[-1], grid[-1], columns)
-        if down and along:
-            return down, along
-    why = "which fit no block size, or several"
-    if tile is not None:
-        why = f"not one for each block of {tile[0] or 'all'} x {tile[1] or 'all'}"
-    raise ValueError(
-        f"{weight} of shape {tuple(shape)} has scales of shape {tuple(grid)}, {why}: pass config=, "
-        'the quantization_config of the file, such as {"weight_block_size": [128, 128]}'
+def _compressed(path: str) -> Source:
+    path = f"src/compressed_tensors/compressors/{path}/base.py"
+    return Source(
+        "compressed-tensors", "vllm-project/compressed-tensors", path, "0.20.1"
     )
 
 
-def _size(
-    n: int,
-    count: int,
-    by: int | None,
-) -> int | None:
-    """The size of blocks, the last one full or not, of which ``count`` are ``n`` values: ``by`` (0:
-    all), or without it the only one; None if there is none."""
-    if by is not None:
-        size = min(by or n, n)
-        if n and -(-n // size) == count:
-            return size
-        return None
-    if count == 1:
-        return n
-    # From n / count, rounded up, to less than n / (count - 1): the scales of one size alone.
-    least = -(-n // max(count, 1))
-    if least == -(-n // (count - 1)) - 1:
-        return least
-    return None
+def _transformers(path: str) -> Source:
+    path = f"src/transformers/{path}.py"
+    return Source("transformers", "huggingface/transformers", path, "5.24.0")
 
 
-def configuration(layers: dict[str, Any], ignore: list[str]) -> Config:
-    """The quantization_config. layers: of one layout. ignore: other linear layers."""
-    first = next(iter(layers.values()))
-    layout = LAYOUTS[first.fp8_recipe.weight.scaling]
-    if layout.method == "fp8":
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": list(layout.tile),
-            "modules_to_not_convert": ignore,
-        }
-    groups: dict[str, list[str]] = {}
-    for name, layer in layers.items():
-        groups.setdefault(json.dumps(_arguments(name, layer)), []).append(name)
-    if len(groups) == 1:
-        groups = {arguments: ["Linear"] for arguments in groups}
-    config_groups = {}
-    for i, (arguments, targets) in enumerate(groups.items()):
-        others = {"targets": targets, "output_activations": None}
-        config_groups[f"group_{i}"] = json.loads(arguments) | others
-    return {
-        "quant_method": layout.method,
-        "format": layout.format,
-        "quantization_status": "compressed",
-        "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-        "ignore": ignore,
-        "config_groups": config_groups,
-    }
+def _vllm(path: str, commit: str) -> Source:
+    path = f"vllm/model_executor/layers/quantization/{path}.py"
+    return Source("vllm", "vllm-project/vllm", path, commit)
 
 
-def _arguments(name: str, layer: Any) -> Config:
-    recipe = layer.fp8_recipe
-    always: Config = {"type": "float", "symmetric": True}
-    weights = always | {"dynamic": False} | LAYOUTS[recipe.weight.scaling].arguments
-    inputs = INPUTS[recipe.input.scaling]
-    in_list = sum(part.isdigit() for part in name.split(".")) >= 2
-    if inputs.get("strategy") == "token" and not in_list:
-        # compressed-tensors takes the first two dimensions for tokens, so that an input (tokens,
-        # features) would have a single scale. A group of all features is a scale for each token in
-        # every library. Engines that fuse a list of experts insist on "token" for these.
-        inputs = inputs | {"strategy": "group", "group_size": layer.in_features}
-    return {"weights": weights, "input_activations": always | inputs}
+def _sglang(path: str, commit: str) -> Source:
+    path = f"python/sglang/srt/layers/quantization/{path}.py"
+    return Source("sglang", "sgl-project/sglang", path, commit)
+
+
+_SCHEME = "compressed_tensors/schemes/compressed_tensors_"
+_MOE = "compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_"
+_BY_TRANSFORMERS = _transformers("quantizers/quantizer_compressed_tensors")
+_DEEPGEMM = Source(
+    "deepgemm", "deepseek-ai/DeepGEMM", "csrc/apis/layout.hpp", "54e226124093"
+)
+_SGLANG_FP8 = _sglang("fp8", "d94a1535900d")
+_VLLM_FP8_UTILS = _vllm("utils/fp8_utils", "007d50058a06")
+_SGLANG_NVFP4 = _sglang(f"{_SCHEME}w4a4_nvfp4", "0541d3be453b")
+
+_FLOAT = (
+    _compressed("naive_quantized"),
+    _vllm(f"{_SCHEME}w8a8_fp8", "de4766a1b8c5"),
+    _sglang(f"{_SCHEME}w8a8_fp8", "01d2a3d0d57b"),
+    _BY_TRANSFORMERS,
+)
+
+_STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+
+_FLOAT_INPUTS = {
+    **dict.fromkeys(("unit", "delayed", "static"), _STATIC),
+    "tensor": _STATIC | {"dynamic": True},
+    "row": {"num_bits": 8, "strategy": "token", "dynamic": True},
+}
+
+_MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+
+_FUSED = (
+    Fused("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    Fused("gate_up_proj", ("gate_proj", "up_proj")),
+)
+
+_EXPERTS = (
+    Fused("w13", ("gate_proj", "up_proj")),
+    Fused("w13", ("w1", "w3")),
+    Fused("w2", ("down_proj",)),
+    Fused("w2", ("w2",)),
+)
+
+_TENSOR = Layout(
+    name="tensor",
+    sources=_FLOAT,
+    scalings=("unit", "tensor", "delayed", "static"),
+    tile=(0, 0),
+    style="float-quantized",
+    arguments={"num_bits": 8, "strategy": "tensor"},
+    inputs=_FLOAT_INPUTS,
+)
+
+# DeepSeek-V3's own files.
+_BLOCK = Layout(
+    name="block",
+    sources=(
+        _vllm("fp8", "1436674bcb3f"),
+        _SGLANG_FP8,
+        _transformers("integrations/finegrained_fp8"),
+    ),
+    scalings=("block",),
+    tile=(128, 128),
+    scale="{}_scale_inv",  # which multiplies, as all scales here
+    method="fp8",
+    inputs={"block": {}},
+)
+
+# compressed-tensors' preset MXFP8. vLLM's method "mxfp8" reads no FP8 files.
+_MXFP8 = Layout(
+    name="mxfp8",
+    sources=(
+        _compressed("mxfp8"),
+        _vllm(f"{_MOE}w8a8_mxfp8", "2acef054699d"),
+        _sglang(f"{_SCHEME}w8a8_mxfp8", "719a836971b0"),
+        _BY_TRANSFORMERS,
+    ),
+    scalings=("mx",),
+    tile=(1, 32),
+    dtype=torch.uint8,
+    style="mxfp8-quantized",
+    arguments=_MX | {"num_bits": 8},
+    inputs={"mx": _MX | {"num_bits": 8, "dynamic": True}},
+)
+
+# The preset NVFP4A16: engines that cast inputs want their largest magnitude, which no cast keeps.
+_NVFP4 = Layout(
+    name="nvfp4",
+    sources=(
+        _compressed("nvfp4"),
+        _vllm(f"{_SCHEME}w4a16_nvfp4", "17b6501a6ce9"),
+        _BY_TRANSFORMERS,
+    ),
+    scalings=("nv",),
+    format="e2m1",
+    values="{}_packed",
+    tile=(1, 16),
+    dtype=E4M3,
+    divisor="{}_global_scale",
+    shared=(*_FUSED, Fused("w13", ("w1", "w3"))),
+    style="nvfp4-pack-quantized",
+    arguments={
+        "num_bits": 4,
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "scale_dtype": "torch.float8_e4m3fn",
+    },
+    inputs={"nv": None},
+)
+
+_ROWS = (
+    _TENSOR,
+    replace(
+        _TENSOR,
+        name="row",
+        scalings=("row",),
+        tile=(1, 0),
+        arguments={"num_bits": 8, "strategy": "channel"},
+    ),
+    _BLOCK,
+    # scale_fmt="ue8m0".
+    replace(
+        _BLOCK,
+        name="block_ue8m0",
+        sources=(_transformers("integrations/finegrained_fp8"),),
+        dtype=E8M0,
+    ),
+    _MXFP8,
+    replace(
+        _MXFP8,
+        name="mxfp4",
+        sources=(
+            _compressed("mxfp4"),
+            _vllm(f"{_SCHEME}w4a4_mxfp4", "ac2c03925ee4"),
+            _BY_TRANSFORMERS,
+        ),
+        format="e2m1",
+        values="{}_packed",
+        style="mxfp4-pack-quantized",
+        arguments=_MX | {"num_bits": 4},
+        inputs={"mx": _MX | {"num_bits": 4, "dynamic": True}},
+    ),
+    # GPT-OSS' own files, with parameters of all experts.
+    Layout(
+        name="mxfp4_blocks",
+        sources=(_transformers("integrations/mxfp4"),),
+        scalings=(),
+        format="e2m1",
+        values="{}_blocks",
+        grouped=True,
+        tile=(1, 32),
+        scale="{}_scales",
+        dtype=torch.uint8,
+        method="mxfp4",
+        inputs={},
+    ),
+    _NVFP4,
+    # Model-Optimizer's files, which have a scale of the inputs beside.
+    replace(
+        _NVFP4,
+        name="nvfp4_modelopt",
+        sources=(_vllm("modelopt", "c9a59901113c"),),
+        scalings=(),
+        values="{}",
+        divisor="",
+        factor="{}_scale_2",
+        method="modelopt",
+        style="",
+    ),
+    # Parameters on Hopper, and wherever scales stay float32.
+    replace(
+        _BLOCK,
+        name="block_sm90",
+        place="memory",
+        sources=(_VLLM_FP8_UTILS, _SGLANG_FP8, _DEEPGEMM),
+        fused=_FUSED,
+        experts=_EXPERTS,
+    ),
+    # Parameters on Blackwell, for DeepGEMM.
+    replace(
+        _BLOCK,
+        name="block_sm100",
+        place="memory",
+        sources=(_VLLM_FP8_UTILS, _sglang("fp8_utils", "002ed7e465ec"), _DEEPGEMM),
+        dtype=torch.int32,
+        order="packed",
+        fused=_FUSED,
+        experts=_EXPERTS,
+    ),
+    # Parameters of linear layers on Blackwell, for the kernels of CUTLASS and FlashInfer.
+    replace(
+        _NVFP4,
+        name="nvfp4_sm100",
+        place="memory",
+        sources=(
+            _vllm(f"{_SCHEME}w4a4_nvfp4", "85f1f913cf8d"),
+            _vllm("utils/quant_utils", "01693a61cbed"),
+            _SGLANG_NVFP4,
+        ),
+        order="swizzled",
+        shared=(),
+        fused=_FUSED,
+    ),
+)
+
+LAYOUTS: dict[str, Layout] = {row.name: row for row in _ROWS}
+"""Name -> layout. `fp8.export` writes the first one that has a recipe."""
+
+_ALL_FORMS = [pair for row in _ROWS for pair in row.forms.items()]
+
+FORMS: dict[str, tuple[str, ...]] = {
+    part: tuple(dict.fromkeys(form for key, form in _ALL_FORMS if key == part))
+    for part in ("values", "scale", "divisor", "factor")
+}
+"""Part of a weight -> all names that layouts have for it."""

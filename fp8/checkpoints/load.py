@@ -24,7 +24,8 @@ from ..layers.select import check_values_set
 from ..recipes.history import is_history
 from ..recipes.scaling import Tile
 from ..training.stored_weights import copied_parameter, replace, scaled_parameter
-from .layouts import NAMES, Config, memory_of, names_in, tile_in
+from .layouts import Config
+from .reading import NAMES, memory_of, names_in, tile_in
 from .weights import state_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -150,25 +151,39 @@ def _read(source: Source, config: Config | None) -> Checkpoint:
             f"load reads a path or a state_dict, not a {type(source).__name__}"
         )
     path = Path(source)
-    folder, files = path.parent, [path]
-    if path.is_dir():
-        # The index of a file in shards, as Hugging Face's libraries write it.
-        index = path / "model.safetensors.index.json"
-        folder, files = path, [path / "model.safetensors"]
-        if index.exists():
-            shards = _json(index)["weight_map"].values()
-            files = [path / shard for shard in sorted(set(shards))]
-    if absent := [file for file in files if not file.is_file()]:
-        raise ValueError(f"load found no file {absent[0]}")
-    about: Config = {}
-    for file in (folder / "config.json", folder / "fp8.json"):
-        if file.exists():
-            about |= _json(file)
+    files = files_of(path)
+    about = description(path)
     if config is None:
         config = about.get("quantization_config")
     load_file = need("safetensors").load_file
     tensors = {name: t for file in files for name, t in load_file(file).items()}
     return Checkpoint(tensors, config or {}, about.get("tied", {}))
+
+
+def files_of(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint. path: one of them, or a folder. Raises ValueError for
+    a file that is not there."""
+    files = [path]
+    if path.is_dir():
+        # The index of a file in shards, as Hugging Face's libraries write it.
+        index = path / "model.safetensors.index.json"
+        files = [path / "model.safetensors"]
+        if index.exists():
+            shards = _json(index)["weight_map"].values()
+            files = [path / shard for shard in sorted(set(shards))]
+    if absent := [file for file in files if not file.is_file()]:
+        raise ValueError(f"load found no file {absent[0]}")
+    return files
+
+
+def description(path: Path) -> Config:
+    """What config.json and fp8.json say, in the folder of a checkpoint."""
+    folder = path if path.is_dir() else path.parent
+    about: Config = {}
+    for file in (folder / "config.json", folder / "fp8.json"):
+        if file.exists():
+            about |= _json(file)
+    return about
 
 
 def _json(file: Path) -> Config:
@@ -299,10 +314,11 @@ def _need_scales(
     # With a scale of 1 in its place, weights would be about 100 times too large.
     # NVFP4 has two levels: scales in e4m3, and one for the tensor.
     two = "scale" in tensors and tensors["scale"].dtype == torch.float8_e4m3fn
-    part = "divisor" if two else "scale"
-    if part not in tensors:
+    needed = ("divisor", "factor") if two else ("scale",)
+    if not any(part in tensors for part in needed):
         path, dot, last = name.rpartition(".")
-        sought = ", ".join(path + dot + form.format(last) for form in NAMES[part])
+        forms = [form for part in needed for form in NAMES[part]]
+        sought = ", ".join(path + dot + form.format(last) for form in forms)
         raise ValueError(
             f"{name} is stored in {tensors['values'].dtype} without a scale: the checkpoint "
             f"(quant_method {method!r}) has none of {sought}. unscaled=True takes FP8 values as "

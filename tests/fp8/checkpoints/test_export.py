@@ -260,10 +260,6 @@ def test_a_model_of_ones_own(tmp_path):
             "no layout for recipe 'mxfp6': e2m3, mx; convert",
         ),
         (
-            lambda: fp8.convert(llama(), "nvfp4"),
-            "no layout for recipe 'nvfp4': convert the model",
-        ),
-        (
             lambda: fp8.convert(nn.Sequential(nn.Conv2d(16, 16, 3)), "tensor"),
             "layers of this kind: it stays in high precision",
         ),
