@@ -2,8 +2,8 @@
 
 Writes benchmarks/results/demo.json and docs/demo.png. `PARTS` are what `python -m docs.build`
 writes between ``<!-- NAME -->`` and ``<!-- /NAME -->``: of all results into README.md,
-docs/demo-results.md, docs/forecast.md and docs/learning-rates.md, of a table of the code into
-docs/from-nn-to-uu.md.
+docs/demo-results.md, docs/forecast.md and docs/learning-rates.md, of tables of the code into
+docs/from-nn-to-uu.md and docs/export.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import machine, write
-from docs import forecasts
+from docs import forecasts, layouts
 from docs.markdown import table
 from docs.questions import RESULTS
 from notebooks.nanogpt.session import PLOT
@@ -30,6 +30,7 @@ README = Path(__file__).parents[1] / "README.md"
 PAGE = Path(__file__).with_name("demo-results.md")
 RATES = Path(__file__).with_name("learning-rates.md")
 PORTING = Path(__file__).with_name("from-nn-to-uu.md")
+EXPORT = Path(__file__).with_name("export.md")
 FORECAST = Path(__file__).with_name("forecast.md")
 PICTURE = Path(__file__).with_name("demo.png")
 
@@ -207,6 +208,7 @@ PARTS: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"demo": summary, "times": times, "one_line": one_line_summary},
     PAGE: {"demo": demo, "training": training},
     PORTING: {"missing": missing},
+    EXPORT: {"layouts": layouts.layouts},
     FORECAST: {
         "today": forecasts.today,
         "run": forecasts.run,
