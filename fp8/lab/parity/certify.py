@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...adapters.transformers import is_pretrained
 from ...casts.casting import cast_forward
 from ...casts.scaled_tensor import dequantized
+from ...checkpoints.check import check_layout
 from ...checkpoints.load import load
 from ...checkpoints.weights import weights
 from ...common.copies import deep_copy
@@ -74,6 +75,8 @@ class Certificate:
         kept: the names of the linear layers that it has in high precision.
         norms: the number of RMS norms that have the engine's order there.
         tokens: the number of tokens in the prompts.
+        layout: the first tensor that is not as the engine wants it, by
+            `fp8.checkpoints.check.check_layout`; "" if all are.
         weights: what differs between the weights that the engine has loaded and those that the
             trainer wrote; "" if they are equal to the bit.
         equal: the share of logits that are equal to the bit.
@@ -95,6 +98,7 @@ class Certificate:
     kept: list[str]
     norms: int
     tokens: int
+    layout: str
     weights: str
     equal: float
     kl: float
@@ -106,8 +110,8 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Whether the weights and all logits are equal to the bit."""
-        return self.equal == 1 and not self.weights
+        """Whether the layout is the engine's, and the weights and all logits equal to the bit."""
+        return self.equal == 1 and not (self.layout or self.weights)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values, None for those that are not finite, and "ok"."""
@@ -125,13 +129,15 @@ class Certificate:
             ("trainer", self.train),
             ("engine", rollout),
             ("sums", self.sums),
+            ("layout of the weights", self.layout or "as the engine wants it"),
             ("weights through the layout", self.weights or "equal to the bit"),
             ("logits", f"{found}, {self.tokens} tokens"),
             ("KL(rollout || train)", f"{self.kl:.6f} per token"),
             ("largest ratio of probabilities", f"{self.ratio:.6f}"),
             ("argmax changed", f"{self.changed:.2%}"),
             ("differs first in", self.begins or "nothing"),
-            ("layers in low precision", f"{len(self.cast)}, {len(self.kept)} are not"),
+            ("layers in low precision", str(len(self.cast))),
+            ("linear layers in high precision", str(len(self.kept))),
             ("RMS norms in the engine's order", str(self.norms)),
         ]
 
@@ -208,6 +214,7 @@ def certify(
         kept=_kept(model, theirs.cast),
         norms=count_norms(theirs.model),
         tokens=sum(prompt.numel() for prompt in ids),
+        layout=theirs.layout,
         weights=theirs.differs,
         versions=_versions(),
         **found,
@@ -243,11 +250,13 @@ def _twin(model: nn.Module, engine: Engine, ids: Tensor) -> Policy:
 
 
 class _Served(NamedTuple):
-    """The model of the engine, its layers in low precision, and how its weights differ from those
-    that were written; "" if they do not."""
+    """The model of the engine, its layers in low precision, what is wrong with the layout of the
+    weights that were written, and how those that were loaded differ from them; "" if they do
+    not."""
 
     model: nn.Module
     cast: list[str]
+    layout: str
     differs: str
 
 
@@ -273,7 +282,8 @@ def _served(
             calibrate(theirs.get_submodule(name), scales={"input": exponent})
     set_sums(theirs, sums)
     norms_of_engine(theirs, engine)
-    return _Served(theirs, cast, _difference(ours, theirs, cast))
+    layout = check_layout(sent, engine.engine, config=stream.config).why
+    return _Served(theirs, cast, layout, _difference(ours, theirs, cast))
 
 
 def _written(name: str, recipe: Recipe, engine: Engine) -> Cast:

@@ -21,7 +21,6 @@ class Engine:
         norms: where RMS norms multiply by the weight, a name in `fp8.lab.parity.norms.ORDERS`.
         residual: "rounded": a norm reads the sum of residual stream and branch in the dtype of the
             model; "float32": before it is rounded to that.
-        layout: the name of the layout of the weights.
         source: where the casts and the norm are defined: repository, file and commit.
 
     The least scale of a token is in its rule. That of a group of 128, for largest magnitudes below
@@ -33,8 +32,12 @@ class Engine:
     recipe: Recipe
     norms: str = "weight"
     residual: str = "rounded"
-    layout: str = ""
     source: str
+
+    @property
+    def engine(self) -> str:
+        """The engine, as `fp8.checkpoints.check.check_layout` names it."""
+        return self.name.partition("_")[0]
 
     @property
     def twin(self) -> str:

@@ -140,7 +140,7 @@ def test_nan_is_equal_to_nothing():
         ({"engine": "sglang_block", "train": "row"}, ValueError, "scales by block"),
         ({"sums": "exct"}, ValueError, "sums"),
         ({"cache": "token"}, ValueError, "for models of transformers, not a Net"),
-        ({"train": "nvfp4"}, ValueError, "can be stored"),
+        ({"train": "nvfp4"}, ValueError, "writes them by nv"),
     ],
 )
 def test_bad_arguments(changes, error, message):
