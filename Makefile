@@ -22,10 +22,10 @@ $(STAMP): $(RUN)
 	$(INSTALL) -e '.[dev]'
 	touch $@
 
-demo: $(RUN)  ## train a small GPT in six variants, with a table and a figure (6 to 8 minutes, AVX-512)
+demo: $(RUN)  ## train a small GPT in five variants, and BF16 with AVX-512; a table and a figure (5 to 8 minutes)
 	$(BIN)/python -m notebooks.nanogpt --preset small
 
-record: $(RUN)  ## the demo, with its results written into README.md and docs/ (6 to 8 minutes)
+record: $(RUN)  ## the demo, with its results written into README.md and docs/ (5 to 8 minutes)
 	rm -rf out/record
 	$(BIN)/python -m notebooks.nanogpt --preset small --out out/record
 	$(BIN)/python -m docs.demo out/record

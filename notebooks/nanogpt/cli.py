@@ -17,7 +17,7 @@ from .optimizers import OPTIMIZERS
 from .results import summary, table
 from .session import PLOT, RESULTS, Session, prepare, run
 from .settings import PRESETS, Settings
-from .variants import DEMO, VARIANTS
+from .variants import DEMO, VARIANTS, by_default
 
 EXIT_BAD_INPUT = 2
 
@@ -63,8 +63,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": f"{' or '.join(PRESETS)} (default: %(default)s)",
     },
     "--variants": {
-        "default": ",".join(DEMO),
-        "help": f"some of {','.join(VARIANTS)} (default: %(default)s)",
+        "help": f"some of {','.join(VARIANTS)} (default: {','.join(DEMO)}; bf16 only on "
+        "devices with bfloat16 products)",
     },
     "--seeds": {
         "default": "0",
@@ -138,7 +138,8 @@ def _add_override(group: argparse._ArgumentGroup, name: str, example: object) ->
 
 def _session(args: argparse.Namespace) -> Session:
     settings = _settings(args)
-    variants = _names(args.variants)
+    device = _device(args.device)
+    variants = _variants(args.variants, device)
     if args.threads < 1:
         raise ValueError(f"--threads must be at least 1, got {args.threads}")
     if args.sample < 0:
@@ -151,7 +152,7 @@ def _session(args: argparse.Namespace) -> Session:
         lr=_learning_rates(args.lr, variants, settings),
         seeds=_seeds(args.seeds),
         out=args.out or _fresh_folder(args.preset),
-        device=_device(args.device),
+        device=device,
         threads=args.threads,
         compile=args.compile,
         sample=args.sample,
@@ -173,6 +174,20 @@ def _settings(args: argparse.Namespace) -> Settings:
         name: getattr(args, name) for name in names if getattr(args, name) is not None
     }
     return dataclasses.replace(PRESETS[args.preset], **given)
+
+
+def _variants(text: str | None, device: torch.device) -> list[str]:
+    """The variants asked for or, without any, those that the device does not emulate."""
+    if text is not None:
+        return _names(text)
+    variants = by_default(device)
+    for name in DEMO:
+        if name not in variants:
+            print(
+                f"{VARIANTS[name].label} is left out: this CPU has no bfloat16 products and "
+                f"emulates them slowly; --variants {','.join(DEMO)} includes it"
+            )
+    return list(variants)
 
 
 def _names(text: str) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 
 from notebooks.nanogpt import cli
 from notebooks.nanogpt.settings import PRESETS
+from notebooks.nanogpt.variants import DEMO
 
 
 def test_a_run_writes_results_a_plot_and_a_table(tmp_path, argv, capsys):
@@ -27,6 +28,22 @@ def test_a_run_writes_results_a_plot_and_a_table(tmp_path, argv, capsys):
     out, err = capsys.readouterr()
     assert out.rstrip().endswith("loss.png")
     assert err.count("\n") == 4 * 5  # not a terminal: one line an evaluation
+
+
+@pytest.mark.parametrize(
+    ("instructions", "left_out"), [("AVX2", ["bf16"]), ("AVX512", [])]
+)
+def test_variants_that_the_cpu_emulates_are_left_out_and_named(
+    instructions, left_out, tmp_path, argv, capsys, monkeypatch
+):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: instructions)
+    command = [
+        x for x in argv(out=tmp_path / "run", iters=1) if not x.startswith("--variants")
+    ]
+    assert cli.main(command) == 0
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [name for name in DEMO if name not in results["lr"]] == left_out
+    assert ("BF16 is left out" in capsys.readouterr().out) == bool(left_out)
 
 
 @pytest.mark.parametrize(
