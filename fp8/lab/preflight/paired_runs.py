@@ -176,7 +176,7 @@ def outcome(gap: Gap | None, tolerance: float, chance: float = 0.0) -> str:
         return "worse"
     if gap.high < 0:
         return "better"
-    if gap.high <= tolerance or (gap.mean <= tolerance and gap.half_width <= tolerance):
+    if gap.high <= tolerance:
         return "as the reference"
     if gap.high <= chance:
         return "within chance"

@@ -153,8 +153,8 @@ def preflight(
         held_out: the number of batches for the held-out loss, after those for training.
         budget: seconds for everything, by the wall clock. A run that would not end in time is not
             started; one that does not is ended.
-        target: in units of the loss: a gap below it counts as none, and the half-width at which an
-            interval is narrow enough.
+        target: in units of the loss: a gap below it counts as none. A candidate trains as the
+            reference where the interval of its gap ends below it.
         max_seeds: the largest number of pairs of runs of a candidate.
         hardware: names in `fp8.lab.hardware.HARDWARE`, or rows of your own.
         transforms: whether to try the transforms of installed packages, as unit scaling.

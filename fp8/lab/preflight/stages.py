@@ -419,21 +419,27 @@ class PreflightRun:
         compile_steps(self.problem, hardware, self.findings, self.budget)
 
     def _train_finalists(self) -> None:
-        """Trains the recipe of `fp8.convert`, the finalists and the transforms: all to the first
+        """Trains the transforms, the recipe of `fp8.convert` and the finalists: all to the first
         look, then those that are not decided."""
         for pairs in (FIRST_LOOK, self.settings.max_seeds):
-            self._train_policies(min(pairs, self.settings.max_seeds))
-            for name in self._with_transforms():
-                # A transform is another package's, and need not take this model.
-                try:
-                    self._train([name], min(pairs, self.settings.max_seeds))
-                except (ValueError, TypeError, RuntimeError) as error:
-                    self._note(f"{name} was not trained: {described(error)}")
+            pairs = min(pairs, self.settings.max_seeds)
+            # Transforms first: while the policies to train are several and may take all of the
+            # budget, a transform is one candidate.
+            self._train_transforms(pairs)
+            self._train_policies(pairs)
         for run in self.findings.runs:
             if run.name == REFERENCE and not math.isfinite(run.held_out):
                 self._note(
                     f"the reference diverged with seed {run.seed}, which does not count"
                 )
+
+    def _train_transforms(self, pairs: int) -> None:
+        for name in self._with_transforms():
+            # A transform is another package's, and need not take this model.
+            try:
+                self._train([name], pairs)
+            except (ValueError, TypeError, RuntimeError) as error:
+                self._note(f"{name} was not trained: {described(error)}")
 
     def _train_policies(self, pairs: int) -> None:
         """If all finalists are worse, the next ones are trained, while there is time."""

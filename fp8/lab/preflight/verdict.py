@@ -49,9 +49,10 @@ def decide(findings: Findings, proceed: Continue) -> None:
         verdict.policy = candidate.policy
         verdict.code = as_code(Policy.from_dict(candidate.policy))
         verdict.reasons = _reasons(findings, candidate)
+    verdict.reasons += _transforms(findings)
     verdict.savings = _savings(findings, best or untried, bool(best))
     if best and candidate is not None:
-        verdict.answer = _yes(candidate, _precision(findings))
+        verdict.answer = _yes(findings, candidate)
     elif candidate is None and any(c.outcome in FAILED for c in findings.candidates):
         verdict.answer = _no(findings)
     else:
@@ -63,13 +64,23 @@ def _precision(findings: Findings) -> str:
     return str(findings.model.get("dtype")).replace("bfloat16", BF16)
 
 
-def _yes(candidate: Candidate, precision: str) -> str:
+def _yes(findings: Findings, candidate: Candidate) -> str:
     answer, chance = "Yes, with", ""
     if candidate.outcome == "within chance":
         chance = "; the loss differs by less than from seed to seed"
     if candidate.kept:
-        answer = f"Yes, but keep {_layers(candidate.kept)} in {precision}; all other layers with"
-    return f"{answer} {recipe_in_words(candidate.recipe)}{chance}."
+        kept, precision = _layers(candidate.kept), _precision(findings)
+        answer = f"Yes, but keep {kept} in {precision}; all other layers with"
+    return f"{answer} {recipe_in_words(candidate.recipe)}, {_runs(findings)}{chance}."
+
+
+def _runs(findings: Findings) -> str:
+    """How long the runs are that a verdict rests on."""
+    steps = findings.settings["steps"]
+    asked = findings.settings["steps_asked"]
+    if steps < asked:
+        return f"in runs of {steps} of {asked} steps"
+    return f"in runs of {steps} steps"
 
 
 def _layers(names: Sequence[str]) -> str:
@@ -84,7 +95,10 @@ def _no(findings: Findings) -> str:
         if row.outcome in FAILED:
             gap = "diverges" if row.gap is None else f"{row.gap:+.4f}"
             gaps.append(f"{row.name} {gap}")
-    return f"No: every recipe that was trained ends with a higher loss ({', '.join(gaps)})."
+    return (
+        f"No, {_runs(findings)}: every recipe that was trained ends with a higher loss "
+        f"({', '.join(gaps)})."
+    )
 
 
 def _not_decided(
@@ -191,6 +205,32 @@ def _reasons(findings: Findings, candidate: Candidate) -> list[str]:
     return lines
 
 
+def _transforms(findings: Findings) -> list[str]:
+    """What training with each transform gave: candidates without a policy."""
+    lines = []
+    for row in findings.candidates:
+        if row.policy or row.outcome == "not trained":
+            continue
+        text = f"Trained as {row.name}, the loss diverges."
+        if row.gap is not None:
+            text = (
+                f"Trained as {row.name}, {_ends(row, 'the reference')}: {row.outcome}."
+            )
+        lines.append(text)
+    return lines
+
+
+def _ends(row: Candidate, reference: str) -> str:
+    """Where the loss of a candidate that was trained ends, beside the reference's."""
+    assert row.gap is not None
+    pairs = "pairs" if row.seeds > 1 else "pair"
+    where = "above" if row.gap >= 0 else "below"
+    return (
+        f"the loss ends {abs(row.gap):.4f} {where} that of {reference} "
+        f"({row.seeds} {pairs} of runs)"
+    )
+
+
 def _by_training(findings: Findings, candidate: Candidate) -> str:
     if candidate.gap is None:
         return (
@@ -198,12 +238,10 @@ def _by_training(findings: Findings, candidate: Candidate) -> str:
             f"{worst_error(candidate):.0%} (its update error); up to {FINE:.0%} is expected to "
             "train as well. It was not trained yet."
         )
-    pairs = "pairs" if candidate.seeds > 1 else "pair"
-    where = "above" if candidate.gap >= 0 else "below"
+    reference = f"the model in {_precision(findings)}"
     text = (
-        f"Trained with {candidate.name} from the same weights on the same batches, the loss ends "
-        f"{abs(candidate.gap):.4f} {where} that of the model in {_precision(findings)} "
-        f"({candidate.seeds} {pairs} of runs)."
+        f"Trained with {candidate.name} from the same weights on the same batches, "
+        f"{_ends(candidate, reference)}."
     )
     if candidate.low is None or candidate.high is None:
         return f"{text} Fewer than {FIRST_LOOK} pairs do not tell a difference from chance."

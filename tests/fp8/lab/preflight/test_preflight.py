@@ -325,7 +325,9 @@ def test_transforms_are_found_and_trained_with_the_users_optimizer(monkeypatch):
     monkeypatch.setattr("fp8.lab.preflight.preflight.installed", lambda: found)
     found = preflight(setup, **ONE | {"transforms": True}).findings
     runs = {run.name: run for run in found.runs}
+    assert list(runs) == ["reference", "copied", "tensor"]  # first, if time is short
     assert runs["copied"].losses == runs["tensor"].losses  # its parameters were trained
+    assert found.verdict.reasons[-1].startswith("Trained as copied, the loss ends")
 
 
 def candidate(name, bits, error, outcome="as the reference"):

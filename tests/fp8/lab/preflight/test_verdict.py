@@ -30,14 +30,15 @@ def forecast(hardware, low, *names, source="estimate"):
     return Forecast(hardware, source, (high, *rows))
 
 
-def decided(*candidates, chance=0.0, forecasts=None):
+def decided(*candidates, chance=0.0, forecasts=None, steps=200):
     names = [candidate.name for candidate in candidates]
     runs = [
         Run("reference", 0, [1.0], 1.0, seconds=60.0),
         Run("row", 0, [1.0], 1.0, 120.0),
     ]
     findings = Findings(
-        model={"dtype": "bfloat16"}, settings={"target": 0.01, "chance": chance}, runs=runs,
+        model={"dtype": "bfloat16"}, runs=runs,
+        settings={"target": 0.01, "chance": chance, "steps": steps, "steps_asked": 200},
         candidates=list(candidates), forecasts=forecasts or [forecast("h100", 2.0, *names)],
     )  # fmt: skip
     decide(findings, lambda seconds, seeds: f"go --budget {seconds:g} {seeds}")
@@ -46,7 +47,7 @@ def decided(*candidates, chance=0.0, forecasts=None):
 
 def test_yes():
     verdict = decided(candidate("row", "as the reference")).verdict
-    assert verdict.answer == f"Yes, with {ROW}."
+    assert verdict.answer == f"Yes, with {ROW}, in runs of 200 steps."
     assert verdict.savings == [
         "On h100, the matrix products of a training step are 1.50 times as fast; what it saves for "
         "the backward pass takes 1 GB in place of 2 GB (estimate)."
@@ -68,22 +69,32 @@ def test_yes():
 )
 def test_yes_but(kept, words):
     answer = decided(candidate("row except some", "better", kept=kept)).verdict.answer
-    assert answer == f"Yes, but keep {words} in bf16; all other layers with {ROW}."
+    assert (
+        answer
+        == f"Yes, but keep {words} in bf16; all other layers with {ROW}, in runs of 200 steps."
+    )
 
 
 def test_within_chance():
     verdict = decided(candidate("row", "within chance", 0.02), chance=0.05).verdict
-    assert (
-        verdict.answer
-        == f"Yes, with {ROW}; the loss differs by less than from seed to seed."
-    )
+    end = "in runs of 200 steps; the loss differs by less than from seed to seed."
+    assert verdict.answer == f"Yes, with {ROW}, {end}"
     assert "the model itself has a standard deviation of 0.0500" in verdict.reasons[0]
+
+
+def test_transforms_are_mentioned_with_their_outcome():
+    row, transform = candidate("row", "better"), candidate("uu", "worse", 0.02)
+    transform.policy = {}
+    assert decided(row, transform).verdict.reasons[1:] == [
+        "Trained as uu, the loss ends 0.0200 above that of the reference (3 pairs of runs): worse."
+    ]
 
 
 def test_no():
     failed = candidate("row", "worse", 0.2), candidate("mxfp4", "diverges", None)
-    assert decided(*failed).verdict.answer == (
-        "No: every recipe that was trained ends with a higher loss (row +0.2000, mxfp4 diverges)."
+    assert decided(*failed, steps=34).verdict.answer == (
+        "No, in runs of 34 of 200 steps: every recipe that was trained ends with a higher loss "
+        "(row +0.2000, mxfp4 diverges)."
     )
 
 
