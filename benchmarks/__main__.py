@@ -6,40 +6,40 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = (
-    "quantize",
-    "ops",
-    "rows",
-    "recipes",
-    "stats",
-    "optim",
-    "optimizers",
-    "optimizer_loss",
-    "half_precision",
-    "transforms",
-    "training",
-    "one_line",
-    "demo_rates",
-    "levels",
-    "transfer",
-    "transfer_depth",
-    "defaults",
-    "sizes",
-    "first_call",
-    "cast_bias",
-    "recipe_loss",
-    "fine_tuning",
-    "sums",
-    "router",
-    "preflight",
-    "papers",
-    "zoo",
-    "strangers",
-    "norms",
-    "faults",
-    "forecast",
-)
-"""Scripts of this package; `python -m benchmarks.NAME` runs one and writes results/NAME.json."""
+BENCHMARKS = {
+    **dict.fromkeys(("recipes", "transforms", "stats"), "steps"),
+    **{
+        name: name
+        for name in (
+            "optimizers",
+            "training",
+            "one_line",
+            "demo_rates",
+            "transfer",
+            "transfer_depth",
+            "defaults",
+            "sizes",
+            "cast_bias",
+            "recipe_loss",
+            "fine_tuning",
+            "sums",
+            "preflight",
+            "zoo",
+            "strangers",
+            "faults",
+            "forecast",
+        )
+    },
+}
+"""Name of the results -> script of this package. One that has several results takes the name as an
+argument: `python -m benchmarks.steps recipes`."""
+
+
+def command(name: str) -> list[str]:
+    """The command that measures what results/NAME.json has."""
+    script = BENCHMARKS[name]
+    arguments = [] if script == name else [name]
+    return [sys.executable, "-m", f"benchmarks.{script}", *arguments]
 
 
 def main(names: list[str]) -> int:
@@ -51,10 +51,8 @@ def main(names: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    commands = [
-        [sys.executable, "-m", f"benchmarks.{name}"] for name in names or BENCHMARKS
-    ]
-    return sum(subprocess.run(command).returncode != 0 for command in commands)
+    commands = [command(name) for name in names or BENCHMARKS]
+    return sum(subprocess.run(each).returncode != 0 for each in commands)
 
 
 if __name__ == "__main__":

@@ -282,7 +282,7 @@ def case_rows(
 def model_rows(theirs: bool) -> Iterator[Row]:
     """The peaks of `benchmarks.gpu`'s model: where the backward pass begins, every block keeps what
     it saves, and its input. The embedding is as large as the readout."""
-    from benchmarks.gpu_stages import MODELS, Sizes  # which imports this module
+    from benchmarks.gpu_cases import MODELS, Sizes  # which imports this module
 
     sizes, peaks, parts = Sizes(), measured("peak_GB"), []
     ours = [x for case, x in peaks if case == "model" and (x in TORCHAO) == theirs]

@@ -8,7 +8,7 @@ stage that fails, hangs or runs out of its time is ended, and the next one begin
 replace their rows in the files and leave the others. Kernels are in a file of their own,
 out/gpu_kernels.json, or beside that of --out. Nothing is downloaded; what is compiled stays in
 out/inductor for a second run. --seconds is divided among the stages; with fewer than 16 cores give
-it 800. Forecasts need no GPU: those that did not end can be run later, on another machine.
+it 800. The forecasts beside it need no GPU: `python -m benchmarks.forecast`, on any machine.
 
 "--device cpu --small" shows that the script runs: products are simulated or torch's CPU kernels,
 nothing is compiled to code, and times say nothing.
@@ -42,13 +42,11 @@ from benchmarks.gpu_kernels import TIMES
 from benchmarks.gpu_stages import STAGES
 from fp8.common.report import as_table
 from fp8.kernels.selftest import trusted
-from fp8.lab.hardware import BF16
 from fp8.lab.preflight.preflight import terminable
 
 QUESTION = """\
 what does a step, forward and backward, of a bf16 model cost on a GPU under an FP8 recipe, relative
-to bf16 (paired rounds on one warm card; ratio: median, and the 95 % interval of 2000 resamples);
-forecast: what fp8.forecast says"""
+to bf16 (paired rounds on one warm card; ratio: median, and the 95 % interval of 2000 resamples)"""
 
 SECONDS = 470.0
 """For everything: the command promises eight minutes."""
@@ -110,7 +108,6 @@ class Record:
         self.save()
 
     def save(self) -> None:
-        self.values["rows"] = with_forecasts(self.values["rows"])
         text = json.dumps({**self.values, "rows": ROWS}, indent=2)
         rows = in_lines(self.values["rows"])
         written(self._path, text.replace(json.dumps(ROWS), rows))
@@ -129,43 +126,10 @@ def written(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def with_forecasts(rows: list[Row]) -> list[Row]:
-    """The rows, measured ones with the forecast of their case and recipe: its ratio to bf16, and by
-    how much it is off, of replayed graphs if they were measured. A model is the sum of its parts.
-    """
-    known = {(r["case"], r["recipe"]): r for r in rows if is_forecast(r)}
-    for recipe in {recipe for _, recipe in known}:
-        parts = [known.get((case, recipe), {}) for case in ("block", "readout")]
-        if all(parts):
-            known["model", recipe] = {
-                kind: sum(part["times_in_model"] * part[kind] for part in parts)
-                for kind in parts[0].keys() & {"ms", "card_ms"}
-            }
-    return [_with_forecast(row, known) for row in rows]
-
-
-def is_forecast(row: Row) -> bool:
-    return str(row["stage"]).startswith("forecast ")
-
-
-def _with_forecast(row: Row, known: dict[tuple[str, str], Row]) -> Row:
-    low, high = ((row.get("case", ""), x) for x in (row.get("recipe", ""), BF16))
-    if is_forecast(row) or "ratio" not in row or not {low, high} <= known.keys():
-        return row
-    kind, ratio = "ms", row["ratio"]
-    if "gpu_ratio" in row and "card_ms" in known[low]:
-        kind, ratio = "card_ms", row["gpu_ratio"]
-    expected = known[low][kind] / known[high][kind]
-    off = expected / ratio - 1
-    return {**row, "forecast": round(expected, 3), "off": round(off, 3)}
-
-
 class Target(NamedTuple):
-    """What is measured. device: "cuda" or "cpu". card: the name of the GPU, for which stages that
-    do not run on it compile. small: with small sizes."""
+    """What is measured. device: "cuda" or "cpu". small: with small sizes."""
 
     device: str
-    card: str
     small: bool
 
 
@@ -179,12 +143,8 @@ class Process:
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(CACHE.absolute()), **os.environ}
         if STAGES[stage].group == "before":  # with the processes of the others
             environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-        device = target.device
-        if not STAGES[stage].on_gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # compiled for, not used
-            device = target.card
         command = [sys.executable, "-m", "benchmarks.gpu", "--run", stage]
-        command += ["--device", device, *(["--small"] if target.small else [])]
+        command += ["--device", target.device, *(["--small"] if target.small else [])]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -331,16 +291,14 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"unknown stage {unknown[0]!r}; choose of {', '.join(STAGES)}")
     stages = given.stages or list(STAGES)
-    on_gpu = any(STAGES[stage].on_gpu for stage in stages)
-    if given.device == "cuda" and on_gpu and not card():
+    if given.device == "cuda" and not card():
         parser.error("no CUDA device; --device cpu --small shows that the script runs")
     recorded = given.device == "cuda" and not given.small
     path = given.out or (RESULTS if recorded else Path("out")) / "gpu.json"
     folder = given.out.parent if given.out else Path("out")
     with terminable():
         record = Record(path, folder / "gpu_kernels.json", stages, card())
-        measured_on = record.values["machine"].get("device", given.device)
-        target = Target(given.device, measured_on, given.small)
+        target = Target(given.device, given.small)
         try:
             run_all(stages, record, given.seconds, target)
         except KeyboardInterrupt:

@@ -13,25 +13,12 @@ from torch import Tensor, nn
 
 import fp8
 from benchmarks.forecast import OURS, TORCHAO, Block, Readout
-from benchmarks.forecast import PUBLISHED as LAYERS_AND_MODELS
 from fp8.casts.watch import skip_look
 from fp8.common.step import Batch, call, tensors
 from fp8.kernels.product import why_not_here
 from fp8.lab.hardware import BF16
 
 DTYPE = torch.bfloat16
-
-NANOCHAT = {"linear": "nanochat, MLP", "head": "nanochat, head"}
-"""Case -> what the names of its rows in `benchmarks.forecast.PUBLISHED` begin with."""
-
-PUBLISHED = {
-    (case, recipe): milliseconds
-    for case, prefix in NANOCHAT.items()
-    for name, row in LAYERS_AND_MODELS.items()
-    if name.startswith(prefix)
-    for recipe, milliseconds in ((BF16, row.bf16), (row.recipe, row.low))
-}
-"""(case, recipe) -> published milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +27,9 @@ class Sizes:
 
     linear, head: tokens, inputs and outputs. block: batch, length, width, MLP and heads. layers,
     vocabulary: of the model, which has 1.5B parameters. square: of the products whose rate is
-    measured. copied: bytes. cast: rows and columns of matrices that compiled code casts. time:
-    seconds that a stage has. rounds, seconds: of a comparison, in which a step is repeated for so
-    long. load: seconds of sustained load before a rate is measured, and while it is.
+    measured. copied: bytes. time: seconds that a stage has. rounds, seconds: of a comparison, in
+    which a step is repeated for so long. load: seconds of sustained load before a rate is measured,
+    and while it is.
     """
 
     linear: tuple[int, int, int] = (65536, 1664, 6656)
@@ -52,7 +39,6 @@ class Sizes:
     vocabulary: int = 32768
     square: int = 8192
     copied: int = 4 << 30
-    cast: tuple[tuple[int, int], ...] = ((4096, 2048), (2048, 5632), (65536, 768))
     time: float = 60.0
     rounds: int = 12
     seconds: float = 0.03
@@ -69,7 +55,6 @@ class Sizes:
             vocabulary=64,
             square=64,
             copied=1 << 12,
-            cast=((32, 16),),
             rounds=2,
             seconds=0.0,
             load=0.0,

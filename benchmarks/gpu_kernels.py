@@ -1,9 +1,4 @@
-"""What a step launches on a GPU, by torch's profiler: kernels, their times and their instructions.
-
-The instructions of a Triton kernel are those of its machine code in the configuration that
-autotuning chose. Names of inductor that are private are in `_winners`; without them, or without
-Triton's disassembler, a kernel has its time alone.
-"""
+"""What a step launches on a GPU, by torch's profiler: kernels and their times."""
 
 from __future__ import annotations
 
@@ -11,30 +6,23 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import Row
-from fp8.common.step import described
-from fp8.lab.forecast.assembly import Configuration, code_of
 
-# An event of a trace in Chrome's format; an object of inductor.
+# An event of a trace in Chrome's format.
 Event = dict[str, Any]
-Launcher = Any
 
 TIMES = "kernel_times"
 """In a row of results: `Step.details`."""
 
-SHARE = 0.01
-"""Of a step's time: shorter kernels are listed without instructions."""
 
 KINDS = {
     "triton": r"^triton_",
@@ -82,17 +70,8 @@ class Step(NamedTuple):
 
     def details(self) -> list[Row]:
         """A row for each kernel, those that take longest first."""
-        rows = []
-        total = sum(kernel.count * kernel.us for kernel in self.kernels)
-        for kernel in sorted(self.kernels, key=lambda k: -k.count * k.us):
-            row = {**kernel._asdict(), "us": round(kernel.us, 2)}
-            if kernel.kind == "triton" and kernel.count * kernel.us > SHARE * total:
-                try:
-                    row["instructions"] = round(instructions(kernel), 2)
-                except Exception as error:  # of private names, of tools: the time stays
-                    row["uncounted"] = described(error)
-            rows.append(row)
-        return rows
+        ordered = sorted(self.kernels, key=lambda k: -k.count * k.us)
+        return [{**kernel._asdict(), "us": round(kernel.us, 2)} for kernel in ordered]
 
 
 def profiled(step: Callable[[], object], repeats: int) -> Step:
@@ -138,38 +117,3 @@ def _later(events: list[Event], repeats: int) -> list[Event]:
     """The events of the later half of the steps."""
     ordered = sorted(events, key=lambda event: event["ts"])
     return ordered[len(ordered) // repeats * (repeats // 2) :]
-
-
-# Machine code
-
-
-def instructions(kernel: Kernel) -> float:
-    """The instructions that a Triton kernel executes for each element of its iteration."""
-    for source, folder in _winners(kernel):
-        path = folder / f"{kernel.name}.cubin"
-        binary = SimpleNamespace(
-            metadata=SimpleNamespace(num_warps=kernel.warps, shared=0),
-            asm={
-                "cubin": path.read_bytes(),
-                "ttgir": path.with_suffix(".ttgir").read_text(),
-            },
-        )
-        code = code_of(Configuration(binary, kernel.blocks, {}), source)
-        sizes = re.findall(r"^\s+\w*numel\w* = (\d+)$", source, re.M)
-        threads = 32 * kernel.warps * kernel.blocks
-        return code.instructions * threads / prod(map(int, sizes))
-    raise LookupError(f"no compiled kernel is named {kernel.name}")
-
-
-def _winners(kernel: Kernel) -> Iterator[tuple[str, Path]]:
-    """The source of a kernel and the folder of Triton's cache that has its binary, the newest
-    first. Inductor keeps the modules that it generates, each kernel with its launchers."""
-    cache = Path(import_module("torch._inductor.runtime.cache_dir_utils").cache_dir())
-    modules = import_module("torch._inductor.codecache").PyCodeCache.modules
-    for module in reversed(modules):
-        tuner = vars(module).get(kernel.name)
-        launchers: list[Launcher] = getattr(tuner, "launchers", [])
-        for launcher in launchers:
-            if launcher.n_regs == kernel.registers:
-                for folder in cache.glob(f"triton/*/{launcher.cache_hash}"):
-                    yield tuner.fn.src, folder

@@ -6,33 +6,26 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8
 from benchmarks.common import Row, compare
-from benchmarks.forecast import OURS, TORCHAO
-from benchmarks.gpu_cases import DTYPE, MODELS, PUBLISHED, Case, Sizes, ours, recipes
+from benchmarks.gpu_cases import DTYPE, Case, Sizes, ours, recipes
 from benchmarks.gpu_kernels import TIMES, profiled
 from benchmarks.gpu_rates import rates, sustained, timed, wait
 from fp8.common.step import described
 from fp8.kernels.product import why_not_here
 from fp8.kernels.selftest import why_not_compiled
-from fp8.kernels.table import store
-from fp8.lab.forecast.card import CARDS
-from fp8.lab.forecast.result import Forecast, Variant
 from fp8.lab.hardware import BF16
-from fp8.recipes.cast import Cast
-from fp8.torch_internals.inductor import in_each_configuration
 
 Step = Callable[[], object]
 
@@ -55,47 +48,6 @@ def selftest(device: str, sizes: Sizes) -> Iterator[Row]:
     why = why_not_compiled(str(where))
     seconds = round(time.perf_counter() - start, 1)
     yield {"recipe": "casts of compiled code", "compiled": why, "seconds": seconds}
-
-
-def configurations(device: str, sizes: Sizes) -> Iterator[Row]:
-    """Casts and transposes of compiled code in each configuration that autotuning chooses from, for
-    each recipe: how many of their bytes differ from those of eager code."""
-    # A graph in the cache may have the configuration alone that was fastest.
-    torch.compiler.config.force_disable_caches = True
-    casts: dict[frozenset[Cast], str] = {}
-    for name in ours(device):
-        of = (fp8.RECIPES[name].input, fp8.RECIPES[name].grad)
-        casts.setdefault(frozenset(c.unrotated.stateless for c in of if c), name)
-    for different, name in casts.items():
-        try:
-            found = [_compared(size, different, device) for size in sizes.cast]
-            count, wrong = map(sum, zip(*found, strict=True))
-            yield {"recipe": name, "configurations": count, "wrong_bytes": wrong}
-        except Exception as error:  # of the compiler: a result
-            yield {"recipe": name, "error": described(error)}
-
-
-def _compared(
-    size: tuple[int, int], casts: Iterable[Cast], device: str
-) -> tuple[int, int]:
-    """The number of configurations of the kernels for a size, and of wrong bytes."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(size, generator=generator)
-    x = (x * torch.exp2(4 * x.flip(0))).to(device, DTYPE)
-
-    def stored(x: Tensor) -> list[Tensor]:
-        operands = [store(x, cast, axis) for cast in casts for axis in (-1, -2)]
-        return [part.contiguous() for x in operands for part in (x.values, x.scale)]
-
-    wanted = stored(x)
-    runs = [map(_differing, got, wanted) for got in in_each_configuration(stored, x)]
-    return len(runs), sum(map(sum, runs))
-
-
-def _differing(a: Tensor, b: Tensor) -> int:
-    """The number of bytes in which two tensors differ."""
-    of_a, of_b = (x.flatten().view(torch.uint8) for x in (a, b))
-    return int((of_a != of_b).sum())
 
 
 def compiling(part: int, theirs: bool, device: str, sizes: Sizes) -> Iterator[Row]:
@@ -148,8 +100,6 @@ def measured(name: str, theirs: bool, device: str, sizes: Sizes) -> Iterator[Row
     high = Steps(case, variants[BF16])
     for recipe in names if theirs else [BF16, *names]:
         row: Row = {"case": name, "recipe": recipe}
-        if (name, recipe) in PUBLISHED:
-            row["published_ms"] = PUBLISHED[name, recipe]
         if time.monotonic() > end - PROFILED * len(variants):
             yield row | {"error": "no time was left"}
             continue
@@ -256,63 +206,27 @@ def tests(device: str, sizes: Sizes) -> Iterator[Row]:
         }
 
 
-def forecast(name: str, theirs: bool, device: str, sizes: Sizes) -> Iterator[Row]:
-    """What `fp8.forecast` says of a case; bf16 first, with our recipes."""
-    if theirs and not recipes(theirs, device):
-        return
-    hardware = next((known for known in CARDS if known in device.lower()), "h100")
-    with torch.device("meta"):
-        model, batch = MODELS[name](sizes)
-    for recipe in TORCHAO if theirs else OURS:
-        result = fp8.forecast(model, batch, recipes=[recipe], hardware=hardware)
-        high, *low = result.variants  # an estimate has none of torchao
-        shown = (high, *low) if recipe == OURS[0] else low
-        yield from _forecasts(name, result, shown, sizes)
-
-
-def _forecasts(
-    name: str, result: Forecast, variants: Iterable[Variant], sizes: Sizes
-) -> Iterator[Row]:
-    for variant in variants:
-        yield {
-            "case": name,
-            "recipe": variant.recipe,
-            "ms": round(1e3 * variant.seconds, 4),
-            "card_ms": round(1e3 * (variant.card or variant.seconds), 4),
-            "ratio": round(result.ratio(variant.recipe), 3),
-            "times_in_model": {"block": sizes.layers, "readout": 1}.get(name, 0),
-            "kernels": variant.kernels,
-            "peak_GB": round(variant.compiled / 1e9, 2),
-            "source": result.source,
-        }
-
-
 CASES = ("linear", "head", "block", "readout")
-"""What is compiled and forecast; a model is blocks and a readout."""
+"""What is compiled ahead; a model is blocks and a readout."""
 
 
 class Stage(NamedTuple):
     """A stage of the benchmark.
 
     run: gives its rows. group: those of the same one run side by side. seconds: its share of the
-    time of the benchmark. on_gpu: whether it runs on one.
+    time of the benchmark.
     """
 
     run: Callable[[str, Sizes], Iterator[Row]]
     group: str
     seconds: float
     about: str
-    on_gpu: bool = True
 
 
 before = partial(Stage, group="before", seconds=70.0)
-after = partial(Stage, group="after", seconds=75.0)
 
 STAGES: dict[str, Stage] = {
     "selftest": before(selftest, about="of the kernels, for each recipe"),
-    "configurations": before(
-        configurations, about="compiled casts in each configuration, byte by byte"
-    ),
     **{
         f"compile {part}": before(
             partial(compiling, part, False), about="a share of our recipes, ahead"
@@ -333,8 +247,4 @@ for theirs, of, share in ((False, "", 1.0), (True, " torchao", 0.35)):
     ):
         run = partial(measured, name, theirs)
         STAGES[name + of] = Stage(run, name + of, share * seconds, about)
-STAGES["tests"] = after(tests, about="pytest -m gpu")
-for name, of in product(CASES, ("", " torchao")):
-    STAGES[f"forecast {name}{of}"] = after(
-        partial(forecast, name, bool(of)), about="fp8.forecast of a case", on_gpu=False
-    )
+STAGES["tests"] = Stage(tests, "tests", 75.0, "pytest -m gpu")

@@ -216,7 +216,7 @@ FEATURES = [
         ("Fused LayerNorm before torch 1.13", "not had: torch 2.11 is the oldest"),
         (
             "training is faster",
-            "not shown: on CPU it is measured by benchmarks.norms, no GPU",
+            "not shown: measured on CPUs alone, in the log",
         ),
     ),
     *_rows(

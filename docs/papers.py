@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from docs.markdown import table
-from docs.questions import record
 
 NUMBERS_PAGE = Path(__file__).with_name("papers-numbers.md")
 
@@ -248,61 +247,12 @@ row again.
 - "same": equal within half of the last published digit and five standard errors of both samples.
 - "same order": only the order is compared.
 - "between": the published setting is incomplete, and the number lies between those of two choices.
-- "miss": another number. The test of the published one is expected to fail, and must fail."""
+- "miss": another number. The test of the published one is expected to fail, and must fail.
 
-TRAINED = """\
-## Numbers of training runs
+Orders of losses that papers publish of trained models: [the log](log.md#recipes)."""
 
-Three publications are about trained models: gaps of 30M parameters after 750 million tokens
-(Quartet II, for_plots/runs.json); a fit over hundreds of trainings (arXiv:2501.02423, table 2),
-by which a format of E exponent and M mantissa bits adds a loss proportional to 1 / ((E +
-0.5)^3.19 (M + 0.5)^2.95); and a switch late in the training of 12 billion parameters (NVFP4,
-arXiv:2509.25149, appendix D). A CPU trains none of these. `python -m benchmarks.papers` trains a
-GPT of two layers, 64 wide, for 150 steps, and compares orders, and ratios of gaps to float32.
-
-- "seen": the order is that of the paper, by the 95 % interval of the difference over seeds;
-  "opposite": the other one; "not seen": the interval contains 0.
-- Ratios are shown where both gaps are known to be above 0.
-- What is "not seen" is a miss of this benchmark: gaps of FP8 and FP4 differ by less than they vary
-  between seeds, 0.01 to 0.02, in so small a model. It ran with 3 seeds in place of 5, on a shared
-  machine.
-- "forward" casts the operands of the output alone, "backward" those of both gradients alone. What
-  is "late" changes after two thirds of the steps.
-
-{gaps}
-
-{claims}"""
 
 VERDICTS = {"value": "same", "order": "same order", "bracket": "between"}
-
-
-CLAIM_HEADS = "claim | ratio, theirs | ratio, ours | difference, ours | order | source"
-
-
-def _trained() -> str:
-    """The section of the benchmark's results."""
-    rows = record("papers")["rows"]
-    gaps = [
-        [row["name"], f"{row['gap']:+.4f} ± {row['half']:.4f}", str(row["seeds"])]
-        for row in rows
-        if "gap" in row
-    ]
-    claims = [
-        [
-            row["name"],
-            f"{row['published_ratio']:g}",
-            f"{row['ratio']:g}" if "ratio" in row else "-",
-            f"{row['difference']:+.4f} ± {row['half']:.4f}",
-            row["order"],
-            row["source"],
-        ]
-        for row in rows
-        if "order" in row
-    ]
-    return TRAINED.format(
-        gaps=table("run | gap | seeds", gaps),
-        claims=table(CLAIM_HEADS, claims),
-    )
 
 
 def render() -> str:
@@ -321,4 +271,4 @@ def render() -> str:
         for key, n in NUMBERS.items()
     ]
     heads = "key | quantity | theirs | ours | comparison | source"
-    return f"{PREAMBLE}\n\n{table(heads, rows)}\n\n{_trained()}\n"
+    return f"{PREAMBLE}\n\n{table(heads, rows)}\n"

@@ -53,17 +53,6 @@ def ratios(*names: str, digits: int = 2) -> Callable[[list[Row]], str]:
     return listed
 
 
-def _within(rows: list[Row]) -> str:
-    met = sum(bool(row.get("met")) for row in rows if row.get("target") is not None)
-    targets = {row["target"] for row in rows if row.get("target") is not None}
-    bound = (
-        f"take at most {min(targets):g}" if len(targets) == 1 else "meet their target"
-    )
-    all_ratios = sorted(row["ratio"] for row in rows)
-    median = all_ratios[len(all_ratios) // 2]
-    return f"{met} of {len(rows)} ops {bound}; the median is {median:.2f}"
-
-
 def _demo(rows: list[Row]) -> str:
     return "; ".join(f"{row['label']}: {row['val_loss']:.3f}" for row in rows)
 
@@ -127,25 +116,6 @@ def _recipe_claims(rows: list[Row]) -> str:
     return "; ".join(f"{row['name']}: {row['verdict']}" for row in rows)
 
 
-def _papers(rows: list[Row]) -> str:
-    return "; ".join(f"{row['name']}: {row['order']}" for row in rows if "order" in row)
-
-
-def _router(rows: list[Row]) -> str:
-    shares: dict[str, list[str]] = {}
-    for row in rows:  # kept, then cast
-        shares.setdefault(row["name"], []).append(f"{row['rerouted']:.1%}")
-    return "Tokens routed to other experts, without and with: " + "; ".join(
-        f'"{name}": {kept} and {cast}' for name, (kept, cast) in shares.items()
-    )
-
-
-def _first_call(rows: list[Row]) -> str:
-    return "; ".join(
-        f"{row['name']}: {row['first_call_ms'] / 1000:.1f} s" for row in rows
-    )
-
-
 def _moved(rows: list[Row]) -> str:
     rates: dict[str, list[float]] = {}
     for row in rows:
@@ -155,44 +125,11 @@ def _moved(rows: list[Row]) -> str:
     )
 
 
-def _half(rows: list[Row]) -> str:
-    found = named(rows)
-    name = "unit-scaled fp16, loss not scaled"
-    return (
-        f"Held-out loss {found[name]['val_loss']:.3f}, "
-        f"unit-scaled FP32 {found['unit-scaled fp32']['val_loss']:.3f}"
-    )
-
-
-def _levels(rows: list[Row]) -> str:
-    levels = [row for row in rows if "gap" in row]
-    return "; ".join(
-        f"{r['name']}: {r['bytes_per_weight']:.0f} bytes, {r['gap']:+.3f} ± {r['gap_std']:.3f}"
-        for r in levels
-    )
-
-
 def _optimizers(rows: list[Row]) -> str:
     ours = [row for row in rows if row["name"].startswith("fp8 compiled, ")]
     ours = [row for row in ours if "blocks" not in row["name"]]
     low, high = (pick(row["ratio"] for row in ours) for pick in (min, max))
     return f"{low:.1f} to {high:.1f} of the time of torch's fused AdamW, compiled"
-
-
-def _norms(rows: list[Row]) -> str:
-    found = named(rows)
-    case = "forward, 64x96x56x56 float32"
-
-    def ratio(function: str, layout: str) -> str:
-        return f"{found[f'{function}, {case} {layout}']['ratio']:.2f}"
-
-    eager, compiled = "permute-norm-permute, eager", "permute-norm-permute, compiled"
-    return (
-        f"Forward, eager, float32: {ratio('ours, eager', 'contiguous')} contiguous, where timm's, "
-        f"whose result is channels-last, takes {ratio(eager, 'contiguous')}, and "
-        f"{ratio('ours, eager', 'channels_last')} channels_last. timm's compiled: "
-        f"{ratio(compiled, 'contiguous')} and {ratio(compiled, 'channels_last')}"
-    )
 
 
 def _preflight(rows: list[Row]) -> str:
@@ -242,23 +179,12 @@ def _zoo(rows: list[Row]) -> str:
     )
 
 
-def _optimizer_loss(rows: list[Row]) -> str:
-    return "Gap to AdamW with float32 states: " + "; ".join(
-        f"{row['name']}: {row['gap']:+.3f}" for row in rows if "gap" in row
-    )
-
-
 def _stats(rows: list[Row]) -> str:
     looks = [row for row in rows if "cost" in row]
     return "; ".join(
         f"{row['name'].removesuffix(', looks')}, 1 step in {row['every']}: {row['cost']:.1%}"
         for row in looks
     )
-
-
-def _optim(rows: list[Row]) -> str:
-    low, high = (pick(row["ratio"] for row in rows) for pick in (min, max))
-    return f"{low:.2f} to {high:.2f} of the time of torch's own"
 
 
 def _sums(rows: list[Row]) -> str:
@@ -355,14 +281,7 @@ QUESTIONS: dict[str, Question] = {
         text="Which claims of papers on recipes show in a larger GPT?",
         answer=_recipe_claims,
     ),
-    "papers": Question(
-        text="Which orders and ratios of papers on FP4 show in a small GPT?",
-        answer=_papers,
-    ),
     "sums": Question(text="What do the sums of tensor cores cost?", answer=_sums),
-    "router": Question(
-        text="What does a router in low precision change?", answer=_router
-    ),
     "fine_tuning": Question(
         text="How much held-out loss does FP8 cost in fine-tuning?", answer=_fine_tuning
     ),
@@ -388,10 +307,6 @@ QUESTIONS: dict[str, Question] = {
             "eager plain",
         ),
     ),
-    "first_call": Question(
-        text="How long does the first call of a unit-scaled model take?",
-        answer=_first_call,
-    ),
     "zoo": Question(
         text="Does `unit_scale` work on models of Hugging Face?", answer=_zoo
     ),
@@ -406,10 +321,6 @@ QUESTIONS: dict[str, Question] = {
         text="Do other rules for depth keep the best learning rate in place?",
         answer=_moved,
     ),
-    "optimizer_loss": Question(
-        text="What do 8-bit states and bfloat16 weights cost in loss?",
-        answer=_optimizer_loss,
-    ),
     "defaults": Question(
         text="What does each default of `unit_scale` and `uu.optim.AdamW` contribute?",
         answer=_defaults,
@@ -417,49 +328,12 @@ QUESTIONS: dict[str, Question] = {
     "sizes": Question(
         text="Does the default learning rate suit any depth and width?", answer=_sizes
     ),
-    "half_precision": Question(
-        text="Does a unit-scaled model train in float16 without loss scaling?",
-        answer=_half,
-    ),
-    "levels": Question(
-        text="How much memory does a weight take at O1, O2 and O3, and what does it cost in loss?",
-        answer=_levels,
-    ),
     "optimizers": Question(
         text="How long does a step with 8-bit optimizer states take?",
         answer=_optimizers,
     ),
-    "optim": Question(text="How long does a step of `uu.optim` take?", answer=_optim),
-    "ops": Question(
-        text="How long do unit-scaled layers take, relative to torch's?",
-        answer=ratios(
-            "linear, inner size 1024, compiled",
-            "TransformerLayer, 512 wide, compiled",
-            "TransformerLayer, 512 wide, eager",
-            "TransformerLayer, 128 wide, eager",
-        ),
-    ),
-    "rows_compiled": Question(
-        text="How long do unit-scaled ops take on large tensors, compiled, relative to torch's?",
-        answer=_within,
-    ),
-    "rows_small": Question(
-        text="How long do unit-scaled ops take on small tensors, compiled, relative to torch's?",
-        answer=_within,
-    ),
-    "rows_eager": Question(
-        text="How long do unit-scaled ops take in eager mode, relative to torch's?",
-        answer=_within,
-    ),
-    "quantize": Question(
-        text="How long does a simulated cast to e4m3 take, relative to a copy?",
-        answer=ratios("compiled nearest", "compiled stochastic", "eager nearest"),
-    ),
     "stats": Question(
         text="How much time do `fp8.stats` and `fp8.record` cost?", answer=_stats
-    ),
-    "norms": Question(
-        text="How close is LayerNorm2d to the time of copying its input?", answer=_norms
     ),
 }
 """Study -> question, in the order of the page."""

@@ -246,12 +246,7 @@ def test_kernels_are_those_of_the_later_steps(tmp_path):
     same = {"case": "block", "recipe": "unit"}
     for row in ({"ratio": 1.0}, {TIMES: step.details()}):
         record.add("block", same | row)
-    for ms, recipe in ((2, "unit"), (4, BF16)):
-        row = {"recipe": recipe, "case": "block", "ms": ms, "times_in_model": 1}
-        record.add("forecast block", row)
-    first, *_ = record.values["rows"]
-    expected = {"stage": "block", **same, "ratio": 1.0, "forecast": 0.5, "off": -0.5}
-    assert first == expected
+    assert record.values["rows"] == [{"stage": "block", **same, "ratio": 1.0}]
     listed = json.loads((tmp_path / "b.json").read_text())
     assert [row["us"] for row in listed] == [8, 7]
     assert {"blocks": 8, "warps": 4, "stage": "block", **same}.items() <= listed[

@@ -21,7 +21,7 @@ CHOSEN = {
     "tests/public_names.py": ["tests/test_changelog.py"],
     "docs/adapters.md": [f"{PAGE}[docs/adapters.md]"],
     "docs/removed.md": [],
-    "benchmarks/ops.py": [],
+    "benchmarks/sums.py": [],
 }
 
 
