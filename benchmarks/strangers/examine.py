@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 import fp8
 import unit_scaling as uu
+from benchmarks.casts import Casts
 from benchmarks.common import Row
-from fp8.common.step import described, tensors_within
+from fp8.common.step import described
 from fp8.layers.select import candidates
 from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 from .case import Case, Stranger
-from .casts import Casts
 
 __all__ = ["KINDS", "SHARE", "STEPS", "Options", "examine", "is_inside"]
 
@@ -38,10 +37,9 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Options:
-    """What is done beside the measurements."""
+    """What is done beside the measurements. train: 20 steps."""
 
     train: bool = False
-    compiled: bool = False
 
 
 def examine(stranger: Stranger, options: Options, send: Callable[[Row], None]) -> None:
@@ -59,7 +57,6 @@ def examine(stranger: Stranger, options: Options, send: Callable[[Row], None]) -
     send(row)
     phases = [_unit, _static]
     phases += [_plain_training] if options.train else []
-    phases += [_compiled] if options.compiled else []
     for phase in phases:
         try:
             phase(stranger, options, row)
@@ -163,85 +160,6 @@ def _plain_training(stranger: Stranger, options: Options, row: Row) -> None:
     case = _built(stranger)
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=2e-3)
     row["fp32_fall"] = _train(case, case.model, optimizer)
-
-
-def _compiled(stranger: Stranger, options: Options, row: Row) -> None:
-    """The largest error of the outputs and gradients of the compiled model in float64, where a
-    difference is one of the program, not of rounding; that of the plain model is in the details.
-    """
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        case = in_float64(_built(stranger))
-        row["details"]["compiled_plain"] = _compile_error(case, case.model)
-        model = unit_scale(case.model)
-        _step(case, model)
-        row["compiled"] = _compile_error(case, model)
-    finally:
-        torch.set_default_dtype(dtype)
-
-
-def in_float64(case: Case) -> Case:
-    """The case with a model and arguments in float64."""
-    args, kwargs = tree_map_only(
-        Tensor,
-        lambda t: t.double() if t.is_floating_point() else t,
-        (case.args, case.kwargs),
-    )
-    return Case(case.model.double(), args, kwargs, case.loss)
-
-
-def _compile_error(case: Case, model: nn.Module) -> str:
-    """The error of a step under torch.compile, with the random numbers of eager mode."""
-    eager = _results(case, model)
-    try:
-        compiled = _results(
-            case, torch.compile(model, options={"fallback_random": True})
-        )
-    except Exception as error:
-        return f"failed: {described(error)}"
-    return f"{_error(compiled, eager):.1e}"
-
-
-GRADIENT = "gradient "
-"""Starts the names of gradients among the results of a step."""
-
-
-def _results(case: Case, model: nn.Module) -> dict[str, Tensor]:
-    """The outputs and the loss of a step, and the gradients of parameters."""
-    output, loss = _step(case, model)
-    results = {
-        f"output {i}": t.detach().clone() for i, t in enumerate(tensors_within(output))
-    }
-    found = [p.grad for p in model.parameters()]
-    gradients = {
-        f"{GRADIENT}{i}": g.clone() for i, g in enumerate(found) if g is not None
-    }
-    return {**results, "loss": loss.detach(), **gradients}
-
-
-NOISE = 1e-9
-"""Gradients whose largest value is below this share of that of all, or the rounding of their dtype,
-are zero but for rounding: those of a bias of keys, or in front of a batch norm."""
-
-
-def _error(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> float:
-    """The largest difference relative to the largest value of its tensor."""
-    if ours.keys() != plain.keys():
-        return math.inf
-    gradients = {n: t for n, t in plain.items() if n.startswith(GRADIENT) and t.numel()}
-    sizes = {name: float(t.abs().max()) for name, t in gradients.items()}
-    noise = max([NOISE, *(torch.finfo(t.dtype).eps for t in gradients.values())])
-    least = noise * max(sizes.values(), default=0.0)
-    errors = [
-        float(
-            (ours[name].double() - t.double()).abs().max()
-            / t.double().abs().max().clamp(1e-30)
-        )
-        for name, t in plain.items()
-        if not torch.equal(ours[name], t) and sizes.get(name, math.inf) >= least
-    ]
-    return max(errors, default=0.0)
 
 
 def _rounded(share: float | None) -> float | None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
-from benchmarks.strangers.casts import Casts
+from benchmarks.casts import Casts
 from tests.shared import (
     Net,
     assert_same,
