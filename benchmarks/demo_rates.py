@@ -36,9 +36,8 @@ def held_out_loss(
         variant, vocab=len(corpus.symbols), settings=settings, seed=seed
     )
     autocast = VARIANTS[variant].autocast
-    training = Training(
-        model, corpus=corpus, settings=settings, lr=lr, seed=seed, autocast=autocast
-    )
+    given: Any = {"corpus": corpus, "settings": settings, "seed": seed}
+    training = Training(model, lr=lr, autocast=autocast, **given)
     while not training.finished:
         training.advance()
     loss = training.evaluate()[1]

@@ -2,8 +2,7 @@
 
 ``python -m benchmarks.preflight [NAME ...]`` runs a preflight of each of twenty small models
 (`benchmarks.problems`), then trains every candidate with three seeds that the preflight did not
-use, and compares. Run again, it continues with what is missing in --out. Names are measured anew,
-and of the comparison that --out has of them only a recommended candidate that it lacks is trained.
+use, and compares. Run again, it continues with what is missing in --out. Names are measured anew.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import statistics
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
@@ -32,13 +30,10 @@ from fp8.lab.preflight.paired_runs import REFERENCE, Gap, gap
 from fp8.lab.preflight.preflight import RECIPES_TRIED, PreflightError, preflight
 from fp8.lab.preflight.search import (
     finalists,
-    keeping,
     recommended,
-    shares,
     worst_error,
 )
 from fp8.lab.preflight.training import Problem, train, under
-from fp8.lab.preflight.update_error import Probe
 from fp8.lab.trace import quiet
 from fp8.recipes.policy import Policy
 
@@ -47,8 +42,6 @@ SEEDS = (100, 101, 102)
 """Of the exhaustive comparison. A preflight counts from 0."""
 BUDGET, MOST_SEEDS = 80.0, 32
 TARGET = 0.01
-COARSE = ("mxfp4", "nvfp4")
-"""Recipes whose kept layers are compared: the first that was searched."""
 
 OUT = Path("out/benchmark-preflight.jsonl")
 
@@ -62,7 +55,6 @@ class Result:
     interval of their difference. recommended: device -> candidate; first_to_try: the same where
     none is. excess: of their held-out loss over that of the best one, mean and interval, for the
     device where it is largest.
-    kept: selection ("search", "first", "last") -> share of the FLOPs kept, update error, gap.
     outcomes: candidate -> what the preflight's training says. chance: the deviation of the
     reference over seeds.
     statistic: of the verdict: "held-out losses", or "sequential".
@@ -81,8 +73,6 @@ class Result:
     first_to_try: dict[str, str] = field(default_factory=dict)
     best: str = ""
     excess: list[float] = field(default_factory=list)
-    coarse: str = ""
-    kept: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: str = ""
     outcomes: dict[str, str] = field(default_factory=dict)
     chance: float = 0.0
@@ -92,10 +82,8 @@ class Result:
 # Measuring
 
 
-def measure(
-    name: str, source: Callable[..., Any], *, steps: int, recorded: Result | None = None
-) -> Result:
-    """A preflight of a model, and the exhaustive comparison, which may be recorded."""
+def measure(name: str, source: Callable[..., Any], *, steps: int) -> Result:
+    """A preflight of a model, and the exhaustive comparison."""
     result, begun = Result(name, statistic="sequential"), time.perf_counter()
     try:
         found = preflight(
@@ -114,66 +102,11 @@ def measure(
     result.step_ms = 1000 * first.seconds / steps
     result.losses = first.losses[0], first.held_out
     _conclude(result, found)
-    if recorded is not None and recorded.gaps:
-        _reuse(result, recorded, found, Problem(source, steps, HELD_OUT))
-        result.seconds = time.perf_counter() - begun
-        return result
-    _compare_all(result, found, Problem(source, steps, HELD_OUT))
+    policies = {c.name: Policy.from_dict(c.policy) for c in found.candidates}
+    runs = exhaustive(Problem(source, steps, HELD_OUT), policies)
+    _compare(result, found.candidates, runs)
     result.seconds = time.perf_counter() - begun
     return result
-
-
-def _compare_all(result: Result, found: Findings, problem: Problem) -> None:
-    """Trains every candidate and every selection of layers."""
-    chosen = _selections(found)
-    policies = {c.name: Policy.from_dict(c.policy) for c in found.candidates}
-    policies |= {
-        name: keeping(choice.recipe, choice.kept) for name, choice in chosen.items()
-    }
-    runs, probes = exhaustive(problem, policies)
-    _compare(result, found.candidates, runs)
-    cast = sum(shares(found.products).values())
-    for selection, choice in chosen.items():
-        result.coarse = choice.recipe
-        errors = [probe(keeping(choice.recipe, choice.kept)) for probe in probes]
-        result.kept[selection] = {
-            "layers": choice.kept,
-            "share": cast - choice.share,
-            "error": math.sqrt(statistics.fmean(error**2 for error in errors)),
-            "gap": list(_gap(runs, selection)[:3]),
-        }
-
-
-def _reuse(result: Result, recorded: Result, found: Findings, problem: Problem) -> None:
-    """Copies the recorded comparison, and trains what is recommended and not in it."""
-    for each in ("gaps", "differs", "coarse", "kept"):
-        setattr(result, each, getattr(recorded, each))
-    named = result.recommended or result.first_to_try
-    policies = {c.name: Policy.from_dict(c.policy) for c in found.candidates}
-    missing = {
-        name: policies[name] for name in named.values() if name not in result.gaps
-    }
-    if missing:
-        runs, _ = exhaustive(problem, missing)
-        result.gaps = result.gaps | {
-            name: list(_gap(runs, name)[:3]) for name in missing
-        }
-    result.errors = recorded.errors | result.errors
-    result.best = min(result.gaps, key=lambda name: result.gaps[name][0])
-    far = [
-        _widest(result.gaps[name], result.gaps[result.best]) for name in named.values()
-    ]
-    same = named == (recorded.recommended or recorded.first_to_try) and not missing
-    result.excess = recorded.excess if same else max(far, default=[])
-
-
-def _widest(gap: Sequence[float], best: Sequence[float]) -> list[float]:
-    """The difference of two gaps, with the widest interval that it can have: of the sum of both
-    deviations."""
-    if gap == best:
-        return [0.0, 0.0, 0.0]
-    mean, half = gap[0] - best[0], (gap[2] - gap[1] + best[2] - best[1]) / 2
-    return [mean, mean - half, mean + half]
 
 
 def _conclude(result: Result, found: Findings) -> None:
@@ -191,21 +124,15 @@ def _conclude(result: Result, found: Findings) -> None:
         }
 
 
-def exhaustive(
-    problem: Problem, policies: Mapping[str, Policy]
-) -> tuple[list[Run], list[Probe]]:
-    """All policies and the reference, trained with each seed, and a probe in the middle of each
-    reference run."""
-    runs, probes = [], []
+def exhaustive(problem: Problem, policies: Mapping[str, Policy]) -> list[Run]:
+    """All policies and the reference, trained with each seed."""
+    runs = []
     for seed in SEEDS:
-        middle = (max(problem.steps // 2, 1),)
-        run, snapshots = train(problem, REFERENCE, seed, snapshots=middle)
-        runs.append(run)
-        probes += map(Probe, snapshots)
+        runs.append(train(problem, REFERENCE, seed)[0])
         for name, policy in policies.items():
             with quiet():
                 runs.append(train(problem, name, seed, under(policy))[0])
-    return runs, probes
+    return runs
 
 
 def _gap(runs: Iterable[Run], name: str) -> Gap:
@@ -248,47 +175,6 @@ def _differ(runs: Sequence[Run], name: str, other: str) -> bool:
         return not all(bad)
     found = difference(runs, name, other)
     return found.low > 0 or found.high < 0
-
-
-# The layers that are kept
-
-
-class Selection(NamedTuple):
-    """Layers to keep under a recipe. share: of the FLOPs, that are cast."""
-
-    recipe: str
-    kept: list[str]
-    share: float
-
-
-def _selections(found: Findings) -> dict[str, Selection]:
-    """The layers that the search keeps under a coarse recipe, and the first and the last ones with
-    at least as many FLOPs. Empty if it keeps none."""
-    searched = {c.recipe: c for c in found.candidates if c.kept}
-    recipe = next((recipe for recipe in COARSE if recipe in searched), None)
-    if recipe is None:
-        return {}
-    chosen, share = searched[recipe], shares(found.products)
-    at_least = sum(share.values()) - chosen.share
-    order = list(share)
-    return {
-        "search": Selection(recipe, chosen.kept, chosen.share),
-        "first": _ends(recipe, order, share, at_least),
-        "last": _ends(recipe, order[::-1], share, at_least),
-    }
-
-
-def _ends(
-    recipe: str, order: Sequence[str], share: Mapping[str, float], at_least: float
-) -> Selection:
-    """The first layers of an order that have together ``at_least`` a share of the FLOPs."""
-    kept: list[str] = []
-    for layer in order:
-        if sum(share[name] for name in kept) >= at_least - 1e-9:
-            break
-        kept.append(layer)
-    cast = sum(part for layer, part in share.items() if layer not in kept)
-    return Selection(recipe, kept, cast)
 
 
 # Rows
@@ -354,29 +240,6 @@ def is_within(result: Result) -> bool:
     return bool(result.excess) and (result.excess[0] <= TARGET or result.excess[1] <= 0)
 
 
-def standing(result: Result, figure: str) -> str:
-    """Whether the search's error or gap is "lower" than those of the first and of the last layers,
-    or "not lower"; "not compared" if these are the layers that it keeps, or if nothing is cast
-    beside them."""
-    kept = result.kept
-    chosen = kept["search"]
-    others = [
-        each
-        for name, each in kept.items()
-        if name != "search"
-        and each["error"]
-        and set(each["layers"]) != set(chosen["layers"])
-    ]
-    if not others:
-        return "not compared"
-    best = min(_mean(each[figure]) for each in others)
-    return "lower" if _mean(chosen[figure]) < best else "not lower"
-
-
-def _mean(value: float | list[float]) -> float:
-    return value[0] if isinstance(value, list) else value
-
-
 def row(result: Result) -> Row:
     """The row of a model."""
     problem = PROBLEMS.get(result.name)
@@ -402,10 +265,6 @@ def row(result: Result) -> Row:
         "tau_of_these": _rounded(found.differing.tau),
         "pairs_apart": found.apart.pairs,
         "tau_of_those": _rounded(found.apart.tau),
-        "kept_of": result.coarse,
-        "kept_FLOPs": _three(result, "share", "{:.0%}"),
-        "kept_error": _three(result, "error", "{:.3f}"),
-        "kept_gap": _three(result, "gap", "{:+.3f}"),
     }
 
 
@@ -421,13 +280,6 @@ def _interval(found: Sequence[float]) -> str:
     return f"{found[0]:+.4f} ({found[1]:+.4f} to {found[2]:+.4f})" if found else ""
 
 
-def _three(result: Result, figure: str, form: str) -> str:
-    """The search's figure, and those of the first and the last layers."""
-    return " / ".join(
-        form.format(_mean(found[figure])) for found in result.kept.values()
-    )
-
-
 def summary(results: Sequence[Result]) -> Row:
     """The row of all models. Its taus are the median over models of all pairs, and those of the
     pairs that differ, of all models together."""
@@ -437,7 +289,6 @@ def summary(results: Sequence[Result]) -> Row:
         Order(*map(sum, zip(*found, strict=True))) for found in zip(*each, strict=True)
     )
     taus = [found.every.tau for found in each if found.every.tau is not None]
-    searched = [result for result in done if result.kept]
     return {
         "name": "all",
         "kind": f"{len({PROBLEMS[r.name].kind for r in results if r.name in PROBLEMS})} kinds",
@@ -449,8 +300,6 @@ def summary(results: Sequence[Result]) -> Row:
         "tau_of_these": _rounded(differing.tau),
         "pairs_apart": apart.pairs,
         "tau_of_those": _rounded(apart.tau),
-        "kept_error": _wins(searched, "error"),
-        "kept_gap": _wins(searched, "gap"),
     }
 
 
@@ -466,11 +315,6 @@ def _median(values: Sequence[float], form: str) -> str:
     return f"median {form.format(statistics.median(values))}" if values else "none"
 
 
-def _wins(searched: Sequence[Result], figure: str) -> str:
-    counts = Counter(standing(result, figure) for result in searched)
-    return f"lower in {counts['lower']} of {counts['lower'] + counts['not lower']}"
-
-
 # The command line
 
 QUESTION = f"""\
@@ -482,10 +326,7 @@ not decide within the budget, of the policy to try first) over that of the best
 candidate, with the 95 % interval over seeds, for the device where it is largest; within: at most
 {TARGET}, or the interval contains 0. tau: Kendall's tau-b of the recipes' update errors and gaps;
 of all pairs; of the pairs whose gaps differ by more than the 95 % interval of their difference; and
-of those that also are more than {TARGET} apart.
-kept: under a recipe of 4 bits, the layers that the search keeps in high precision / the first / the
-last layers with at least as many FLOPs: their share of the FLOPs, the update error at other
-weights, batches and seeds, and the held-out gap"""
+of those that also are more than {TARGET} apart"""
 
 
 class Measured:
@@ -528,8 +369,7 @@ def main() -> int:
     measured = Measured(given.out)
     names = given.names or [name for name in PROBLEMS if name not in measured.results]
     for name in names:
-        before = measured.results.get(name)
-        measured.add(measure(name, PROBLEMS[name], steps=STEPS, recorded=before))
+        measured.add(measure(name, PROBLEMS[name], steps=STEPS))
         print(row(measured.results[name]), flush=True)
     rows = [
         {k: v for k, v in found.items() if v is not None} for found in measured.rows()

@@ -6,9 +6,8 @@ its size, under every recipe with five seeds; all its products are cast. Finishe
 ... trains these recipes alone; --train without a name trains nothing, and records what is there.
 --large takes 4 layers, 256 wide, and 2000 steps of half the batch: a run takes about 20 times as
 long, so that a part of the recipes and seeds is there. --compile changes the order of sums and no
-cast; the file of finished runs says which were compiled. The claims of papers that can be seen at
-these sizes are judged by the same runs. Recipes with the sums of a tensor core are in
-benchmarks.sums: they are the operands of others, at ten times the cost.
+cast; the file of finished runs says which were compiled. Recipes with the sums of a tensor core are
+in benchmarks.sums: they are the operands of others, at ten times the cost.
 """
 
 from __future__ import annotations
@@ -66,27 +65,6 @@ def _unnamed(recipe: fp8.Recipe | None) -> fp8.Recipe | None:
     return recipe and dataclasses.replace(recipe, name="")
 
 
-class Claim(NamedTuple):
-    """What a paper says of the loss of a run: it exceeds that of ``against`` with the same seed by
-    at most the share ``most``; for 0 it is smaller.
-    """
-
-    paper: str
-    run: str
-    against: str
-    most: float = 0.0
-
-
-CLAIMS = (
-    Claim("DeepSeek-V3, arXiv:2412.19437", "block", "fp32", 0.0025),
-    Claim("MXFP8, arXiv:2506.08027", "mxfp8", "fp32", 0.0025),
-    Claim("NVFP4, arXiv:2509.25149", "nvfp4_nvidia", "fp32", 0.015),
-    Claim("NVFP4, arXiv:2509.25149", "nvfp4_nvidia", "mxfp4"),
-    Claim("Four over six, arXiv:2512.02010", "four_over_six", "nvfp4_nvidia"),
-    Claim("Quartet II, arXiv:2601.22813", "quartet2", "nvfp4_nvidia"),
-)
-"""The bounds are those of the papers. MXFP8 "matches BF16": the bound of DeepSeek-V3 is used."""
-
 Losses = dict[tuple[str, int], float]
 """Of a run and a seed."""
 
@@ -137,7 +115,7 @@ def held_out_loss(
 
 
 class Setting(NamedTuple):
-    """What the command line of a benchmark of held-out loss asks for."""
+    """What the command line asks for."""
 
     corpus: Corpus
     settings: Settings
@@ -208,82 +186,40 @@ def _pairs(found: Losses, run: str, against: str) -> list[tuple[float, float]]:
     return [(a, b) for a, b in pairs if a is not None and b is not None]
 
 
-def judged(found: Losses) -> list[Row]:
-    """One row for each claim that two seeds or more are there for."""
-    result = []
-    for claim in CLAIMS:
-        pairs = _pairs(found, claim.run, claim.against)
-        if len(pairs) < 2:
-            continue
-        gaps = [a - b for a, b in pairs]
-        mean, half = statistics.fmean(gaps), half_width(gaps)
-        bound = claim.most * statistics.fmean(b for _, b in pairs)
-        seen = "confirmed" if mean + half <= bound else "not seen"
-        result.append(
-            {
-                "name": f"{claim.paper}: {claim.run} against {claim.against}",
-                "most": round(bound, 4),
-                "seeds": len(gaps),
-                "gap": round(mean, 4),
-                "half": round(half, 4),
-                "verdict": "opposite" if mean - half > bound else seen,
-            }
-        )
-    return result
-
-
-def asked(
-    name: str,
-    description: str | None,
-    iters: int,
-    *,
-    data: str | None = None,
-    seeds: str = SEEDS,
-    runs: Collection[str] = (),
-) -> Setting:
-    """From the command line of ``benchmarks.name``. The others are defaults: the steps of a run,
-    the file to train on (None: the standard library's source), the seeds, and what is trained."""
-    out = Path(f"out/benchmark-{name.replace('_', '-')}.jsonl")
-    parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
-    default = "the standard library's source" if data is None else "%(default)s"
-    parser.add_argument(
-        "--data", default=data, help=f"text to train on (default: {default})"
-    )
-    parser.add_argument("--seeds", default=seeds)
-    parser.add_argument("--iters", type=int, default=iters)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=out)
-    if runs:
-        only = "train these alone; without a name, nothing"
-        parser.add_argument(
-            "--train", nargs="*", default=runs, metavar="RECIPE", help=only
-        )
-        parser.add_argument("--large", action="store_true", help="the larger GPT")
-        parser.add_argument(
-            "--compile", action="store_true", help="compile what is trained"
-        )
+def asked() -> Setting:
+    """From the command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks.recipe_loss", description=__doc__)
+    add = parser.add_argument
+    add("--data", help="text to train on (default: the standard library's source)")
+    add("--seeds", default=SEEDS)
+    add("--iters", type=int, default=ITERS)
+    add("--threads", type=int, default=1)
+    add("--out", type=Path, default=Path("out/benchmark-recipe-loss.jsonl"))
+    only = "train these alone; without a name, nothing"
+    add("--train", nargs="*", default=list(RUNS), metavar="RECIPE", help=only)
+    add("--large", action="store_true", help="the larger GPT")
+    add("--compile", action="store_true", help="compile what is trained")
     args = parser.parse_args()
-    large = bool(runs) and args.large
-    size = LARGE if large else {**SIZE, "iters": args.iters}
-    settings = dataclasses.replace(PRESETS["small"], **size)
-    settings = dataclasses.replace(settings, **RATES_OF_LARGE) if large else settings
-    corpus = load_corpus(args.data, context=settings.context)
-    numbers = [int(seed) for seed in args.seeds.split(",")]
-    finished = Finished(args.out)
-    train = args.train if runs else ()
-    if unknown := set(train) - set(runs):
-        parser.error(
-            f"--train: no recipe {', '.join(sorted(unknown))}; allowed: {', '.join(runs)}"
-        )
-    suffix, compiled = "_large" if large else "", bool(runs) and args.compile
+    if unknown := sorted(set(args.train) - set(RUNS)):
+        parser.error(f"--train: no recipe {unknown}; allowed: {', '.join(RUNS)}")
+    settings = dataclasses.replace(PRESETS["small"], **SIZE, iters=args.iters)
+    if args.large:
+        settings = dataclasses.replace(PRESETS["small"], **LARGE, **RATES_OF_LARGE)
     return Setting(
-        corpus, settings, finished, numbers, args.threads, train, suffix, compiled
+        corpus=load_corpus(args.data, context=settings.context),
+        settings=settings,
+        finished=Finished(args.out),
+        seeds=[int(seed) for seed in args.seeds.split(",")],
+        threads=args.threads,
+        train=args.train,
+        suffix="_large" if args.large else "",
+        compiled=args.compile,
     )
 
 
 def main() -> int:
     """Trains what is missing, prints the rows and records them."""
-    run = asked("recipe_loss", __doc__, ITERS, runs=RUNS)
+    run = asked()
     with deterministic(run.threads):
         found = losses(run)
         seeds = ",".join(map(str, run.seeds))
@@ -292,13 +228,6 @@ def main() -> int:
             f"{run.question}, and its gap to fp32 ± half its 95 % interval, seeds {seeds}",
             rows(found),
         )
-        if claims := judged(found):
-            report(
-                f"recipe_claims{run.suffix}",
-                f"claims of papers, by the {run.question}, all products cast: the largest "
-                "difference that is claimed, the mean one ± half its 95 % interval over seeds",
-                claims,
-            )
     return 0
 
 

@@ -1,8 +1,9 @@
 """Does the best learning rate of a small model hold for a wider and a deeper one?
 
 ``python -m benchmarks.transfer --data FILE`` sweeps the learning rate of a small transformer at
-several widths and depths, in plain PyTorch and under u-muP, with three seeds, and draws
-docs/umup.png. Run again, it continues with what is missing in --out.
+several widths and depths, in plain PyTorch and under u-muP, and by depth under two other rules,
+with three seeds, and draws docs/umup.png and docs/umup-depth.png. Run again, it continues with what
+is missing in --out.
 """
 
 from __future__ import annotations
@@ -125,9 +126,9 @@ def rows(kind: str, curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
-def begin(name: str, description: str | None) -> tuple[Runs, str]:
+def begin() -> tuple[Runs, str]:
     """The runs that the command line asks for, and what they have in common, in words."""
-    parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
+    parser = argparse.ArgumentParser(prog="benchmarks.transfer", description=__doc__)
     parser.add_argument(
         "--data", help="text to train on (default: the standard library's source)"
     )
@@ -146,8 +147,8 @@ def begin(name: str, description: str | None) -> tuple[Runs, str]:
 
 
 def main() -> int:
-    """Trains what is missing, prints the rows, records them and draws the figure."""
-    runs, about = begin("transfer", __doc__)
+    """Trains what is missing, prints the rows, records them and draws the figures."""
+    runs, about = begin()
     found = {
         kind: [
             curve
@@ -156,14 +157,17 @@ def main() -> int:
         ]
         for kind in ("by width", "by depth")
     }
-    question = (
-        f"how far does the best learning rate move with the size of a model? {about}"
-    )
-    report(
-        "transfer", question, [row for kind in found for row in rows(kind, found[kind])]
-    )
+    far = "how far does the best learning rate move with"
+    listed = [row for kind in found for row in rows(kind, found[kind])]
+    report("transfer", f"{far} the size of a model? {about}", listed)
     title = f"Learning rates of a transformer on {runs.corpus.name}, mean of {len(SEEDS)} seeds"
     plot_sweeps(found, title=title).savefig(FIGURE)
+    deep = [c for name in (COMPLETE, ENDS) for c in curves(runs, name, "by depth")]
+    question = f"{far} depth under other rules? {about}"
+    report("transfer_depth", question, rows("by depth", deep))
+    usual = [c for c in found["by depth"] if c["parametrisation"] == "u-muP"]
+    figure = plot_sweeps({"by depth": [*usual, *deep]}, title=title)
+    figure.savefig(FIGURE.with_name("umup-depth.png"))
     return 0
 
 

@@ -14,7 +14,6 @@ import logging
 import math
 import warnings
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,39 +31,6 @@ SHARE = 0.97
 """Of the casts, for an architecture to be verified."""
 
 
-@dataclass
-class Result:
-    """What became of a model.
-
-    scaled, kept: parameters that are multiplied, and that are not or set to zero. left_alone: calls
-    whose factor no parameter can hold. lowest, highest: log2 of the numbers that stand beside
-    parameters of RMS 1. passes: the forward passes of the first call. activations, weights,
-    gradients: the shares of `uu.verify` inside its ranges. casts, trained: the share of the casts
-    in FP8 whose SQNR is near their format's, in the second step and after `STEPS`.
-    """
-
-    name: str
-    model: str
-    kind: str
-    result: str
-    scaled: int = 0
-    kept: int = 0
-    left_alone: int = 0
-    lowest: float = math.nan
-    highest: float = math.nan
-    passes: int = 0
-    activations: float = math.nan
-    weights: float = math.nan
-    gradients: float = math.nan
-    casts: float = math.nan
-    trained: float = math.nan
-
-    @property
-    def verified(self) -> bool:
-        """Converted, with `SHARE` of the casts inside."""
-        return self.result == "converted" and min(self.casts, self.trained) >= SHARE
-
-
 def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a name, and a batch for it; both random, and the same at every call."""
     import transformers
@@ -76,39 +42,50 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return cls(config), entry.batch()
 
 
-def examine(name: str, verbose: bool = False) -> Result:
-    """Transforms a model, measures it, and trains it in FP8.
+def examine(name: str, verbose: bool = False) -> Row:
+    """Transforms a model, measures it, and trains it in FP8: its row.
 
     verbose: print its report and its measurements.
     """
     entry = ZOO[name]
-    result = Result(name, entry.model, entry.kind, "converted")
+    row: Row = {"name": name, "kind": entry.kind}
     try:
         plain, batch = build(name)
     except Exception as error:
-        result.result = f"not built: {str(error).splitlines()[0]}"
-        return result
+        return row | {"result": f"not built: {str(error).splitlines()[0]}"}
     try:
         model = unit_scale(plain)
-        result.passes = _passes(model, batch)
+        passes = _passes(model, batch)
         found = uu.verify(model, batch)
         casts, trained = _casts(simulate_fp8(model), batch)
     except (ValueError, TypeError, NotImplementedError) as error:
-        result.result = f"refused: {str(error).splitlines()[0]}"
-        return result
+        return row | {"result": f"refused: {str(error).splitlines()[0]}"}
     rows = uu.report(model)
-    counts = Counter(row.done for row in rows)
-    result.scaled, result.left_alone = counts["scaled"], counts["left alone"]
-    result.kept = len(rows) - result.scaled - result.left_alone
-    numbers = [tags_of(p).mup_scale for p in model.parameters()]
-    result.lowest, result.highest = (math.log2(pick(numbers)) for pick in (min, max))
-    result.activations = found.share("activation")
-    result.weights = found.share("weight")
-    result.gradients = found.share("gradient")
-    result.casts, result.trained = (each.share or math.nan for each in (casts, trained))
     if verbose:
         print(rows, found, *casts.outside(), *trained.outside(), sep="\n\n")
-    return result
+    counts = Counter(each.done for each in rows)
+    numbers = [math.log2(tags_of(p).mup_scale) for p in model.parameters()]
+    shares = casts.share or 0.0, trained.share or 0.0
+    verified = min(shares) >= SHARE
+    return {
+        **row,
+        "scaled": counts["scaled"],
+        "kept": len(rows) - counts["scaled"] - counts["left alone"],
+        "left_alone": counts["left alone"],
+        "lowest": round(min(numbers), 1),
+        "highest": round(max(numbers), 1),
+        "passes": passes,
+        "activations": _rounded(found.share("activation")),
+        "weights": _rounded(found.share("weight")),
+        "gradients": _rounded(found.share("gradient")),
+        "casts": round(shares[0], 3),
+        "trained": round(shares[1], 3),
+        "result": "verified" if verified else "converted",
+    }
+
+
+def _rounded(share: float) -> float | None:
+    return None if math.isnan(share) else round(share, 3)
 
 
 def _passes(model: nn.Module, batch: dict[str, Any]) -> int:
@@ -140,30 +117,6 @@ def _casts(model: nn.Module, batch: dict[str, Any]) -> tuple[Casts, Casts]:
     return second, trained
 
 
-def row(r: Result) -> Row:
-    """The line of a model: "verified" or what became of it."""
-    octaves = {name: getattr(r, name) for name in ("lowest", "highest")}
-    kinds = ("activations", "weights", "gradients", "casts", "trained")
-    shares = {name: getattr(r, name) for name in kinds}
-    return {
-        "name": r.name,
-        "kind": r.kind,
-        "scaled": r.scaled,
-        "kept": r.kept,
-        "left_alone": r.left_alone,
-        **{
-            n: None if math.isnan(each) else round(each, 1)
-            for n, each in octaves.items()
-        },
-        "passes": r.passes,
-        **{
-            n: None if math.isnan(share) else round(share, 3)
-            for n, share in shares.items()
-        },
-        "result": "verified" if r.verified else r.result,
-    }
-
-
 QUESTION = """\
 what `unit_scale` makes of architectures of the transformers library, in small configurations with
 random weights: parameters that are multiplied, and that keep their values or are zero; calls whose
@@ -185,7 +138,7 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rows = []
     for name in given.names or ZOO:
-        rows.append(row(examine(name, verbose=len(given.names) == 1)))
+        rows.append(examine(name, verbose=len(given.names) == 1))
         print(*rows[-1].values(), sep="  ", flush=True)
     if not given.names:
         verified = sum(r["result"] == "verified" for r in rows)

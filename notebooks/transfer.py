@@ -3,7 +3,7 @@
 `PARAMETRISATIONS` has the same transformer in plain PyTorch with GPT-2's initialisation and AdamW,
 and in unit scaling with u-muP's learning rates: as they are, and in two variants. `train` is one
 run of any, `best_rate` reads a sweep. Used by umup_transfer.ipynb and by
-``python -m benchmarks.transfer`` and ``benchmarks.transfer_depth``.
+``python -m benchmarks.transfer``.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ def test_rows_of_a_table_have_its_columns():
 
 def test_every_study_has_a_question():
     assert sorted(questions.QUESTIONS) == questions.studies()
+    sizes = [path.stat().st_size for path in questions.RESULTS.iterdir()]
+    assert sum(sizes) <= 300_000
 
 
 def test_the_readme_says_what_the_demo_has_found():
