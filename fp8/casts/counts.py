@@ -117,7 +117,7 @@ def stride(x: Tensor, sample: int) -> int:
 
 
 # In a graph, which looks at all elements, float64 has half of the lanes: a pass that looks took
-# 1.57 times as long as one that does not, and takes 1.11 times as long (benchmarks.stats).
+# 1.57 times as long as one that does not, and takes 1.11 times as long (benchmarks.steps).
 @compiled_as(lambda x: x if x.dtype == torch.float64 else x.float())
 def wide(x: Tensor) -> Tensor:
     """``x`` in float64, or float32 on devices without it, and in graphs unless it is float64."""
