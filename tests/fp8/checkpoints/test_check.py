@@ -177,7 +177,7 @@ def test_strides():
             r"has 2\*\*116: it was packed twice, or",
         ),
         ([[-9.0, -9.0], [-9.0, -9.0]], True, "has 2\\*\\*-127: it was packed twice"),
-        ([[-9.0, -9.0, -8.0, -7.0]] * 2, True, "has bytes other than 0|packed twice"),
+        ([[-9.0, -9.0, -8.0, -7.0]] * 2, True, "packed twice, or from scales"),
     ],
 )
 def test_values_of_a_wrong_pack(exponents, twice, why):
@@ -191,6 +191,13 @@ def test_values_of_a_wrong_pack(exponents, twice, why):
         pack = ORDERS["packed"].write(bytes.view(torch.float8_e8m0fnu), 256)
     found = check_layout(changed(state, "a.weight_scale_inv", pack), "block_sm100")
     assert re.search(why, found.why), found.why
+
+
+def test_padding_of_a_pack():
+    """Four blocks for a weight of two."""
+    state = {"a.weight": torch.zeros(256, 256).to(torch.float8_e4m3fn)}
+    state["a.weight_scale_inv"] = packed([[-9.0] * 4] * 2)
+    assert "bytes other than 0 in its padding" in check_layout(state, "block_sm100").why
 
 
 def test_other_values():
