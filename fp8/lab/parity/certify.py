@@ -37,7 +37,7 @@ from ...recipes.recipe import Recipe
 from ...recipes.tensor_cores import EXACT
 from ...version import __version__
 from .engines import ENGINES, Engine
-from .norms import count_norms, norms_of_engine
+from .norms import norms_in, norms_of_engine
 from .sides import (
     Given,
     Side,
@@ -67,13 +67,16 @@ class Certificate:
     Attributes:
         model: the class of the model.
         dtype: of its parameters.
+        served: of those that the engine has in high precision.
         engine, version, source: of the row in `ENGINES`.
         train: the name of the trainer's policy.
         sums: `fp8.Recipe.accumulate` of both.
         cache: the scaling of the engine's cache; "" for none in FP8.
         cast: the names of the layers that the engine has in low precision.
         kept: the names of the linear layers that it has in high precision.
-        norms: the number of RMS norms that have the engine's order there.
+        norms: the RMS norms that have the engine's order there.
+        gains: other modules with vectors alone, as norms of another kind: they are as the trainer
+            has them.
         tokens: the number of tokens in the prompts.
         layout: the first tensor that is not as the engine wants it, by
             `fp8.checkpoints.check.check_layout`; "" if all are.
@@ -88,6 +91,7 @@ class Certificate:
 
     model: str
     dtype: str
+    served: str
     engine: str
     version: str
     source: str
@@ -96,7 +100,8 @@ class Certificate:
     cache: str
     cast: list[str]
     kept: list[str]
-    norms: int
+    norms: list[str]
+    gains: list[str]
     tokens: int
     layout: str
     weights: str
@@ -125,9 +130,9 @@ class Certificate:
         found = "equal to the bit" if self.equal == 1 else f"{self.equal:.2%} equal"
         return [
             ("result", "pass" if self.ok else "fail"),
-            ("model", f"{self.model}, {self.dtype}"),
-            ("trainer", self.train),
-            ("engine", rollout),
+            ("model", self.model),
+            ("trainer", f"{self.train}, {self.dtype}"),
+            ("engine", f"{rollout}, {self.served}"),
             ("sums", self.sums),
             ("layout of the weights", self.layout or "as the engine wants it"),
             ("weights through the layout", self.weights or "equal to the bit"),
@@ -138,7 +143,8 @@ class Certificate:
             ("differs first in", self.begins or "nothing"),
             ("layers in low precision", str(len(self.cast))),
             ("linear layers in high precision", str(len(self.kept))),
-            ("RMS norms in the engine's order", str(self.norms)),
+            ("RMS norms in the engine's order", str(len(self.norms))),
+            ("other norms and gains", f"{len(self.gains)}, as the trainer has them"),
         ]
 
     def __str__(self) -> str:
@@ -161,6 +167,7 @@ def certify(
     train: Given | None = None,
     sums: str | None = EXACT,
     cache: str | None = None,
+    dtype: torch.dtype | None = torch.bfloat16,
 ) -> Certificate:
     """Compares a trainer with an inference engine that has loaded its weights: a `Certificate`.
 
@@ -173,7 +180,7 @@ def certify(
 
     Args:
         model: as for `fp8.parity`. Its RMS norms are those of the trainer: `norms_of_engine` gives
-            them the engine's order. Models in bfloat16 are what engines serve.
+            them the engine's order.
         prompts: as for `fp8.parity`.
         engine: a name in `fp8.lab.parity.engines.ENGINES`, or an `Engine`.
         train: the policy of the trainer, as for `fp8.parity`. None: a converted model as it is;
@@ -182,6 +189,8 @@ def certify(
         sums: `fp8.Recipe.accumulate` of recipes that state none, on both sides. "exact" ones are
             equal for every order and size of the batch. None: those of torch.
         cache: as for `fp8.parity`.
+        dtype: of the engine's parameters in high precision, and so of what it computes; None: that
+            of the model. A trainer in float32 differs from an engine in bfloat16.
 
     Raises:
         TypeError, ValueError: as `fp8.parity` and `fp8.weights`; for an unknown engine.
@@ -198,12 +207,13 @@ def certify(
         train = _twin(model, engine, ids[0])
     trainer = Side.of(train, sums)
     ours = trainer.of_model(model, ids[0])
-    theirs = _served(model, ours, engine, sums)
+    theirs = _served(model, ours, engine, sums, dtype)
     found = _compared(ours, theirs.model, ids, cache)
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    norms, gains = norms_in(theirs.model)
     return Certificate(
         model=type(model).__name__,
-        dtype=", ".join(sorted(dtypes)),
+        dtype=_dtypes(model),
+        served=_dtypes(theirs.model),
         engine=engine.name,
         version=engine.version,
         source=engine.source,
@@ -212,13 +222,19 @@ def certify(
         cache=cache or "",
         cast=theirs.cast,
         kept=_kept(model, theirs.cast),
-        norms=count_norms(theirs.model),
+        norms=norms,
+        gains=gains,
         tokens=sum(prompt.numel() for prompt in ids),
         layout=theirs.layout,
         weights=theirs.differs,
         versions=_versions(),
         **found,
     )
+
+
+def _dtypes(model: nn.Module) -> str:
+    found = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    return ", ".join(sorted(found))
 
 
 def _versions() -> dict[str, str]:
@@ -261,12 +277,20 @@ class _Served(NamedTuple):
 
 
 def _served(
-    model: nn.Module, ours: nn.Module, engine: Engine, sums: str | None
+    model: nn.Module,
+    ours: nn.Module,
+    engine: Engine,
+    sums: str | None,
+    dtype: torch.dtype | None,
 ) -> _Served:
     """The engine with the weights of a trainer."""
     stream = weights(ours)
     sent = {name: tensor.detach().clone() for name, tensor in stream}
     theirs = revert_layers(deep_copy(model))
+    for parameter in theirs.parameters():
+        # Not of buffers: tables of positions stay in float32, in engines too.
+        if dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     load(theirs, sent, config=stream.config)
     cast = [row.path for row in stream.report if not row.left_alone]
     rules = []
@@ -317,6 +341,8 @@ def _difference(ours: nn.Module, theirs: nn.Module, cast: list[str]) -> str:
             state = next((x for key, x in states if key.endswith("weight")), None)
             mine = cast_forward(mine.float(), layer.fp8_recipe.weight, history=state)
             other = dequantized(other, torch.float32)
+        else:
+            mine = mine.to(other.dtype)
         if not torch.equal(_bits(mine), _bits(other)):
             return f"{name}: {float((mine != other).float().mean()):.2%} differ"
     return ""

@@ -178,9 +178,18 @@ class _WithSums(Mixin):
                 _RUNNING.reset(token)
 
 
-def count_norms(model: nn.Module) -> int:
-    """The number of norms that `norms_of_engine` has changed."""
-    return sum(isinstance(module, _OfEngine) for module in model.modules())
+def norms_in(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of the norms that `norms_of_engine` has changed, and of other modules whose
+    parameters are all vectors, such as norms that it does not know."""
+    changed, others = [], []
+    for name, module in model.named_modules():
+        if isinstance(module, _OfEngine):
+            changed.append(name)
+        elif next(module.children(), None) is None:
+            sizes = {p.dim() for p in module.parameters()}
+            if sizes == {1}:
+                others.append(name)
+    return changed, others
 
 
 def norms_of_engine(model: M, engine: str | Engine | None) -> M:

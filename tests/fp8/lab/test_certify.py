@@ -39,7 +39,8 @@ def test_five_families(name, engine):
     assert (found.equal, found.kl, found.ratio, found.begins) == (1.0, 0.0, 1.0, "")
     assert found.ess == pytest.approx(1, abs=1e-12)
     assert found.tokens == 128
-    assert found.norms >= 5
+    assert len(found.norms) >= 5
+    assert not found.gains
     assert len(found.cast) >= 8
     assert "lm_head" in found.kept
 
@@ -100,14 +101,21 @@ def test_sums_and_a_cache():
 
 
 def test_a_model_of_one_s_own():
-    """Without transformers' classes, in float32; the model does not change."""
+    """Without transformers' classes, in float32, which engines do not serve; the model does not
+    change."""
     model, ids = network(), prompts()
     before = deepcopy(model.state_dict())
-    found = certify(model, ids, engine="vllm_row", train="row_exact")
+    found = certify(model, ids, train="row_exact", dtype=None)
     assert found.ok
-    assert found.dtype == "float32"
+    assert found.served == "float32"
+    found = certify(model, ids, train="row_exact")
+    assert (found.dtype, found.served) == ("float32", "bfloat16")
+    assert found.begins == "tokens"
+    assert found.weights == ""
     assert_same(model.state_dict(), before)
     assert {row.done for row in fp8.report(model)} == {"left alone"}
+    model.add_module("norm", nn.RMSNorm(64))  # of an eps that is no attribute
+    assert certify(model, ids, train="row_exact").gains == ["norm"]
 
 
 def test_a_converted_model_is_the_trainer_as_it_is():
