@@ -317,7 +317,7 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "`fp8.lab.hardware.HARDWARE`: dense TFLOP/s of the matrix units by format, and the "
         "share of it that large products reach; TB/s of the memory. Large casts reach "
         f"{100 * ACHIEVED['memory']:.0f} % of its bandwidth. The sources of the shares are in the "
-        "code. [Estimates of time](hardware.md) are made of them.",
+        "code. [Estimates of time](slower.md#estimates-from-sizes) use them.",
         f"name | device | {' | '.join(UNITS)} | TB/s | source",
         [accelerator(row) for row in HARDWARE.values()],
     ),

@@ -166,11 +166,11 @@ def _of_the_site(link: re.Match[str]) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds the pages of the API to the section "Reference" of the navigation."""
+    """Adds the pages of the API to the section "Look up" of the navigation."""
     (reference,) = (
-        section["Reference"] for section in config.nav if "Reference" in section
+        section["Look up"] for section in config.nav if "Look up" in section
     )
-    reference.insert(0, {"API": [{module: f"api/{module}.md"} for module in MODULES]})
+    reference.append({"API": [{module: f"api/{module}.md"} for module in MODULES]})
     return config
 
 

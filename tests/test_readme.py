@@ -25,7 +25,7 @@ from tests.launch import ROOT, python, ran
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 DOCUMENTS = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
 
-NATIVE = [ROOT / "docs" / page for page in ("adapters.md", "converted-layers.md")]
+NATIVE = [ROOT / "docs" / page for page in ("adapters.md", "converting.md")]
 """Print what the FP8 products of this CPU do."""
 
 
@@ -195,5 +195,5 @@ def test_pages_are_short():
         "README",
         "index",
         "recipes",
-        "refused",
+        "resume",
     }

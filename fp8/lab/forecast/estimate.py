@@ -3,7 +3,7 @@
 A product takes the longer of its arithmetic and its memory traffic, a cast its memory traffic, at
 the rates that large kernels reach. Convolutions and products of activations stay in bfloat16.
 Norms, the softmax of attention, the optimizer, communication and recomputation are left out. How
-far the estimate is off is on docs/hardware.md.
+far the estimate is off is on docs/slower.md.
 """
 
 from __future__ import annotations

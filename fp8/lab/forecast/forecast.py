@@ -73,7 +73,7 @@ def forecast(
     each kernel reads, writes, multiplies and executes gives its time (docs/forecast.md). Nothing is
     allocated and nothing runs: a model on the meta device serves. It takes a CUDA build of torch
     and no driver. With a CPU build it is an estimate from the sizes of the products
-    (docs/hardware.md), as the times of single layers always are.
+    (docs/slower.md), as the times of single layers always are.
 
     Args:
         model: a plain model, on any device. It is not changed.

@@ -17,7 +17,7 @@ from fp8.lab.trace import Product
 from fp8.recipes.recipe import get_recipe
 from tests.shared import pairs, parametrize
 
-PAGE = Path(__file__).parents[4] / "docs" / "hardware.md"
+PAGE = Path(__file__).parents[4] / "docs" / "slower.md"
 
 H100 = HARDWARE["h100"]
 TORCHAO = replace(H100, bandwidth=2.4e12)
