@@ -67,7 +67,7 @@ def load(
 ) -> M:
     """Loads a checkpoint in low precision into ``model``, in place.
 
-    Reads what `fp8.export` writes, and the files of model hubs (docs/fine-tuning.md lists their
+    Reads what `fp8.export` writes, and the files of model hubs (docs/resume.md lists their
     layouts). A weight is ``values * scale`` in float32, rounded once to the dtype of its parameter.
     Which values share a scale is what the configuration of the file says; what it does not say
     follows from the shapes, if they admit one answer. Scales of activations are left in the file.
