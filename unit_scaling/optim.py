@@ -447,13 +447,17 @@ class _UnitScaled(torch.optim.Optimizer):
             split = before.get(id(group))
             if split is None or split.key != key:
                 kept = _unchanged(split, key) if index in self._loaded else set[int]()
-                split = _Split(group, key, self._parts_of(group, kept))
+                is_new_eps = split is not None and split.key.eps != key.eps
+                parts = self._parts_of(group, kept, is_new_eps)
+                split = _Split(group, key, parts)
             split.set_numbers()
             self._splits.append(split)
 
-    def _parts_of(self, group: Group, kept: set[int]) -> list[dict[str, Any]]:
+    def _parts_of(
+        self, group: Group, kept: set[int], is_new_eps: bool
+    ) -> list[dict[str, Any]]:
         """Records the factors of each parameter in the group, which untagged ones keep, and those
-        in ``kept``."""
+        in ``kept``. is_new_eps: the user has changed that of the group."""
         count = len(group["params"])
         names = group.get("param_names") or [f"number {i}" for i in range(count)]
         lr_scales = group.get(_LR_SCALES) or [math.nan] * count
@@ -470,12 +474,13 @@ class _UnitScaled(torch.optim.Optimizer):
         for i, p in enumerate(group["params"]):
             lr = known = lr_scales[i]
             eps = eps_scales[i]
-            if i not in kept or math.isnan(known):
+            is_decided = i in kept and not math.isnan(known)
+            if not is_decided:
                 scale = self._settings.lr_scale
                 lr = _scale_of(names[i], p, scale, allow_untagged, known)
                 # A factor that `unit_scale` has yet to decide on is none for who loads it.
                 known = math.nan if _is_pending(p) else lr
-            if has_parameter_data(p):
+            if has_parameter_data(p) and (is_new_eps or not is_decided):
                 eps = eps_scale(p, group.get("eps"))
             records.append((known, eps))
             parts.setdefault((lr, eps), _part(lr, eps))["params"].append(p)

@@ -138,6 +138,7 @@ def test_a_plain_model_resumes_at_the_saved_rates(cls):
     another = cls(tagged, 0.5, **settings)
     another.load_state_dict(state)
     assert lrs(another) == lrs(opt)
+    assert another.state_dict()["param_groups"] == opt.state_dict()["param_groups"]
     tag(tagged[0], "output", 3)
     assert lrs(another)[0] != lrs(opt)[0]
     assert lrs(another)[1:] == lrs(opt)[1:]
