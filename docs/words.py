@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-LIMIT = 35_000
+LIMIT = 33_000
 """The most words of all pages together."""
 
 
