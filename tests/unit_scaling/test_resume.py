@@ -101,6 +101,18 @@ def test_resumed_in_any_order(cls, order):
     assert_close(resume(fresh, cls, states, order, **settings), expected)
 
 
+def test_loaded_rates_are_not_judged_by_the_tags_of_a_pending_model():
+    """Whose first call takes the values of a checkpoint for those before unit_scale."""
+    given = [torch.randn(8, 8, generator=seeded(i)) / 2 for i in range(3)]
+    tagged = [
+        tag(uu.Parameter(x, "weight"), "weight", mup_divisor=0.5, mup_scale=0.1)
+        for x in given
+    ]
+    opt = AdamW(tagged, 0.1)
+    opt.load_state_dict(opt.state_dict())
+    train(opt)
+
+
 @each_optimizer
 def test_a_state_dict_from_before_the_first_call_fixes_no_rates(cls):
     """As accelerate loads one when it moves an optimizer to a device."""

@@ -226,10 +226,14 @@ def _has_factors(group: dict[str, Any]) -> bool:
 
 
 def _check_values(optimizer: Optimizer) -> None:
-    """Warns of weights that have the sizes of before `unit_scale`, at rates of those after it."""
+    """Warns of weights that have the sizes of before `unit_scale`, at rates of those after it.
+    Rates of a state_dict are for the values that were saved with it."""
     judged = 0
     plain = []
-    for group in optimizer.param_groups:
+    loaded = getattr(optimizer, "_loaded", ())
+    for index, group in enumerate(optimizer.param_groups):
+        if index in loaded:
+            continue
         params = group["params"]
         names = group.get("param_names") or ["" for _ in params]
         for name, p in zip(names, params, strict=False):
