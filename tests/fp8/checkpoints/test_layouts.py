@@ -2,6 +2,7 @@
 
 The reference finds the scale of each number alone, in float64."""
 
+import copy
 import json
 from collections import namedtuple
 
@@ -20,6 +21,7 @@ from tests.shared import (
     parametrize,
     refuses,
     sampled,
+    saved,
     seeded,
     theirs,
 )
@@ -148,7 +150,9 @@ def test_blocks_of_the_configuration(make, shape, block, tmp_path):
     state = fp8.load(layer(shape), tmp_path).state_dict()
     again = fp8.load(layer(shape), state)[0].weight
     assert_close(again.detach() * 1, want, rtol=rtol, atol=0)
-    assert again.stored.itemsize == 1
+    for each in (again, copy.deepcopy(again), saved(again), again.mT, again.bfloat16()):
+        assert fp8.FORMATS[each.format].dtype == each.stored.dtype
+        assert each.stored.itemsize == 1
 
 
 def ceil(n, by):

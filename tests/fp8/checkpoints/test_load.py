@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import fp8
-from fp8.casts.scaled_tensor import dequantized
-from tests.fp8.checkpoints.reading import compressed_tensors, same
+from tests.fp8.checkpoints.reading import same
 from tests.shared import (
     Net,
     assert_same,
@@ -21,7 +20,6 @@ from tests.shared import (
     proves,
     refuses,
     saved,
-    seeded,
     theirs,
 )
 from unit_scaling.transforms import unit_scale
@@ -150,88 +148,6 @@ def test_sources(source, tmp_path):
     got = fp8.load(net(2), where)
     assert_same(got.first.weight.stored.float(), want.first.weight.stored.float())
     assert_same(got(X), want(X))
-
-
-def scale_of(weight, args, limit):
-    """The scales that compressed-tensors' arguments ask for: the largest magnitude by ``limit``."""
-    rows, columns = weight.shape
-    down, along = {
-        "tensor": (rows, columns),
-        "channel": (1, columns),
-        "block": tuple(args.block_structure or ()),
-    }.get(args.strategy, (1, args.group_size))
-    tiles = nn.functional.pad(weight, (0, -columns % along, 0, -rows % down)).abs()
-    tiles = tiles.unflatten(1, (-1, along)).unflatten(0, (-1, down))
-    return tiles.amax((1, 3)) / limit
-
-
-@theirs
-@parametrize(
-    "scheme, dtype",
-    [
-        *(
-            (s, torch.float32)
-            for s in "FP8 FP8_DYNAMIC FP8_BLOCK MXFP4 NVFP4A16".split()
-        ),
-        *((s, torch.bfloat16) for s in "FP8_DYNAMIC MXFP8 NVFP4A16".split()),
-    ],
-)
-def test_compressed_tensors(scheme, dtype, tmp_path):
-    """Of a model that compressed-tensors compresses, the weights are those that it decompresses."""
-    compressors, quantization = compressed_tensors()
-    model = net(0, dtype)
-    groups = {scheme: ["first", "second"]}
-    config = quantization.QuantizationConfig(config_groups=groups, ignore=["head"])
-    quantization.apply_quantization_config(model, config)
-    layers = [model.first, model.second]
-    for layer in layers:
-        args = layer.quantization_scheme.weights
-        limit = 448.0 if args.num_bits == 8 else 6.0
-        scale = scale_of(layer.weight.detach().float(), args, limit)
-        if "MX" in scheme:
-            scale = scale.log2().ceil().exp2()
-        if scheme == "NVFP4A16":
-            unit = 448 / scale.max()
-            layer.weight_global_scale.data = unit.reshape(1)
-            scale = (scale * unit).to(torch.float8_e4m3fn)
-        layer.weight_scale.data = scale.to(dtype)
-        compressors.compress_module(layer)
-    checkpoint = {
-        name: tensor.contiguous() for name, tensor in model.state_dict().items()
-    }
-    del checkpoint["head.weight"]
-    safetensors.save_file(checkpoint, tmp_path / "model.safetensors")
-    about = {"quantization_config": json.loads(config.model_dump_json())}
-    (tmp_path / "config.json").write_text(json.dumps(about))
-    ours = [
-        fp8.load(net(1, dtype), tmp_path, frozen=frozen) for frozen in (True, False)
-    ]
-    for name, layer in pairs(LAYERS, layers):
-        compressors.decompress_module(layer)
-        for loaded in ours:
-            weight = dequantized(loaded.get_submodule(name).weight.detach())
-            assert_same(weight.to(layer.weight.dtype), layer.weight)
-
-
-@parametrize("dtype", [torch.float32, torch.float8_e8m0fnu], ids=["float32", "ue8m0"])
-def test_blocks_of_transformers(dtype):
-    """DeepSeek's ``weight_scale_inv``, also as E8M0, of matrices and of experts in one tensor."""
-    library = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    generator = seeded(0)
-    values = (
-        torch.randn(3, 256, 384, generator=generator).mul(100).to(torch.float8_e4m3fn)
-    )
-    scales = (torch.rand(3, 2, 3, generator=generator) + 0.5).to(dtype)
-    oracle = library.Fp8Dequantize(None)
-
-    checkpoint = {"gate_up_proj": values, "gate_up_proj_scale_inv": scales}
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    for frozen in (True, False):
-        model = Net(gate_up_proj=nn.Parameter(torch.empty(values.shape).bfloat16()))
-        experts = fp8.load(model, checkpoint, frozen=frozen, config=config)
-        for i in range(3):
-            want = oracle._dequantize_one(values[i], scales[i], torch.bfloat16)
-            assert_same(experts.gate_up_proj.detach()[i], want)
 
 
 @theirs
@@ -414,27 +330,3 @@ def test_exponents_and_scales_of_activations():
     fp8.load(layer, {"0.weight": one, "0.weight_scale": bits, **extra})
     assert layer[0].weight[0].tolist() == [2.0**-127] * 4
     assert layer[0].weight[1].isnan().all()
-
-
-@parametrize("format, value", [("e4m3", 352.0), ("e5m2", 57344.0)])
-def test_bytes_are_read_in_the_format_that_wrote_them(format, value, tmp_path):
-    """Byte 0x7B in both (NVIDIA/TransformerEngine, pull request 3342: one read as the other), by a
-    file, a copy, a pickle, a view and a state_dict."""
-    layer = nn.Sequential(nn.Linear(16, 16, bias=False))
-    bits = torch.full((16, 16), 0x7B, dtype=torch.uint8)
-    state = {
-        "0.weight": bits.view(fp8.FORMATS[format].dtype),
-        "0.weight_scale": torch.tensor([0.5]),
-    }
-    safetensors.save_file(state, tmp_path / "model.safetensors")
-    model = fp8.load(layer, tmp_path)
-    weight = model[0].weight
-    torch.save(weight, tmp_path / "weight.pt")
-    others = [copy.deepcopy(weight), torch.load(tmp_path / "weight.pt"), weight.mT]
-    others += [weight.to(torch.bfloat16), model.state_dict()["0.weight"]]
-    for read in (weight, *others):
-        assert (read.format, read.stored.dtype) == (format, state["0.weight"].dtype)
-        assert (read.stored.view(torch.uint8) == 0x7B).all()
-        assert (read.dequantize() == value / 2).all()
-    stored = fp8.scaled(torch.full((4,), value), format)
-    assert (stored.dequantize() == value).all()
