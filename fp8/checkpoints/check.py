@@ -107,6 +107,7 @@ def check_layout(
             why = f"the files say {what}, which this engine does not have: {has}"
             return Checked(layout=engine, weights=0, why=why)
         rows = named
+    # Without a configuration the layout is the one in which most weights are right.
     found = [_compared(tensors, row, same_as or {}) for row in rows]
     return max(found, key=lambda each: (not each[0].why, each[1]))[0]
 
@@ -199,6 +200,8 @@ def _named(stem: str, form: str) -> str:
 def _stems(tensors: Mapping[str, Tensor]) -> list[str]:
     """The weights in low precision, or with a scale."""
     others = [form for part in ("scale", "divisor", "factor") for form in FORMS[part]]
+    # A weight is what has a scale, or a dtype or name of low precision. A scale is no weight,
+    # although its name may look like one.
     of_parts = {_stem_of(name, form) for name in tensors for form in others} - {""}
     found: dict[str, None] = {}
     for name, x in tensors.items():
@@ -323,6 +326,7 @@ def _alike(part: str, x: Tensor, weight: Sequence[int]) -> str:
         return f": it is as in layout {alike[0]!r}"
     for row in rows:
         order = ORDERS[row.order]
+        # The shape may be that of scales that were ordered twice.
         if row.order != "rows":
             once = row.entries(weight)["scale"]
             twice = order.shape(once.shape, weight[-2])
@@ -385,6 +389,7 @@ def _pack_mismatch(what: str, x: Tensor, weight: Sequence[int]) -> str:
     used, padding = bytes[..., :blocks], bytes[..., blocks:]
     if bool(padding.any()):
         return f"{what} has bytes other than 0 in its padding: it was packed twice"
+    # All 128 rows of a block have its scale.
     rows = torch.arange(weight[-2], device=x.device) // 128 * 128
     if not torch.equal(used, used[..., rows, :]):
         return f"{what} has unlike bytes for the rows of one block of 128"

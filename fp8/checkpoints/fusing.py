@@ -38,6 +38,7 @@ def targets(names: Collection[str], layout: Layout) -> dict[str, Target]:
         if is_of_expert(parts[0]):
             owner, index, _ = parts[0].rsplit(".", 2)
             experts.setdefault((owner, f"{name}_weight"), {})[int(index)] = parts
+    # Experts in the order of their numbers, which is not that of their names: 10 is before 2.
     for (owner, stem), by_index in experts.items():
         target = Target(owner, stem, [by_index[i] for i in sorted(by_index)], True)
         found |= dict.fromkeys(target.all, target)

@@ -28,6 +28,8 @@ def lost_share(before: Tensor, after: Tensor, rounded: Tensor) -> float:
     """The share of the update from ``before`` to ``after`` that ``rounded`` lacks: 1 minus the
     projection of ``rounded - before`` on it. Tensors of one shape; 0 without an update, and for one
     that is not finite."""
+    # A projection, not a norm: errors of rounding are as large as a small update, but do not
+    # point along it.
     update = after.double() - before
     made = ((rounded.double() - before) * update).sum()
     share = 1 - made / update.square().sum()
@@ -49,6 +51,7 @@ class LostUpdates:
         was stored."""
         if not isinstance(weight, ScaledTensor):
             return
+        # Only weights that were written to since they were stored keep what they had before.
         origin = weight.memory.origin
         if origin is not None:
             self._add(name, origin, weight.dequantize(torch.float32), rounded())

@@ -62,6 +62,8 @@ def passes_of(text: str, tiles: Tiles) -> list[Pass]:
     layouts = _layouts(text)
     if any(_is_single(found, layouts) for found in _ACCESS.finditer(text)):
         tiles = tiles._replace(stores=frozenset())  # which explains narrow stores
+    # The first pass is the code outside of loops. Loops are found by their braces: the text is
+    # MLIR, one operation a line.
     passes = [Pass(1, [])]
     opened = depth = current = 0
     for line in text.splitlines():
@@ -128,6 +130,7 @@ def _access(
     kind, _, bits, name = found.groups()
     shape = _shape(found)
     size, elements = max(1, int(bits) // 8), math.prod(shape)
+    # A thread asks for whole elements, also where the block has fewer elements than threads.
     own, moved = size * max(1.0, elements / tiles.threads), size * elements
     reads = kind in ("tt.load", "ttg.async_copy_global_to_local")
     access = Access(reads, own, moved, moved)
@@ -139,5 +142,7 @@ def _access(
     is_apart = vector == 1 or (not reads and size < 4 and size in tiles.stores)
     if is_apart and 1 in shape and elements > tiles.threads and len(shape) > 1:
         return access._replace(sectors=SECTOR * elements)  # a column of a matrix
+    # The lanes of a warp read adjacent vectors along the contiguous dimension. Where these are
+    # fewer bytes than a sector, the rest of the sector is moved for nothing.
     of_warp = size * min(vector * layout.lanes[inner], shape[inner])
     return access._replace(sectors=moved * max(1.0, SECTOR / of_warp))

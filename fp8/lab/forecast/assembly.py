@@ -125,6 +125,7 @@ def configurations(
             tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]
         )
         options = tuner._create_compile_options(choice, meta)
+        # As on a device: a configuration that does not fit into registers is not a candidate.
         try:
             binary = compiler.compile(code, target=target, options=options)
         except refused:
@@ -161,6 +162,8 @@ def code_of(made: Configuration, source: str) -> Code:
     warps = binary.metadata.num_warps
     text = _disassembly(binary.asm["cubin"])
     steps = _steps(text)
+    # Instructions of a loop count once for each trip, and trips are known from the loops of the
+    # compiler's own code, in the same order.
     loops = _loops(steps)
     stores = frozenset(step.bytes for step in steps if step.name.startswith("STG"))
     rows = sizes.get("RSPLIT_SIZE", 0) // sizes.get("XBLOCK", 1)
@@ -228,6 +231,7 @@ _LINE = re.compile(
 
 def _steps(text: str) -> list[_Step]:
     """The instructions up to the last exit."""
+    # Only a branch to an earlier label closes a loop.
     steps: list[_Step] = []
     labels: dict[str, int] = {}
     for label, name, rest in _LINE.findall(text):
@@ -238,6 +242,7 @@ def _steps(text: str) -> list[_Step]:
         if name.startswith("BRA") and target is not None:
             back = labels.get(target[1])  # known only of labels before it
         steps.append(_Step(name, back))
+    # What stands behind the last exit is padding.
     exits = [i for i, step in enumerate(steps) if step.name == "EXIT"]
     return steps[: max(exits, default=len(steps)) + 1]
 
@@ -255,6 +260,7 @@ def _loops(steps: list[_Step]) -> list[_Span]:
 
 def _disassembly(cubin: bytes) -> str:
     tool = import_module("triton.knobs").nvidia.nvdisasm.path
+    # nvdisasm reads files alone.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)

@@ -45,9 +45,11 @@ def peak(compiled: Sequence[Graph], holds: bool) -> int:
     backward = [graph for graph in compiled if graph.backward]
     forward = [graph for graph in compiled if not graph.backward]
     most = kept = 0
+    # Graphs of a step run one after the other, and keep what their backward graphs read.
     for graph, after in zip(forward, backward, strict=True):
         most = max(most, kept + replayed(graph).peak)
         kept += after.saved
+    # Backward graphs free what they have read; gradients that they return stay.
     received, gradients = None, 0
     for graph in reversed(backward):
         kept -= graph.saved
@@ -90,6 +92,7 @@ def _loaded(source: str) -> Output:
 
     kernel = types.SimpleNamespace(run=_nothing)
     names: dict[str, Output] = {"__name__": "generated"}
+    # Kernels are not compiled: only the allocations of the generated code count.
     with mock.patch.object(AsyncCompile, "triton", return_value=kernel):
         exec(compile(source, "generated", "exec"), names)
     names |= dict.fromkeys((x for x in names if x.startswith("assert_")), _nothing)

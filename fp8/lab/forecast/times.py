@@ -50,6 +50,7 @@ def host_seconds(graphs: Iterable[Graph], device: Hardware) -> float:
         total += host.graph
         for kernel in graph.kernels:
             if kernel.kind == TRITON:
+                # Inductor's launcher; other kernels pass torch's dispatcher.
                 total += host.triton
                 continue
             total += host.library
@@ -93,6 +94,7 @@ class _Counts:
         if cores is None:
             self.why_not = f"the clock of {self._device.name} is not known"
             return least
+        # Of small kernels and combined ones neither count is known: they take the shortest time.
         combined = "combo_grid_meta" in self._sources.get(kernel.name, "")
         if kernel.moved < LEAST or combined:  # of whose parts a block executes one
             return max(least, cores.shortest)
@@ -102,6 +104,7 @@ class _Counts:
                 # The compiler counts the whole of a tensor of which a kernel reads a part.
                 least = min(bytes_alone, code.moved / self._device.stream)
                 fastest = min(fastest, max(least, by_code(code, cores)))
+                # No configuration is faster than its bytes.
                 if fastest <= least:
                     break
         except (AttributeError, ImportError, LookupError, OSError, TypeError) as error:

@@ -293,6 +293,7 @@ def _served(
             parameter.data = parameter.data.to(dtype)
     load(theirs, sent, config=stream.config)
     cast = [row.path for row in stream.report if not row.left_alone]
+    # Which layers the engine casts is what the file says, not what the trainer does.
     rules = []
     for name in cast:
         layer: Any = ours.get_submodule(name)
@@ -300,6 +301,7 @@ def _served(
         rules.append(LayerRule(name, replace(engine.recipe, weight=written)))
     convert(theirs, Policy(None, rules=rules, name=engine.name))
     for name in cast:
+        # A static scale of inputs is part of the file; the engine does not measure.
         scale = sent.get(f"{name}.input_scale")
         if scale is not None:
             exponent = int(scale.log2().item())
@@ -358,11 +360,13 @@ def _compared(
     """The fields of a `Certificate` that the logits of both give."""
     traces: list[dict[str, list[bytes]]] = []
     logits = []
+    # A trainer computes whole sequences: the cache is the engine's alone.
     for model, scaling in ((ours, None), (theirs, cache)):
         with ExitStack() as stack:
             traces.append(_traced(model, stack))
             logits.append(logits_of(model, ids, scaling))
     figures = measures(logits[0], logits[1], ids)
+    # NaN counts as a difference: it is not equal to itself.
     pairs = [(a == b).flatten() for a, b in zip(*logits, strict=True)]
     sizes = [abs(value) for row in figures.differences for value in row]
     return {
@@ -381,6 +385,7 @@ def _traced(model: nn.Module, stack: ExitStack) -> dict[str, list[bytes]]:
     digests: dict[str, list[bytes]] = {}
 
     def record(name: str, _: nn.Module, args: object, output: object) -> None:
+        # Digests, as the outputs of all modules would not fit in memory.
         total = blake2b(digest_size=16)
         for tensor in tensors(output):
             total.update(_bits(tensor).cpu().numpy().tobytes())

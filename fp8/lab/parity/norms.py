@@ -78,6 +78,7 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, size, generator=generator)
     w = torch.rand(size, generator=generator) + 0.5
+    # A module may refuse the call: it is then no norm of one argument.
     try:
         copy = deep_copy(module).to("cpu", torch.float32)
         large, small = (
@@ -89,8 +90,11 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | None:
         return None
     if factor.shape != x.shape:
         return None
+    # What large values are multiplied by is the weight, or in Gemma's norms 1 + weight.
     for offset in (0.0, 1.0):
         if torch.allclose(factor, (w + offset).expand_as(x), rtol=1e-4):
+            # Small values are divided by the root of mean + eps, which gives eps with the errors of
+            # float32. The attribute next to it is exact.
             mean = (_SMALL * x).square().mean(-1)
             inverse = (small / (_SMALL * x * (w + offset))).square().mean(-1)
             found = float((inverse.reciprocal() - mean).mean())
@@ -119,6 +123,7 @@ class _Sums(TorchFunctionMode):
             if both and args[0].shape == args[1].shape:
                 exact = args[0].float() + args[1].float()
         result = func(*args, **(kwargs or {}))
+        # The tensor itself is the key: the norm gets the result of the addition, not a copy.
         if exact is not None:
             key = id(result)
             dropped = partial(self._drop, key)
@@ -215,6 +220,7 @@ def norms_of_engine(model: M, engine: str | Engine | None) -> M:
         engine = ENGINES[engine]
     remove_mixin(model, _WithSums)
     found = False
+    # A list, as a change of the class of a module changes what `modules` yields.
     for module in [*model.modules()]:
         remove_mixin(module, _OfEngine)
         vars(module).pop("_norm_of_engine", None)
@@ -223,6 +229,7 @@ def norms_of_engine(model: M, engine: str | Engine | None) -> M:
             found = True
             vars(module)["_norm_of_engine"] = norm, engine
             add_mixin(module, _OfEngine)
+    # The sums are made outside of the norms, in the forward pass of the model.
     if found and engine is not None and engine.residual == "float32":
         add_mixin(model, _WithSums)
     return model

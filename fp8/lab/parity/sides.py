@@ -63,6 +63,7 @@ class Side:
         copied = sharing_copy(model)
         if self.policy is not None:
             copied = revert_layers(copied)
+            # `convert` warns of a policy that casts nothing, which is high precision here.
             if any(recipe is not None for recipe in self.policy.recipes):
                 copied = convert(copied, self.policy)
             calibrate_static(copied, ids)
@@ -77,6 +78,7 @@ def set_sums(model: nn.Module, sums: str | None) -> None:
     that have none."""
     for layer in converted(model).values():
         recipe = layer.fp8_recipe
+        # Such recipes have the sums of torch.
         if sums is not None and recipe.accumulate is None:
             with suppress(ValueError):
                 change_settings(layer, recipe=replace(recipe, accumulate=sums))

@@ -75,6 +75,7 @@ def diff(a: Run, b: Run, tolerance: float = 0.01) -> Difference:
     if not tolerance >= 0:
         raise ValueError(f"tolerance is {tolerance}: expected a number from 0")
     left, right = _by_place(a), _by_place(b)
+    # Records may have other steps: they are compared where both have looked.
     both = [place for place in left if place in right]
     if not both:
         raise ValueError("no step, layer and operand is in both records")
@@ -93,6 +94,7 @@ def diff(a: Run, b: Run, tolerance: float = 0.01) -> Difference:
         if _apart(row.loss, other, _relative) > tolerance:
             line = f"loss {row.loss:.6g} and {other:.6g}"
             found.setdefault(row.step, []).append((BETWEEN, line))
+    # What differs later follows from the first step.
     step = min(found, default=None)
     lines: list[str] = []
     if step is not None:
