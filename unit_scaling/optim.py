@@ -67,7 +67,7 @@ _SGD_RULES = {None: "sgd", "to_output_scale": "sgd_to_output_scale"}
 def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
     """Returns a function parameter -> learning-rate factor under SGD.
 
-    readout_constraint: that of the model's readout, None or "to_output_scale", else a ValueError.
+    readout_constraint: the constraint of the readout, None or "to_output_scale", else a ValueError.
     """
     check_name("readout_constraint", readout_constraint, _SGD_RULES)
     return partial(lr_scale, _SGD_RULES[readout_constraint])
@@ -88,7 +88,7 @@ def scaled_parameters(
     Args:
         params: parameters, (name, parameter) pairs or groups, as for torch optimizers.
         lr_scale_func: a name in `LR_RULES`, or a function parameter -> factor that includes depth.
-        lr: the learning rate of groups without their own; by default that of the rule in `RATES`.
+        lr: the learning rate of groups without their own; by default the rule's in `RATES`.
         weight_decay: the weight decay of groups without their own.
         independent_weight_decay: divide weight_decay by the learning rate, so that the decay per
             step, lr * weight_decay in torch, does not depend on it, except through a schedule. A

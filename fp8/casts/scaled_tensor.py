@@ -368,7 +368,7 @@ def scaled(
     Args:
         x: float32, bfloat16 or float16, any shape.
         format: "e4m3", "e5m2" or "fp16".
-        dtype: the dtype of the result; by default that of ``x``.
+        dtype: the dtype of the result; by default the dtype of ``x``.
 
     Raises:
         ValueError: for another format.

@@ -83,7 +83,7 @@ def load(
             of the file, one byte a value, which does not require a gradient, as by
             `fp8.store_frozen`: add adapters and make optimizers after it. False gives all
             parameters in high precision, in the dtypes that they have.
-        config: a quantization_config, which replaces that of the folder.
+        config: a quantization_config, which replaces the one in the folder.
         unscaled: whether FP8 values without a scale are the numbers themselves, as of
             ``weight.to(torch.float8_e4m3fn)``.
 

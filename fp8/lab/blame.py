@@ -121,7 +121,7 @@ def blame(
         model: a model that `fp8.convert` has converted; or one in high precision, with ``policy``.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         loss: a function of the output that returns a scalar. None: the output's ``loss``.
-        policy: what to convert the model with; None if it is converted.
+        policy: the policy or recipe of the copies of the model; None if the model is converted.
         optimizer: built on the model's parameters, with its state. None: no step is made, and a
             fault that only the next loss shows is not seen.
         threshold: above 1.

@@ -56,7 +56,7 @@ where `Hardware.achieved` says nothing else."""
 
 
 class Cores(NamedTuple):
-    """What bounds kernels that are no products.
+    """The rates that bound kernels other than products.
 
     processors: streaming multiprocessors, each of which issues four instructions of warps a cycle
     (CUDA C++ programming guide). clock: in Hz, under load. cache: B/s of the L2 cache. latency:
@@ -109,8 +109,8 @@ class Hardware:
         bandwidth: of the memory, in B/s.
         source: where the figures are published, and when.
         achieved: as `ACHIEVED`, for this device.
-        cores: what bounds kernels that are no products; None: not known, bytes alone count.
-        host: what launches them; no part of the device.
+        cores: the rates that bound kernels other than products; None: unknown, bytes alone count.
+        host: the machine that launches kernels; no part of the device.
 
     Raises:
         ValueError: for an unknown kind of unit, a rate that is not positive, and a share above 1.

@@ -30,11 +30,11 @@ __all__ = ["Decision", "bare_name", "decisions_of", "matches", "resolve"]
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy decides for a layer.
+    """The decision of a policy for a layer.
 
     Attributes:
         recipe: the recipe; None for high precision.
-        sources: what each cast is taken from, in the order of `fp8.recipes.policy.CASTS`.
+        sources: the origin of each cast, in the order of `fp8.recipes.policy.CASTS`.
         why: the rules that decided; "" if it was the policy's recipe.
         kept: whether ``first``, ``last`` or ``keep`` decided.
         start: the fraction of the training from which it holds.

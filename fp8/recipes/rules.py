@@ -262,7 +262,7 @@ class Rule:
         candidates: factors of the magnitude. Of several, the one of a tile is that with the
             smallest squared error under rounding to nearest, the first of equal ones.
         correct: a function that replaces the scales after the values are rounded, as `eden`.
-        about: what `fp8` documents of the rule.
+        about: the documentation of the rule.
 
     Raises:
         TypeError: for a name that is no string, and a function that cannot be called.

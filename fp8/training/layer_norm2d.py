@@ -288,7 +288,7 @@ class LayerNorm2d(nn.LayerNorm):
         eps: added to the variance.
         affine: whether to have a weight, initially 1, and a bias, initially 0: (num_channels,).
         bias: False omits the bias.
-        device, dtype: those of weight and bias.
+        device, dtype: of weight and bias.
 
     Raises:
         ValueError, TypeError: as `layer_norm2d`; ValueError for another number of channels.

@@ -106,7 +106,7 @@ def report(model: nn.Module) -> Report[Row]:
 
     Returns:
         Rows with ``path`` (of the module), ``what`` (the parameter's name in it), ``done`` and
-        ``why``: what it was multiplied by, and the RMS of the result of the product that reads it.
+        ``why``: the factor, and the RMS of the result of the product that reads the parameter.
         ``done`` is "scaled", "set to zero", "keeps its values", "unchanged" or "left alone"; rows
         of the latter may be of calls, whose size no parameter holds.
 

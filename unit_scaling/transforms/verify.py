@@ -60,7 +60,7 @@ class Verification(Rows[Measurement]):
     """The measurements of `verify`; prints as a table.
 
     Attributes:
-        notes: what could not be measured, and why.
+        notes: tensors that could not be measured, with the reasons.
         diagnosis: an interpretation of the rows, root causes first.
     """
 

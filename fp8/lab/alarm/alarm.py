@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 class Alert(NamedTuple):
     """Why an alarm has gone off. step: the call of `Alarm.step`, from 1. rule: its name in `RULES`.
-    what: what was seen, in words."""
+    what: the observation, in words."""
 
     step: int
     rule: str
@@ -66,8 +66,8 @@ class Rule(NamedTuple):
     Attributes:
         name: of the rule.
         times: the successive calls at which it must hold; of a rule about casts, looks.
-        holds: what it judges.
-        says: what an `Alert` says.
+        holds: the values that the rule judges.
+        says: the text of an `Alert`.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Alarm:
 
     Attributes:
         alert: the `Alert`; None until the alarm goes off.
-        state: the last good `State`, at first that of now.
+        state: the last good `State`, at first the current one.
         batches: those since then, if `step` gets them; copies, on their devices.
 
     Raises:

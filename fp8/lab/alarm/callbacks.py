@@ -26,7 +26,7 @@ def lightning_callback(
     Args:
         library: as in `fp8.adapters.lightning.FP8Precision`.
         stop: whether the training stops at an alarm.
-        options: those of `Alarm`.
+        options: the options of `Alarm`.
 
     Raises:
         ImportError: if Lightning is not installed.
@@ -73,7 +73,7 @@ def transformers_callback(*, stop: bool = False, **options: Any) -> Any:
 
     Args:
         stop: whether the training stops at an alarm.
-        options: those of `Alarm`.
+        options: the options of `Alarm`.
 
     Raises:
         ImportError: if transformers is not installed.

@@ -21,10 +21,10 @@ class Memory:
     Attributes:
         weights: parameters and buffers; what is shared counts once.
         batch: the tensors of the batch.
-        gradients: those of parameters, and of the batch where it requires one.
+        gradients: of parameters, and of the batch if it requires one.
         casts: FP8 copies of activations that the forward pass keeps for the backward pass.
-        copies: what is computed of weights alone and kept: their FP8 copies.
-        activations: what else is kept.
+        copies: tensors computed from weights alone and saved: their FP8 copies.
+        activations: all other saved tensors.
         peak: the most that is alive at once, all of these and temporary tensors.
     """
 
@@ -75,7 +75,7 @@ class Variant:
             for torchao's recipes.
         flops: of all products and attention.
         saved: bytes stored for the backward pass, without parameters.
-        simulated: why products are not those of FP8 kernels; "" if they are.
+        simulated: why no FP8 kernel computes the products; "" if one does.
         policy: `fp8.Policy.to_dict`; {} for the model as it is and for torchao's recipes.
         peak: seconds at the rates of the data sheet. This and what follows the compiler alone
             tells.
@@ -120,7 +120,7 @@ class Forecast:
         hardware: a name in `fp8.lab.hardware.HARDWARE`.
         source: "compiler", or "estimate" where torch cannot compile for a GPU.
         variants: the model as it is, then the recipes.
-        notes: what was not seen.
+        notes: parts of the step that the forecast leaves out.
         optimizers: name, or level of `fp8.initialize` -> the memory of the model that it steps.
     """
 

@@ -25,7 +25,7 @@ __all__ = ["LayerEffect", "Parity", "parity"]
 
 class LayerEffect(NamedTuple):
     """The difference with one layer of the trainer in the engine's model. name: of the layer;
-    "(cache)": the cache of keys and values. kl: as `Parity.kl`. share: by how much it is less."""
+    "(cache)": the cache of keys and values. kl: as `Parity.kl`. share: the decrease of kl."""
 
     name: str
     kl: float
@@ -131,7 +131,7 @@ def parity(
             (`fp8.adapters.transformers.KV_SCALINGS`); None: no such cache. Models of transformers
             only.
         sums: the sums of both, `fp8.Recipe.accumulate` of recipes that state none: "exact",
-            "hopper" or "ada"; None: those of torch.
+            "hopper" or "ada"; None: torch's sums.
         by_layer: whether to measure each layer, which takes a pass over the prompts for each.
 
     Raises:

@@ -61,11 +61,11 @@ class Candidate:
 
 @dataclass
 class Verdict:
-    """What the measurements say, in words; and the policy that follows from them.
+    """The answer of the measurements, in words, and the policy that follows from them.
 
     Attributes:
         answer: begins with "Yes", "No" or "Not decided".
-        savings: what the policy saves, for each accelerator.
+        savings: the saving of the policy, for each accelerator.
         reasons: why.
         policy: the recommended policy, `fp8.Policy.to_dict`; if none is, the first to try; {} if
             there is none.
@@ -102,7 +102,7 @@ class Findings:
             finalists, by the compiler's code.
         not_forecast: why the latter are missing; "" if none is, and where the compiler does not
             know the accelerators.
-        notes: what was not measured, and why.
+        notes: measurements that were left out, with the reasons.
     """
 
     model: dict[str, Any] = field(default_factory=dict)

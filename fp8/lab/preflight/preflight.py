@@ -43,7 +43,7 @@ RECIPES_TRIED = (
 
 
 class PreflightError(ValueError):
-    """A model or its data cannot be measured. report: what was measured before the error."""
+    """A model or its data cannot be measured. report: the results before the error."""
 
     def __init__(self, message: str, report: Preflight) -> None:
         super().__init__(message)

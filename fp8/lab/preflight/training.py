@@ -58,7 +58,7 @@ Source = Any
 
 @dataclass(frozen=True)
 class Setup:
-    """What a preflight trains.
+    """The model, batches, loss and optimizer that a preflight trains.
 
     Attributes:
         model: with its initial or pretrained weights. It is copied, never changed. Layers that
