@@ -104,12 +104,14 @@ def is_transposed(module: nn.Module) -> bool:
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether all parameters of a module are its own stacks of matrices (experts, ., .) and biases
-    (experts, .). Not a class of torch: those are layers of one weight."""
+    (experts, .). Not a class of torch: those are layers of one weight. Not one vector for each head
+    (heads, 1, width), as of positions and gains."""
     own, parameters = list(module.parameters(recurse=False)), list(module.parameters())
     of_torch = bare_class(module).__module__.startswith("torch.")
     if of_torch or any(map(is_lazy, parameters)):
         return False
-    experts = next((p.shape[0] for p in own if p.dim() == 3), 0)
+    stacks = [p.shape for p in own if p.dim() == 3]
+    experts = next((shape[0] for shape in stacks if 1 not in shape[1:]), 0)
     alike = all(p.dim() in (2, 3) and p.shape[0] == experts for p in parameters)
     return experts > 1 and len(own) == len(parameters) and alike
 

@@ -174,3 +174,10 @@ def test_copies_have_the_settings_and_scales_of_the_layer(way, cls, recipe):
     fp8.revert(made)
     assert not any(name.startswith("fp8_") for name in vars(made[0]))
     assert model[0].fp8_recipe.name == recipe
+
+
+def test_a_vector_for_each_head_is_no_stack_of_matrices():
+    """The bias of positions in x-transformers' PolarEmbedding."""
+    positions = Net(lambda m, x: x + m.bias, bias=nn.Parameter(torch.zeros(4, 1, 32)))
+    rows = fp8.report(fp8.convert(nn.Sequential(positions, layer()), "tensor"))
+    assert [row.done for row in rows] == ["left alone", "converted"]
