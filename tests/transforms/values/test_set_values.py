@@ -393,6 +393,24 @@ def test_the_bias_of_a_weight_that_keeps_its_values_is_kept():
     assert kept == {"weight", "bias"}
 
 
+def test_the_function_in_which_a_weight_is_read_is_named():
+    """guided-diffusion checkpoints by a function of its own."""
+
+    class Checkpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, layer, x, weight):
+            return layer(x)
+
+    forward = lambda m, x: m.last(Checkpoint.apply(m.inner, x, m.inner.weight))  # noqa: E731
+    model = Net(forward, inner=nn.Linear(8, 8, bias=False), last=nn.Linear(8, 4))
+    (row,) = (
+        row
+        for row in uu.report(unit_scale(model, batch=torch.randn(4, 8)))
+        if row.done == "keeps its values"
+    )
+    assert row.why.startswith("read inside of the autograd function Checkpoint")
+
+
 def test_values_that_come_out_non_finite_are_an_error():
     model = linears(4, 4, 4)
     before = deepcopy(model.state_dict())

@@ -73,6 +73,12 @@ class Classes:
         return self.scaled - (weights - values)
 
     @property
+    def inside(self) -> dict[str, str]:
+        """Parameter -> the autograd function that a call runs in which reads it."""
+        reads = ((name, self._nodes[index].inside) for index, _, name in self._reads())
+        return {name: inside for name, inside in reads if inside}
+
+    @property
     def weights(self) -> set[str]:
         """The parameters that a product or a table reads as its weight."""
         return {name for at, i, name in self._reads() if self._is_weight(at, i, False)}

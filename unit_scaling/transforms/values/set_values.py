@@ -233,9 +233,12 @@ class _Setter:
         kept = {name: name in classes.kept for name in sorted(classes.scaled)}
         kept = agreed(f"{self.name}/kept", kept)
         classes.kept = frozenset(filter(kept.get, kept))
+        inside = classes.inside
         for name in sorted(classes.kept):
             tags = self.changes[name].tags
             why = "read by calls that are no products"
+            if name in inside:
+                why = f"read inside of {inside[name]}, whose gradient is its own"
             size = tags.mup_divisor or 1.0
             kind = tags.mup_type
             if name in classes.added:
