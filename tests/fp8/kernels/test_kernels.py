@@ -12,7 +12,7 @@ from fp8.kernels.blackwell import swizzled
 from fp8.kernels.table import KERNELS, kernel_of, store, why_not_kernel
 from tests.fp8.kernels.scaled_mm import SWIZZLES, TYPES, decoded, unswizzled
 from tests.fp8.oracles import all_patterns
-from tests.shared import assert_same, parametrize, randn, seeded
+from tests.shared import assert_same, parametrize, proves, randn, seeded
 
 TILED = ["block", "mxfp8", "nvfp4"]
 SHAPES = [(5, 48), (130, 600), (257, 16)]
@@ -62,20 +62,7 @@ def test_operands_are_those_of_the_simulation(recipe, shape, axis):
             assert rest.shape[1] % KERNELS[kind].multiple == 0
 
 
-@parametrize(("rule", "mode"), [("up", "RCEIL"), ("floor", "FLOOR")])
-def test_mx_operands_are_torchaos_to_the_byte(rule, mode):
-    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-    x = (randn(130, 96, seed=1) * torch.logspace(-9, 5, 130)[:, None]).detach()
-    mode = mx.ScaleCalculationMode[mode]
-    theirs = mx.MXTensor.to_mx(
-        x, torch.float8_e4m3fn, 32, mode, is_swizzled_scales=True
-    )
-    ours = store(x, Cast(format="e4m3", scaling="mx", rule=rule))
-    assert_same(ours.values.view(torch.uint8), theirs.qdata.view(torch.uint8))
-    got, want = (unswizzled(y.scale.flatten(), 130, 3) for y in (ours, theirs))
-    assert_same(got, want)
-
-
+@proves("the field", "NVFP4", how="library")
 def test_nvfp4_operands_are_torchaos_to_the_byte():
     nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     x = (randn(130, 96, seed=1) * torch.logspace(-2, 1, 130)[:, None]).detach()

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from fp8 import FORMATS, Cast
+from fp8 import FORMATS, Cast, quantize
 from fp8.casts.casting import cast_forward
 from fp8.casts.rotation import rotated
 from fp8.recipes.rules import RULES
@@ -86,6 +86,13 @@ def test_a_cast_is_the_reference_s_tile_by_tile(scaling, tile, shape, axis):
     assert got.shape == x.shape
     wanted = reference.cast(x, cast, axis)
     assert_same(got, wanted.float())
+
+
+def test_toward_zero_is_that_of_quantize():
+    x, cast = normal(9, 40), Cast(format="e4m3", scaling="row", rounding="toward_zero")
+    scale = scale_of(x, (1,), E4M3, cast.rule)
+    wanted = quantize(x, "e4m3", scale=scale, rounding="toward_zero")
+    assert_same(cast_forward(x, cast), wanted)
 
 
 @parametrize("scaling, rule", SCALED)
