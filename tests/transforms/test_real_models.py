@@ -41,7 +41,8 @@ def test_it_trains(name):
     assert ours(**batch).loss < first
 
 
-@parametrize("name", "BERT T5 ViT ConvNeXt RWKV Mamba".split())
+@proves("unit-scaling", "any PyTorch model")
+@parametrize("name", "BERT T5 ViT ConvNeXt RWKV Mamba OPT".split())
 def test_casts_are_in_range(name):
     """At the second step, with the scales of the first."""
     found = zoo.examine(name)
@@ -50,11 +51,7 @@ def test_casts_are_in_range(name):
     assert found.weights == 1
 
 
-@proves("unit-scaling", "any PyTorch model")
 def test_the_zoo_says_what_became_of_a_model():
-    found = zoo.examine("OPT")
-    assert (found.result, found.left_alone) == ("converted", 0)
-    assert found.casts >= 0.97
     broken = zoo.Result("x", "X", "language", "refused: because")
     assert not broken.verified
     assert list(zoo.row(broken).values())[-2:] == [None, "refused: because"]

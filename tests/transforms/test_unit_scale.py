@@ -240,22 +240,6 @@ def test_biases_of_few_inputs_are_scaled_as_the_result(inputs):
     assert_close(result * (rms(plain.weight) / rms(model[0].weight)), expected)
 
 
-def test_tags_and_optimizer():
-    model = unit_scale(
-        nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4))
-    )
-    model(batch_of(64, 16))
-    tags = {name: p.mup_type for name, p in model.named_parameters()}
-    assert list(tags.values()) == "weight bias norm bias output bias".split()
-    optimizer = uu.optim.AdamW(model.parameters(), lr=1.0)
-    rates = dict(pairs(tags, optimizer.param_groups[0]["mup_lr_scales"]))
-    assert rates["0.weight"] == pytest.approx(
-        1 / math.sqrt(16) * model[0].weight.mup_scale
-    )
-    output = uu.optim.LR_MULT["adam"]["output"]
-    assert rates["2.weight"] == pytest.approx(output * model[2].weight.mup_scale)
-
-
 ADAM = {"eps": 1e-30}
 STEPPED = [
     (uu.optim.AdamW, {"weight_decay": 1e-3, **ADAM}),

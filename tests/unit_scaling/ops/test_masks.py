@@ -110,12 +110,6 @@ def test_outputs_and_gradients_have_rms_1(name):
     assert rms(of_value) == pytest.approx(excess * seen, rel=2 * error)
 
 
-def test_all_ways_of_saying_causal_have_one_factor():
-    said = scale(None, is_causal=True)
-    assert_same(scale(CAUSAL, is_causal=True), said)
-    assert said != scale(None)
-
-
 @parametrize("form", FORMS)
 @each_mask
 def test_a_mask_has_one_factor_in_all_its_forms(name, form):
