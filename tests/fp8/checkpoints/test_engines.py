@@ -12,6 +12,8 @@ from fp8.checkpoints.writing import encoded, stored, unfit
 from fp8.recipes.recipe import RECIPES
 from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
 from tests.fp8.checkpoints.reading import exact, loaded
+from tests.fp8.kernels import scaled_mm
+from tests.fp8.kernels.scaled_mm import unswizzled
 from tests.shared import (
     Net,
     assert_same,
@@ -21,8 +23,6 @@ from tests.shared import (
     refuses,
     theirs,
 )
-
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 #: Layout -> a recipe that it has.
 WRITTEN = {
@@ -90,23 +90,6 @@ def unpacked(scale, inputs):
     return 2.0 ** torch.tensor(exponents).repeat_interleave(128, 1)[:, :inputs]
 
 
-def unswizzled(scale, rows, columns):
-    """CUTLASS and cuBLAS: tiles of 128 x 4 row by row, 512 bytes each."""
-    flat, across = scale.flatten().float().tolist(), -(-columns // 4)
-    found = torch.empty(rows, columns)
-    for i in range(rows):
-        for j in range(columns):
-            tile = (i // 128 * across + j // 4) * 512
-            found[i, j] = flat[tile + 16 * (i % 32) + 4 * (i % 128 // 32) + j % 4]
-    return found
-
-
-def pairs_of(packed):
-    """The first value is in the low four bits."""
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
-    return torch.where(codes > 7, -1.0, 1.0) * E2M1[codes & 7]
-
-
 def weight_of(tensors, name, layout):
     """A weight of an engine's memory."""
     row = LAYOUTS[layout]
@@ -118,8 +101,9 @@ def weight_of(tensors, name, layout):
     if layout == "block_sm100":
         return values.float() * unpacked(scale, values.shape[1])
     outputs, inputs = values.shape[0], 2 * values.shape[1]
-    steps = unswizzled(scale, outputs, inputs // 16) * (1 / parts["divisor"])
-    return pairs_of(values) * steps.repeat_interleave(16, 1)
+    steps = unswizzled(scale, outputs, inputs // 16).float() / parts["divisor"]
+    codes = scaled_mm.values(values.view(torch.float4_e2m1fn_x2)).float()
+    return codes * steps.repeat_interleave(16, 1)
 
 
 MEMORY = [name for name in WRITTEN if LAYOUTS[name].place == "memory"]

@@ -98,7 +98,6 @@ def test_bad_json_is_refused_by_name(values, message):
     "make, error, message",
     [
         (lambda: Policy(rules="*"), TypeError, "rules must be a list"),
-        (lambda: Policy(rules=LayerRule("*")), TypeError, "rules must be a list"),
         (
             lambda: Policy(rules=[("*", None)]),
             TypeError,
@@ -107,7 +106,6 @@ def test_bad_json_is_refused_by_name(values, message):
         (lambda: Policy(keep="readout"), TypeError, "keep must be a list"),
         (lambda: Policy(first=1.5), ValueError, "(a float), got 1.5"),
         (lambda: Policy(last=1.0), ValueError, "last must be a number of blocks"),
-        (lambda: Policy(last=0.0), ValueError, "(a float), got 0.0"),
         (lambda: Policy(last=float("nan")), ValueError, "(a float), got nan"),
         (lambda: Policy(first=True), TypeError, "first must be a whole number"),
         (

@@ -91,7 +91,6 @@ def test_a_cast_knows_the_rules_and_tile_of_its_scaling(scaling):
     [
         ({"format": "e2m1", "overflow": "nonfinite"}, "neither Inf nor NaN"),
         ({"scaling": "unit", "history": 3}, "history of scaling 'unit' must be 0 to 0"),
-        ({"scaling": "delayed", "history": 0}, "scaling 'delayed' must be 1 to 4096"),
         (
             {"scaling": "delayed", "history": 5000},
             "scaling 'delayed' must be 1 to 4096",
@@ -102,7 +101,6 @@ def test_a_cast_knows_the_rules_and_tile_of_its_scaling(scaling):
             r"a tile is two numbers \(across, along\), not 3",
         ),
         ({"scaling": "row", "rule": "sideways"}, "unknown rule 'sideways'"),
-        ({"scaling": "block", "tile": (8,)}, "two numbers"),
         (
             {"scaling": "block", "tile": (0, 8)},
             "a side of a tile must be 1 to 65536, got 0",

@@ -59,17 +59,6 @@ def test_the_sequential_gap_is_of_the_last_batches():
     assert math.isinf(measured.half_width)
 
 
-def test_runs_are_paired_by_seed():
-    made = runs(reference=[1.0, 5.0, 9.0], a=[1.5, 5.5])
-    assert (
-        gap(made[::-1], "a").mean
-        == sequential_gap(made, "a").mean
-        == pytest.approx(0.5)
-    )
-    assert gap(made, "a").seeds == 2
-    assert gap(made, "b") is None
-
-
 def test_the_interval_is_that_of_the_last_look():
     """Of 5 pairs the first 4, whose end errs with ERROR / 6."""
     values = [0.1, 0.2, 0.3, 0.4, 7.0]

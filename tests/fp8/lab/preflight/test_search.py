@@ -5,12 +5,10 @@ import itertools
 import torch
 
 import fp8
-from fp8.lab.preflight.demo import GPT
 from fp8.lab.preflight.search import (
     LayerError,
     choose,
     frontier,
-    keeping,
     knee,
     name_of,
     shares,
@@ -83,12 +81,3 @@ def test_names():
     assert name_of("r", []) == "r"
     assert name_of("r", ["a", "b"]) == "r except a and b"
     assert name_of("r", ["a", "b", "c"]) == "r except a and 2 more"
-
-
-def test_keeping_is_a_policy_that_converts_the_others():
-    model = fp8.convert(
-        GPT(), keeping("row", ["head", "blocks.0.up"]), backend="simulate"
-    )
-    left = {row.path for row in fp8.report(model).left_alone}
-    assert {"head", "blocks.0.up"} <= left
-    assert "blocks.1.up" not in left
