@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.public_names import GONE, TABLES, documented, is_here, public, read
 
 ROOT = Path(__file__).parents[1]
@@ -36,20 +34,6 @@ def test_every_name_that_went_is_in_the_changelog():
     assert not [name for name in names if is_named(name, "", [])]
     missing = [name for name in names if not (is_here(name, now) or is_named(name))]
     assert not missing, f"the table of what was removed lacks {missing}"
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "named"),
-    [
-        ("rule ceil", 'rules "ceil" and "even"', True),
-        ("fp8.optim.SGD", "`fp8.optim.SGD`, `Muon`", True),
-        ("fp8.state", "`fp8.state_bytes`", False),
-        ("module fp8.studies.page", "`fp8.studies`", True),
-        ("module fp8.recipes.gone", "`fp8.recipes`", False),  # which is still there
-    ],
-)
-def test_what_counts_as_named(name, text, named):
-    assert is_named(name, text, re.findall(r"`([^`]+)`", text)) == named
 
 
 def test_tables_are_read():

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
@@ -31,21 +30,6 @@ def same(model, other):
     for training in (True, False):
         results = [each.train(training)(X) for each in models]
         assert_same(*results)
-
-
-@parametrize("assign", [False, True])
-def test_the_plain_class_loads_it(assign, tmp_path):
-    """By a file, and a part of it alone."""
-    safetensors = pytest.importorskip("safetensors.torch")
-    model, other = scaled(), plain(1)
-    assert list(model.state_dict()) == list(other.state_dict())
-    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
-    state = safetensors.load_file(tmp_path / "model.safetensors")
-    other.load_state_dict(state, strict=True, assign=assign)
-    same(other, model)
-    part = plain(2)[0]
-    part.load_state_dict(model[0].state_dict(), strict=True)
-    assert_same(part(X), model[0](X))
 
 
 def test_a_transformed_model_loads_it():

@@ -72,20 +72,14 @@ def tensors(rows, inner, outer, dtype=torch.float32):
 
 def test_some_recipes_have_kernels_and_the_others_say_why_not():
     assert {"unit", "unit_e4m3", "tensor", "row"} <= set(NATIVE)
-    assert {"block", "four_over_six", "mxfp8", "nvfp4", "nvfp4_nvidia"} == set(TILED)
+    assert {"block", "mxfp8", "nvfp4"} <= set(TILED)
     reasons = {name: native.why_not_recipe(recipe) for name, recipe in RECIPES.items()}
-    assert "e2m3 by e2m3 with scales by mx" in reasons["mxfp6"]
-    assert "e2m1 by e2m1 with scales by mx" in reasons["mxfp4"]
-    assert reasons["row_gw_hp"] == ""
     assert "bf16 by bf16 with scales by tensor" in reasons["bf16"]
     assert "by rule 'e4m3_eden'" in native.why_not_recipe(
         unrotated(RECIPES["quartet2"])
     )
-    for cast, why in (
-        (Cast(format="e5m2"), "e5m2 by e5m2"),
-        (Cast(format="e4m3", hadamard=32, signs="random"), "random signs"),
-    ):
-        assert why in native.why_not_recipe(of_all(cast))
+    turned = Cast(format="e4m3", hadamard=32, signs="random")
+    assert "random signs" in native.why_not_recipe(of_all(turned))
 
 
 def check(recipe, shape, size, scales, device):

@@ -37,7 +37,7 @@ from tests.unit_scaling.ops.calls import (
     results,
     with_gradients,
 )
-from unit_scaling.rules.table import OPS, tie
+from unit_scaling.rules.table import OPS
 
 
 def ideal(op):
@@ -169,12 +169,6 @@ def test_func_grad_and_vmap(op):
 def test_names():
     assert all(getattr(U, name) is op.fn for name, op in OPS.items())
     assert all(op.fn.__doc__ and op.rule.__doc__ for op in OPS.values())
-
-
-def test_tie():
-    tied = tie("hmean", output=2.0, left=2.0, right=2.0)
-    assert tied == {"output": 2.0, "left": 2.0, "right": 2.0}
-    assert tie(None, output=2.0, input=4.0) == {"output": 2.0, "input": 4.0}
 
 
 # --- compiled ------------------------------------------------------------------------------
