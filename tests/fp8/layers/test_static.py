@@ -133,16 +133,11 @@ def test_forms_of_a_batch_and_of_a_loss():
         def forward(self, x, factor=1.0):
             return self.output(factor * self.layer(x))
 
-    mean = fp8.calibrate(Model(lambda y: y.square().mean()), x)
+    mean = fp8.calibrate(Model(lambda y: {"loss": y.square().mean(), "logits": y}), x)
     assert mean["layer.grad"] == round(math.log2(2 * rms(layer(x).detach()) / 512)) - 4
-    for output in (
-        lambda y: {"loss": y.square().mean(), "logits": y},
-        lambda y: (y, y.square().mean()),
-    ):
-        assert fp8.calibrate(Model(output), (x,)) == mean
     plain = Model(lambda y: [y])
-    assert fp8.calibrate(plain, {"x": x}, lambda y: y[0].square().mean()) == mean
-    for batch, exponent in ((x, -4), ((x, 2.0), -3), ({"x": x, "factor": 4.0}, -2)):
+    assert fp8.calibrate(plain, (x,), lambda y: y[0].square().mean()) == mean
+    for batch, exponent in ((x, -4), ({"x": x, "factor": 4.0}, -2)):
         assert fp8.calibrate(plain, batch)["layer.grad"] == exponent
 
 
