@@ -1,5 +1,5 @@
 """An optimizer of unit_scaling resumes: in any order of the model's first call and of what is
-loaded, in other processes, forms of checkpoints, trainers and levels, and for models without tags.
+loaded, in other processes, forms of checkpoints and levels, and for models without tags.
 """
 
 import itertools
@@ -13,12 +13,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.optim import lr_scheduler
 
 import fp8
 import unit_scaling as uu
 from fp8.training.levels import LEVELS
-from tests.fp8.adapters import hub_models
 from tests.shared import (
     Net,
     assert_close,
@@ -28,20 +26,15 @@ from tests.shared import (
     linears,
     parametrize,
     pickled,
-    quietly,
     refuses,
     saved,
     seeded,
-    theirs,
 )
 from tests.unit_scaling.test_groups import by_rate, momentum, train
 from tests.unit_scaling.test_optim import each_optimizer, lrs, parameters
 from unit_scaling.optim import Adam, AdamW
 from unit_scaling.parameter import tag
 from unit_scaling.transforms import unit_scale
-
-with quietly():
-    transformers = hub_models.transformers
 
 
 def made():
@@ -217,57 +210,3 @@ def test_rates_hold_at_a_level(cls, level):
         {n: p.to(torch.float32) for n, p in each.items()} for each in results
     )
     assert_same(ours, theirs)
-
-
-# Trainers, with a schedule that sets a rate
-
-
-def one_cycle(opt, total):
-    return lr_scheduler.OneCycleLR(
-        opt, 0.5, total_steps=total + 1, cycle_momentum=False
-    )
-
-
-class Recorded(AdamW):
-    """Its rates and the factors of its steps."""
-
-    def step(self, closure=None):
-        (group,) = self.param_groups
-        result = super().step(closure)
-        self.__dict__.setdefault("seen", []).append(
-            (group["lr"], group["mup_lr_scales"])
-        )
-        return result
-
-
-@theirs
-def test_transformers(tmp_path):
-    """With a schedule of the user's, and resumed."""
-    transformers.logging.set_verbosity_error()
-    tokens = torch.randint(32, (32, 8), generator=seeded(1))
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    arguments = transformers.TrainingArguments(
-        tmp_path,
-        max_steps=8,
-        save_steps=4,
-        per_device_train_batch_size=4,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-    )
-    trained = []
-    for checkpoint in (None, str(tmp_path / "checkpoint-4")):
-        torch.manual_seed(0)
-        model = unit_scale(hub_models.llama(vocab_size=32, num_hidden_layers=1))
-        opt = Recorded(model.parameters())
-        trainer = transformers.Trainer(
-            model, arguments, train_dataset=rows, optimizers=(opt, one_cycle(opt, 8))
-        )
-        trainer.train(resume_from_checkpoint=checkpoint)
-        trained.append((opt.seen, [p.detach().clone() for p in model.parameters()]))
-    (whole, values), (rest, resumed) = trained
-    assert len({rate for rate, _ in whole}) == 8  # of the schedule
-    assert len(set(whole[0][1])) > 2
-    assert rest == whole[4:]
-    assert_close(resumed, values)
