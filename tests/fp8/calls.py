@@ -77,10 +77,6 @@ CALLS = {
 }
 
 
-def name_of(function):
-    return getattr(function, "__qualname__", "") or function.__name__
-
-
 def operands(row, dtype=torch.float32):
     return [(normal(*s, seed=i) * OFF).to(dtype) for i, s in enumerate(row.shapes)]
 

@@ -110,7 +110,7 @@ def test_a_block_in_each_task():
     assert_same(asyncio.run(main()), [[y] * 3 for y in expected])
 
 
-@parametrize("enabled", [True, False], ids=["nothing", "enabled=False"])
+@parametrize("enabled", [True, False])
 def test_a_block_of_another_task_is_refused(enabled):
     """Whichever of the two is innermost, neither computes under the recipe of the other."""
 

@@ -75,7 +75,7 @@ class Stop(nn.Module):
         return x
 
 
-@parametrize("first", [True, False], ids=["first call", "later call"])
+@parametrize("first", [True, False])
 @each_transform
 def test_errors_leave_nothing(transform, first, monkeypatch):
     """Neither in the thread that they are raised in, nor in those that wait for it."""

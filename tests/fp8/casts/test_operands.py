@@ -35,7 +35,7 @@ each_backend = parametrize("backend", ["simulate", "native"])
 
 @parametrize("dtype", [torch.float32, torch.bfloat16])
 @parametrize("name", ["unit", "tensor", "delayed"])
-@parametrize("function", [linear, F.conv1d], ids=["linear", "conv"])
+@parametrize("function", [linear, F.conv1d])
 @each_backend
 def test_operands_are_kept_in_bytes(backend, function, name, dtype):
     """A quarter of float32 and half of bfloat16, and as many bytes for the scales."""

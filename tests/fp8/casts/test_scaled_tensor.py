@@ -215,8 +215,8 @@ def gradient(w, *seeds):
     return x.grad
 
 
-@parametrize("open", [False, True], ids=["linear", "plain"])
-@parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@parametrize("open", [False, True])
+@parametrize("compiled", [False, True])
 def test_gradients_of_one_pass(open, compiled):
     w = weight()
     compiler = in_one_graph(mean_square)

@@ -203,7 +203,7 @@ def test_scales_unlike_the_configuration_are_refused(make):
 
 
 @parametrize("make", LAYOUTS)
-@parametrize("said", [True, False], ids=["config", "none"])
+@parametrize("said", [True, False])
 def test_a_missing_scale_is_an_error(make, said, tmp_path):
     """By the names of the weight and of what was looked for, and with the method. The second level
     of NVFP4 is a scale too. Nothing is loaded."""

@@ -128,8 +128,8 @@ def test_shards(tmp_path):
 
 
 @theirs
-@parametrize("flat", [False, True], ids=["tensors", "flattened"])
-@parametrize("rows", [False, True], ids=["tensor", "row"])
+@parametrize("flat", [False, True])
+@parametrize("rows", [False, True])
 def test_torchao(rows, flat):
     """Float8Tensor, in a state_dict and as its safetensors support names the parts."""
     quantization = pytest.importorskip("torchao.quantization")

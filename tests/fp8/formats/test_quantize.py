@@ -209,7 +209,7 @@ def layouts():
     }
 
 
-@parametrize("chunk", [1 << 17, 16], ids=["whole", "chunks"])
+@parametrize("chunk", [1 << 17, 16])
 @parametrize("rounding", ROUNDINGS)
 @parametrize("layout", layouts())
 def test_layouts(layout, rounding, chunk, monkeypatch):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from fp8 import RECIPES
 from tests.fp8.blocks import block
-from tests.fp8.calls import CALLS, name_of, operands
+from tests.fp8.calls import CALLS, operands
 from tests.reference import cast, nearest, unrotated
 from tests.shared import (
     Net,
@@ -153,7 +153,7 @@ def test_layers_have_their_names_compiled_or_not(how):
     assert rows["blocks.0", "grad"].elements == 2 * 2 * 5 * 8
 
 
-@parametrize("function", CALLS, ids=name_of)
+@parametrize("function", CALLS)
 def test_every_product_is_counted(function):
     row = CALLS[function]
     tensors = [t.requires_grad_() for t in operands(row)]

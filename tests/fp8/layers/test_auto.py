@@ -40,7 +40,7 @@ AUTO_BY_DEFAULT = [
 ]
 
 
-@parametrize("function", AUTO_BY_DEFAULT, ids=lambda f: f"{f.__module__}.{f.__name__}")
+@parametrize("function", AUTO_BY_DEFAULT)
 def test_it_is_the_default_everywhere(function):
     assert inspect.signature(function).parameters["recipe"].default == "auto"
 

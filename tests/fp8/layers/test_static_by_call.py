@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 from tests.fp8.blocks import block, keeper
-from tests.fp8.calls import CALLS, name_of, operands
+from tests.fp8.calls import CALLS, operands
 from tests.fp8.compare import outcome
 from tests.shared import (
     Net,
@@ -22,7 +22,7 @@ from tests.shared import (
 )
 
 
-@parametrize("function", CALLS, ids=name_of)
+@parametrize("function", CALLS)
 def test_every_product_is_calibrated_by_call(function):
     """Its operands, and the gradient; after that they are cast under these scales."""
     row = CALLS[function]

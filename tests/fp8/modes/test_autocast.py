@@ -13,7 +13,7 @@ from fp8 import Recipe
 from fp8.modes.dispatch import COMPOSED, PRODUCTS
 from fp8.products.active import product_recipe
 from fp8.recipes.recipe import get_recipe
-from tests.fp8.calls import CALLS, COARSE, MATMUL, OFF, cast, forms, name_of, operands
+from tests.fp8.calls import CALLS, COARSE, MATMUL, OFF, cast, forms, operands
 from tests.shared import (
     assert_close,
     assert_same,
@@ -35,7 +35,7 @@ def test_every_row_of_products_is_here():
 
 
 @parametrize("dtype", [torch.float32, torch.bfloat16])
-@parametrize("function", CALLS, ids=name_of)
+@parametrize("function", CALLS)
 def test_rows(function, dtype):
     """In every form: the product of the operands cast, in the operands' dtype."""
     row = CALLS[function]
@@ -56,7 +56,7 @@ def test_rows(function, dtype):
 
 
 @proves("the field", "attention in FP8")
-@parametrize("function", CALLS, ids=name_of)
+@parametrize("function", CALLS)
 def test_gradients(function):
     """Of each operand: what the product's own backward makes of cast operands and gradient."""
     row = CALLS[function]
@@ -83,7 +83,7 @@ WITH_OUT = [torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv]
 WITH_OUT += [torch.addmm, torch.baddbmm]
 
 
-@parametrize("function", WITH_OUT, ids=name_of)
+@parametrize("function", WITH_OUT)
 def test_out_is_refused_by_name(function):
     row = CALLS[function]
     with fp8.autocast("unit"), refuses("cannot write to out="):
@@ -249,7 +249,7 @@ class Counting(Counter):
         monkeypatch.setattr(fp8.casts.casting, "_rounded", counted)
 
 
-@parametrize("function", CALLS, ids=name_of)
+@parametrize("function", CALLS)
 def test_everything_is_cast_once_also_when_backward_runs_inside(function, monkeypatch):
     row, counts = CALLS[function], Counting(monkeypatch)
     tensors = [t.requires_grad_() for t in operands(row)]
@@ -265,7 +265,7 @@ def test_everything_is_cast_once_also_when_backward_runs_inside(function, monkey
 # --- with other parts of torch
 
 
-@parametrize("function", CALLS, ids=name_of)
+@parametrize("function", CALLS)
 def test_torch_autocast(function):
     """The result has autocast's dtype where torch's own has, whichever block is the outer one."""
     row = CALLS[function]
@@ -276,7 +276,7 @@ def test_torch_autocast(function):
     with fp8.autocast("unit"), torch.autocast("cpu", dtype=torch.bfloat16):
         z = function(*row.before, *operands(row), **row.kwargs)
     assert_same(y, z)
-    if not name_of(function).endswith("mv"):  # unknown to torch.autocast
+    if not function.__name__.endswith("mv"):  # unknown to torch.autocast
         assert y.dtype == plain.dtype
 
 

@@ -17,7 +17,6 @@ from tests.fp8.calls import (
     B,
     V,
     cast,
-    name_of,
     operands,
 )
 from tests.fp8.compare import outcome
@@ -34,7 +33,7 @@ from tests.shared import (
 # --- addmm and its kin
 
 
-@parametrize("function", [torch.addmm, torch.baddbmm], ids=name_of)
+@parametrize("function", [torch.addmm, torch.baddbmm])
 @parametrize("beta, alpha", [(0.5, 2.0), (0, 3)])
 def test_beta_and_alpha(function, beta, alpha):
     input, a, b = (t.requires_grad_() for t in operands(CALLS[function]))

@@ -67,7 +67,7 @@ def test_with_float32_states_it_is_torchs(name, settings):
 
 
 @proves("the field", "optimizer states in low precision")
-@parametrize("formats", LOW, ids=["tensor", "blocks", "bfloat16"])
+@parametrize("formats", LOW)
 def test_low_precision_states_stay_near(formats):
     """Half a unit of 3 mantissa bits is 6 %, which is what moments of independent errors are off
     by; a step by as much, and the sum of 30 by less."""
@@ -98,7 +98,6 @@ def test_grad_scaler():
 @parametrize(
     "dtype, settings",
     [(torch.float32, BLOCKS), (torch.bfloat16, {"stochastic_weights": True})],
-    ids=["blocks", "bfloat16"],
 )
 def test_compiled_and_eager_keep_the_same_bits(dtype, settings, monkeypatch):
     """States, in several pieces and with a rest that is not compiled; weights to a multiplication

@@ -12,7 +12,7 @@ FORMATS = [
     {"first_moment": "e4m3", "second_moment": "float16"},
     {"first_moment": "e4m3_block", "second_moment": "e5m3_block"},
 ]
-each_format = parametrize("formats", FORMATS, ids=lambda f: "-".join(f.values()))
+each_format = parametrize("formats", FORMATS)
 
 
 def normal(g):

@@ -113,7 +113,6 @@ def test_each_step_is_taken_in_the_mean(settings):
 @parametrize(
     "dtype, settings",
     [(torch.float32, {}), (torch.bfloat16, {"master_weights": "float32"})],
-    ids=["float32", "master"],
 )
 def test_where_nothing_is_rounded_stochastically_is_a_warning(dtype, settings):
     weight = nn.Parameter(torch.ones(64, 64, dtype=dtype))

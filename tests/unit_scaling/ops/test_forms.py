@@ -81,7 +81,7 @@ FORMS = [  # (torch function, args, kwargs), with the same results in each line
 ]
 
 
-@parametrize("forms", FORMS, ids=lambda forms: forms[0][0].__name__)
+@parametrize("forms", FORMS)
 def test_every_calling_form_of_torch(forms):
     func, args, kwargs = forms[0]
     op = find_op(func)
