@@ -52,8 +52,12 @@ def scale_of(amax, format, rule, whole=0.0, real=np.float32, least=-126):
             2.0**e for e in range(near - 2, near + 2) if amax <= format.max * 2.0**e
         )
         return min(max(next(fitting), 2.0**least), 2.0**-least)
-    if rule == "exact":
-        return min(max(float(real(amax) / real(format.max)), 2.0**-126), 2.0**126)
+    if rule.startswith("exact"):
+        scale = real(amax) / real(format.max)
+        if rule == "exact_group":
+            scale = real(amax) * (real(1) / real(format.max))
+        bottom = float(real(1 / (448 * 512))) if rule == "exact_token" else 2.0**-126
+        return min(max(float(scale), bottom), 2.0**126)
     if rule == "e4m3_eden":
         share = real(17 / 16 * 0.93)
         amax, whole = float(real(amax) * share), float(real(whole) * share)
