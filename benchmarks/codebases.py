@@ -13,6 +13,7 @@ import io
 import math
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn, optim
+from torch.utils.data import default_collate
 
 import fp8
 import unit_scaling as uu
@@ -38,8 +40,8 @@ from unit_scaling.transforms import unit_scale
 Names = dict[str, Any]
 Batches = Callable[[int], Any]
 
-SEEDS, STEPS, BATCHES = (0, 1), 100, 8
-"""BATCHES: of the held-out loss."""
+SEEDS, STEPS, UNET, BATCHES = (0, 1), 100, 50, 8
+"""UNET: the steps of a U-Net. BATCHES: of the held-out loss."""
 
 HELD_OUT = 10**9
 """The number of the first held-out batch."""
@@ -146,10 +148,7 @@ def min_gpt(clone: Path) -> Setup:
     def batch(number: int) -> list[Tensor]:
         part = data[number >= HELD_OUT]
         draws = torch.randint(len(part), (64,), generator=generator(number))
-        return [
-            torch.stack(each)
-            for each in zip(*(part[i] for i in draws.tolist()), strict=True)
-        ]
+        return default_collate([part[i] for i in draws.tolist()])
 
     def names(model: Any) -> Names:
         names = {"train_config": config, "train_dataset": data[0]}
@@ -180,11 +179,7 @@ def llama2_c(clone: Path) -> Setup:
 def x_transformers(clone: Path) -> Setup:
     from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
 
-    settings = {
-        "rotary_pos_emb": False,
-        "polar_pos_emb": True,
-        "pre_and_post_norm": True,
-    }
+    settings = {"polar_pos_emb": True, "pre_and_post_norm": True}
     layers = Decoder(dim=64, depth=3, heads=2, **settings)
     made = TransformerWrapper(num_tokens=256, max_seq_len=64, attn_layers=layers)
     batch = windows([*clone.glob("*.py"), *clone.glob("*.md")], 8, 65)
@@ -198,33 +193,19 @@ def denoising_diffusion(clone: Path) -> Setup:
     from denoising_diffusion_pytorch import GaussianDiffusion, Unet
 
     unet = Unet(dim=16, dim_mults=(1, 2), attn_heads=2, attn_dim_head=16)
-    images, names = (
-        waves(8, 8, 3),
-        {"train_lr": 1e-4, "adam_betas": (0.9, 0.99), "self": Space()},
-    )
-    return Setup(
-        GaussianDiffusion(unet, image_size=8),
-        lambda number: (images(number)[0] + 1) / 2,
-        lambda model, batch: model(batch),
-        lambda model: names,
-        model="diffusion_model",
-        optimizer="self.opt",
-        clip=1.0,
-        steps=STEPS // 2,
-    )
+    images = waves(8, 8, 3)
+    batch = lambda number: (images(number)[0] + 1) / 2  # noqa: E731
+    names = {"train_lr": 1e-4, "adam_betas": (0.9, 0.99), "self": Space()}
+    called = {"model": "diffusion_model", "optimizer": "self.opt"}
+    made, loss = GaussianDiffusion(unet, image_size=8), lambda model, x: model(x)
+    return Setup(made, batch, loss, lambda model: names, **called, clip=1, steps=UNET)
 
 
 def dit(clone: Path) -> Setup:
     from diffusion import create_diffusion
     from models import DiT
 
-    size = {
-        "input_size": 8,
-        "hidden_size": 64,
-        "depth": 4,
-        "num_heads": 4,
-        "num_classes": 8,
-    }
+    made = DiT(8, hidden_size=64, depth=4, num_heads=4, num_classes=8)
     diffusion = create_diffusion(timestep_respacing="")
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -233,9 +214,7 @@ def dit(clone: Path) -> Setup:
         return diffusion.training_losses(model, x, t, {"y": y})["loss"].mean()
 
     names = {"latent_size": 8}
-    return Setup(
-        DiT(**size), waves(16, 8, 4), loss, lambda model: names, optimizer="opt"
-    )
+    return Setup(made, waves(16, 8, 4), loss, lambda model: names, optimizer="opt")
 
 
 def guided_diffusion(clone: Path) -> Setup:
@@ -254,35 +233,22 @@ def guided_diffusion(clone: Path) -> Setup:
         return (diffusion.training_losses(model, batch[0], t)["loss"] * weights).mean()
 
     def names(model: Any) -> Names:
-        loop = Space(
-            lr=1e-4, weight_decay=0.0, mp_trainer=MixedPrecisionTrainer(model=model)
-        )
-        return {
-            "self": loop,
-            "args": Space(image_size=8),
-            "dist_util": Space(dev=lambda: "cpu"),
-        }
+        trainer = MixedPrecisionTrainer(model=model)
+        loop = Space(lr=1e-4, weight_decay=0.0, mp_trainer=trainer)
+        return {"self": loop, "args": Space(image_size=8)}
 
-    return Setup(
-        model, waves(4, 8, 3), loss, names, optimizer="self.opt", steps=STEPS // 2
-    )
+    batch = waves(4, 8, 3)
+    return Setup(model, batch, loss, names, optimizer="self.opt", steps=UNET)
 
 
 def vit_pytorch(clone: Path) -> Setup:
     from vit_pytorch import ViT
 
-    size = {
-        "dim": 64,
-        "depth": 3,
-        "heads": 4,
-        "dim_head": 16,
-        "mlp_dim": 128,
-        "dropout": 0.1,
-    }
+    size = {"dim": 64, "depth": 3, "heads": 4, "dim_head": 16, "mlp_dim": 128}
     images = waves(32, 16, 3, noise=2.0)
     loss = lambda model, batch: nn.CrossEntropyLoss()(model(batch[0]), batch[1])  # noqa: E731
     names = {"lr": 3e-5, "train_loader": [images(0)]}
-    made = ViT(image_size=16, patch_size=4, num_classes=8, **size)
+    made = ViT(image_size=16, patch_size=4, num_classes=8, dropout=0.1, **size)
     return Setup(made, images, loss, lambda model: names)
 
 
@@ -290,11 +256,7 @@ def dlrm(clone: Path) -> Setup:
     from dlrm_data_pytorch import generate_uniform_input_batch
     from dlrm_s_pytorch import DLRM_Net
 
-    tables, bottom, top = (
-        np.array([100, 50, 20]),
-        np.array([8, 64, 16]),
-        np.array([22, 64, 1]),
-    )
+    tables, *layers = map(np.array, ([100, 50, 20], [8, 64, 16], [22, 64, 1]))
 
     def batch(number: int) -> Any:
         np.random.seed(number)  # noqa: NPY002 - its data and weights are drawn so
@@ -303,15 +265,11 @@ def dlrm(clone: Path) -> Setup:
         return (x, offsets, rows), (x.sum(1) + 2 * odd > 5).float()[:, None]
 
     def names(model: Any) -> Names:
-        args = Space(optimizer="sgd", learning_rate=0.1)
-        return {
-            "args": args,
-            "parameters": model.parameters(),
-            "opts": {"sgd": optim.SGD},
-        }
+        names = {"args": Space(optimizer="sgd", learning_rate=0.1)}
+        return names | {"parameters": model.parameters(), "opts": {"sgd": optim.SGD}}
 
     loss = lambda model, batch: model.loss_fn(model(*batch[0]), batch[1])  # noqa: E731
-    made = DLRM_Net(16, tables, bottom, top, "dot", sigmoid_top=1)
+    made = DLRM_Net(16, tables, *layers, "dot", sigmoid_top=1)
     return Setup(made, batch, loss, names, model="dlrm")
 
 
@@ -384,10 +342,8 @@ class Codebase:
         for hunk in self.hunks:
             text = (clone / hunk.file).read_text(encoding="utf-8")
             for line in hunk.old:
-                if line.strip() not in text:
-                    raise ValueError(
-                        f"{clone / hunk.file} has no line {line.strip()!r}"
-                    )
+                if (line := line.strip()) not in text:
+                    raise ValueError(f"{clone / hunk.file} has no line {line!r}")
 
     @contextmanager
     def imported(self, clone: Path) -> Iterator[None]:
@@ -423,10 +379,9 @@ class Run:
         setup = self.setup
         self.model.train()
         for step in steps:
-            for group, peak in zip(
-                self.optimizer.param_groups, self.peaks, strict=True
-            ):
-                group["lr"] = peak * faster * setup.share(step, setup.steps)
+            share = faster * setup.share(step, setup.steps)
+            for index, peak in enumerate(self.peaks):
+                self.optimizer.param_groups[index]["lr"] = peak * share
             batch = setup.batch(seed * 10**6 + step)
             seeded(step)
             self.optimizer.zero_grad()
@@ -486,9 +441,8 @@ def played(
         text = hunk.applied(text, way)
     end = 'print("SPS:", int(global_step / (time.time() - start_time)))'
     text = text.replace(end, "print('ended', rewards.sum().item(), dones.sum().item())")
-    text = (
-        f"import fp8, unit_scaling as uu\nfrom unit_scaling.transforms import *\n{text}"
-    )
+    text = "from unit_scaling.transforms import unit_scale\n" + text
+    text = "import fp8, unit_scaling as uu\n" + text
     command = [sys.executable, "ppo.py", "--no-cuda", f"--seed={seed}"]
     command += [f"--total-timesteps={512 * STEPS}"]
     paths = os.pathsep.join([str(DIFF.parents[1]), *sys.path])
@@ -497,11 +451,9 @@ def played(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "ppo.py").write_text(text, encoding="utf-8")
         ran = subprocess.run(command, cwd=folder, **settings)
-    ends = [
-        line.split()[1:] for line in ran.stdout.splitlines() if line.startswith("ended")
-    ]
-    last = np.array(ends[-max(len(ends) // 10, 1) :], dtype=float).sum(0)
-    return [float(last[0] / max(last[1], 1.0))]
+    ends = re.findall(r"^ended (\S+) (\S+)$", ran.stdout, re.MULTILINE)
+    rewards, dones = np.array(ends[-math.ceil(len(ends) / 10) :], dtype=float).sum(0)
+    return [float(rewards / max(dones, 1.0))]
 
 
 def row(codebase: Codebase, clone: Path) -> Row:
@@ -510,7 +462,8 @@ def row(codebase: Codebase, clone: Path) -> Row:
     made = trained if codebase.name in SETUPS else played
     git = ["git", "-C", str(clone), "log", "-1", "--format=%h"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    found: Row = {"name": codebase.name, "commit": commit, "resumed": {}}
+    found: Row = {"name": codebase.name, "commit": commit}
+    resumed = []
     rates = {"float32": FASTER} if made is trained else {}
     for way in WAYS:
         tried = {}
@@ -520,12 +473,16 @@ def row(codebase: Codebase, clone: Path) -> Row:
             losses = [loss for loss, *_ in each]
             tried[faster] = losses
             for again in each[0][1:]:
-                found["resumed"][way] = again - losses[0]
+                gap = again - losses[0]
+                resumed.append(f"{way} {gap:+.0e}" if gap else "to the bit")
             print(f"{codebase.name:28} {way:16} {faster:4g} {losses}", flush=True)
         found[way] = summary(tried[1.0])
         if way in rates:
             faster = min(tried, key=lambda each: statistics.fmean(tried[each]))
             found |= {"best rate": faster, f"{way}, best rate": summary(tried[faster])}
+    # The ways that differ, if one does.
+    differ = [text for text in resumed if text != "to the bit"]
+    found["resumed"] = "; ".join(differ or resumed[:1]) or "no checkpoint"
     return found
 
 
@@ -556,9 +513,9 @@ def main() -> int:
         except ImportError as error:
             print(f"{name}: skipped, {error}")
     question = (
-        f"held-out loss after {STEPS} steps ({STEPS // 2} of U-Nets), and half its range over "
-        f"{len(SEEDS)} seeds; of PPO the reward of an episode. Resumed: the difference of the loss "
-        "of a run that is resumed"
+        f"held-out loss after {STEPS} steps ({UNET} of U-Nets), and half its range over "
+        f"{len(SEEDS)} seeds; of PPO the reward of an episode. Resumed: whether a resumed run "
+        "ends at the same loss, or what it differs by"
     )
     report("codebases", question, [rows[name][0] for name in codebases if name in rows])
     return 0

@@ -2,8 +2,8 @@
 
 Writes benchmarks/results/demo.json and docs/demo.png. `PARTS` are what `python -m docs.build`
 writes between ``<!-- NAME -->`` and ``<!-- /NAME -->``: of all results into README.md,
-docs/demo-results.md, docs/forecast.md and docs/learning-rates.md, of tables of the code into
-docs/from-nn-to-uu.md and docs/export.md.
+docs/codebases.md, docs/demo-results.md, docs/forecast.md and docs/learning-rates.md, of tables of the
+code into docs/from-nn-to-uu.md and docs/export.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import machine, write
-from docs import forecasts, layouts
+from docs import codebases, forecasts, layouts
 from docs.markdown import table
 from docs.questions import RESULTS
 from notebooks.nanogpt.session import PLOT
@@ -32,6 +32,7 @@ RATES = Path(__file__).with_name("learning-rates.md")
 PORTING = Path(__file__).with_name("from-nn-to-uu.md")
 EXPORT = Path(__file__).with_name("export.md")
 FORECAST = Path(__file__).with_name("forecast.md")
+CODEBASES = Path(__file__).with_name("codebases.md")
 PICTURE = Path(__file__).with_name("demo.png")
 
 COLUMNS = {  # heading: key of a row of results/demo.json, format
@@ -209,6 +210,7 @@ PARTS: dict[Path, dict[str, Callable[[], str]]] = {
     PAGE: {"demo": demo, "training": training},
     PORTING: {"missing": missing},
     EXPORT: {"layouts": layouts.layouts},
+    CODEBASES: {"losses": codebases.losses, "lines": codebases.lines},
     FORECAST: {
         "today": forecasts.today,
         "run": forecasts.run,

@@ -88,6 +88,16 @@ def _one_line(rows: list[Row]) -> str:
     return "; ".join([*parts, f"FP8 costs at most 0.01 in {met} of {len(found)}"])
 
 
+def _codebases(rows: list[Row]) -> str:
+    trained = [row for row in rows if "best rate" in row]
+    gaps = [row["FP8"][0] - row["float32"][0] for row in trained]
+    best = [row["unit_scale, FP8"][0] < row["float32, best rate"][0] for row in trained]
+    return (
+        f"FP8 changes the loss of {len(trained)} by {min(gaps):+.3f} to {max(gaps):+.3f}; "
+        f"unit_scale in FP8 is below plain training at the best of three rates in {sum(best)}"
+    )
+
+
 def _recipe_loss(rows: list[Row]) -> str:
     found = named(rows)
     names = ("static", "tensor", "block", "mxfp8", "nvfp4_nvidia", "mxfp4")
@@ -251,6 +261,10 @@ QUESTIONS: dict[str, Question] = {
     "one_line": Question(
         text="Does one line, without a learning rate, end where plain training ends?",
         answer=_one_line,
+    ),
+    "codebases": Question(
+        text="What do FP8 and unit scaling change in codebases that people train with?",
+        answer=_codebases,
     ),
     "cast_bias": Question(
         text="Is the cast gradient of a recipe the gradient in the mean?",
