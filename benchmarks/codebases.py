@@ -433,7 +433,7 @@ def trained(
 def played(
     codebase: Codebase, clone: Path, way: str, seed: int, faster: float = 1.0
 ) -> list[float]:
-    """The mean reward of an episode in the last tenth of a run of ppo.py, changed. It saves no
+    """The reward for each episode that ended in the last tenth of a run of ppo.py, which saves no
     checkpoint."""
     (file,) = {hunk.file for hunk in codebase.hunks}
     text = (clone / file).read_text(encoding="utf-8")
@@ -514,7 +514,7 @@ def main() -> int:
             print(f"{name}: skipped, {error}")
     question = (
         f"held-out loss after {STEPS} steps ({UNET} of U-Nets), and half its range over "
-        f"{len(SEEDS)} seeds; of PPO the reward of an episode. Resumed: whether a resumed run "
+        f"{len(SEEDS)} seeds; of PPO the reward for each episode that ended. Resumed: whether a resumed run "
         "ends at the same loss, or what it differs by"
     )
     report("codebases", question, [rows[name][0] for name in codebases if name in rows])

@@ -16,6 +16,8 @@ def losses() -> str:
     for row in found["rows"]:
         name = f"{row['name']} ({row['commit']})"
         cells = [_cell(row.get(column)) for column in COLUMNS]
+        if "best rate" in row:
+            cells[1] += f" at {row['best rate']:g}"
         lines.append([name, *cells, row["resumed"]])
     where = found["machine"]
     headings = " | ".join(("codebase (commit)", *COLUMNS, "resumed"))

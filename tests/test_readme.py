@@ -145,7 +145,8 @@ def test_blocks_name_their_language_and_links_lead_somewhere(path):
         "bash",
         "diff",
     }
-    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document)
+    text = re.sub("```.*?```", "", document, flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
     local = [target for target in targets if not target.startswith(("http:", "https:"))]
     assert not [target for target in local if not (path.parent / target).exists()]
 
