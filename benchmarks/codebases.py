@@ -514,8 +514,8 @@ def main() -> int:
             print(f"{name}: skipped, {error}")
     question = (
         f"held-out loss after {STEPS} steps ({UNET} of U-Nets), and half its range over "
-        f"{len(SEEDS)} seeds; of PPO the reward for each episode that ended. Resumed: whether a resumed run "
-        "ends at the same loss, or what it differs by"
+        f"{len(SEEDS)} seeds; of PPO the reward for each episode that ended. Resumed: whether "
+        "a resumed run ends at the same loss, or what it differs by"
     )
     report("codebases", question, [rows[name][0] for name in codebases if name in rows])
     return 0

@@ -2,8 +2,8 @@
 
 Writes benchmarks/results/demo.json and docs/demo.png. `PARTS` are what `python -m docs.build`
 writes between ``<!-- NAME -->`` and ``<!-- /NAME -->``: of all results into README.md,
-docs/codebases.md, docs/demo-results.md, docs/forecast.md and docs/learning-rates.md, of tables of the
-code into docs/from-nn-to-uu.md and docs/export.md.
+docs/codebases.md, docs/demo-results.md, docs/forecast.md and docs/learning-rates.md, of tables of
+the code into docs/from-nn-to-uu.md and docs/export.md.
 """
 
 from __future__ import annotations
