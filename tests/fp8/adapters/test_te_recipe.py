@@ -18,6 +18,7 @@ KINDS = {
     "delayed": "DelayedScaling",
     "tensor": "Float8CurrentScaling",
     "block": "Float8BlockScaling",
+    "block_exact": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4_nvidia": "NVFP4BlockScaling",
 }
@@ -73,6 +74,7 @@ def test_what_the_recipes_say(library):
     assert (recipe.amax_history_len, recipe.amax_compute_algo) == (16, "max")
     assert transformer_engine.te_recipe("unit_e4m3").fp8_format == library.Format.E4M3
     assert not transformer_engine.te_recipe("block").use_f32_scales
+    assert transformer_engine.te_recipe("block_exact").use_f32_scales
     assert not transformer_engine.te_recipe("nvfp4_nvidia").disable_rht
     unit, scale = transformer_engine.te_recipe("unit"), torch.tensor([3.0, 0.5])
     algorithm = unit.scaling_factor_compute_algo

@@ -101,7 +101,7 @@ CASES = [
 def test_a_rule_gets_the_matrix_of_each_tile(name, scaling, tile, axis):
     """Bit for bit, with sizes that are no multiples (a multiple across, where zeros would count),
     and with Inf and NaN."""
-    for stored in SCALINGS[scaling].forms:
+    for stored in FORMS.keys() & {*SCALINGS[scaling].forms}:
         registered(MAGNITUDES[name], stored, f"{name}_{stored}")
         cast = Cast(format="e4m3", scaling=scaling, tile=tile, rule=f"{name}_{stored}")
         for shape in ((12, 33), (1, 7), (2, 3, 8, 20)):
