@@ -227,7 +227,7 @@ def certify(
         tokens=sum(prompt.numel() for prompt in ids),
         layout=theirs.layout,
         weights=theirs.differs,
-        versions=_versions(),
+        versions=_versions(model),
         **found,
     )
 
@@ -237,11 +237,10 @@ def _dtypes(model: nn.Module) -> str:
     return ", ".join(sorted(found))
 
 
-def _versions() -> dict[str, str]:
+def _versions(model: nn.Module) -> dict[str, str]:
     versions = {"fp8": __version__, "torch": torch.__version__}
-    transformers = probe("transformers")
-    if transformers.module is not None:
-        versions["transformers"] = transformers.version
+    if is_pretrained(model):
+        versions["transformers"] = probe("transformers").version
     return versions | {"python": platform.python_version()}
 
 
@@ -302,14 +301,24 @@ def _served(
     convert(theirs, Policy(None, rules=rules, name=engine.name))
     for name in cast:
         # A static scale of inputs is part of the file; the engine does not measure.
-        scale = sent.get(f"{name}.input_scale")
-        if scale is not None:
-            exponent = int(scale.log2().item())
+        if engine.recipe.input is not None and engine.recipe.input.scaling == "static":
+            exponent = _input_exponent(name, sent, engine)
             calibrate(theirs.get_submodule(name), scales={"input": exponent})
     set_sums(theirs, sums)
     norms_of_engine(theirs, engine)
     layout = check_layout(sent, engine.engine, config=stream.config).why
     return _Served(theirs, cast, layout, _difference(ours, theirs, cast))
+
+
+def _input_exponent(name: str, sent: dict[str, Tensor], engine: Engine) -> int:
+    """Of the static scale of a layer's inputs, which is a power of two."""
+    scale = sent.get(f"{name}.input_scale")
+    if scale is None:
+        raise ValueError(
+            f"{engine.name} reads a static scale of the inputs of {name}, and the trainer writes "
+            "none: convert it to 'static'"
+        )
+    return int(scale.log2().item())
 
 
 def _written(name: str, recipe: Recipe, engine: Engine) -> Cast:
