@@ -86,9 +86,12 @@ class Form:
 
 
 def _factor_of_bf16(scale: Tensor) -> Tensor:
-    """448 / amax, for the scale amax * (1 / 448) of values in bfloat16."""
+    """448 / amax, for the scale amax * (1 / 448) of a magnitude in bfloat16; the inverse of other
+    scales."""
     amax = (448.0 * scale).to(torch.bfloat16).to(scale.dtype)
-    return divided(torch.full_like(amax, 448.0), amax)
+    inverse = divided(scale.new_ones(()), 448.0)
+    factor = divided(torch.full_like(amax, 448.0), amax)
+    return torch.where(amax * inverse == scale, factor, scale.reciprocal())
 
 
 FORMS: dict[str, Form] = {

@@ -87,6 +87,15 @@ def test_inputs_are_cast_as_by_the_source(name):
         assert_same(found.scale.reshape(scale.shape), scale)
 
 
+def test_groups_that_are_not_in_bfloat16_are_multiplied_by_the_inverse():
+    """Whose largest magnitudes the scale does not give: to the bit, not within bfloat16."""
+    x = torch.randn(64, 256, generator=seeded(0))
+    found = quantized(x, ENGINES["sglang_block"].recipe.input)
+    scale = found.scale.unsqueeze(-1)
+    wanted = in_e4m3(x.unflatten(-1, (-1, 128)) * scale.reciprocal())
+    assert_same(found.values, wanted.flatten(-2).float())
+
+
 def test_the_share_of_values_that_differ_between_engines():
     """As `RULES` states it: quotients of bfloat16 values are often ties."""
     x = torch.randn(1 << 15, 128, generator=seeded(0)).bfloat16().float()
