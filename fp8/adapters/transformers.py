@@ -14,6 +14,7 @@ from torch import Tensor
 from ..common.libraries import need
 from ..common.validation import check_name
 from ..formats.quantize import quantize
+from ..formats.rounding import divided
 from ..recipes.scaling import largest_finite
 
 __all__ = ["KV_SCALINGS", "CacheScaling"]
@@ -39,7 +40,7 @@ class CacheScaling:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = wide.new_ones(())
         if most and x.numel():
-            scale = largest_finite(wide, self.axes) / most
+            scale = divided(largest_finite(wide, self.axes), most)
             scale = torch.where(scale > 0, scale, 1.0)
         return quantize(wide, "e4m3", scale=scale).to(x.dtype)
 

@@ -64,8 +64,10 @@ def tile_in(
     # In the order of compressed-tensors: names, patterns ("re:"), classes.
     patterns = [t for t in tiles if t.startswith("re:") and re.match(t[3:], path)]
     classes = [base.__name__ for base in kind.__mro__]
-    found = (tiles[t] for t in (path, *patterns, *classes) if t in tiles)
-    return next(found, None)
+    for target in (path, *patterns, *classes):
+        if target in tiles:
+            return tiles[target]
+    return None
 
 
 def _tile_by(settings: Config) -> Tile | None:

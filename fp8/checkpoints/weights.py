@@ -27,7 +27,7 @@ from ..layers.override import check_not_overridden
 from ..layers.policies import bare_name
 from ..layers.select import check_values_set, is_transposed
 from ..recipes.cast import Cast
-from ..recipes.history import histories, is_history
+from ..recipes.history import history_of, is_history
 from ..recipes.scaling import largest_finite
 from ..training.lost_updates import LostUpdates
 from .fusing import Target, is_of_expert, sharing, targets
@@ -329,10 +329,11 @@ class Weights:
         """The largest magnitude of the layers whose scales have one unit; None without such."""
         if name not in self._sharing:
             return None
-        each = [state[_joined(other, "weight")][0] for other in self._sharing[name]]
-        return torch.stack(
-            [largest_finite(whole(x).float(), None) for x in each]
-        ).amax()
+        largest = []
+        for other in self._sharing[name]:
+            weight = whole(state[_joined(other, "weight")][0]).float()
+            largest.append(largest_finite(weight, None))
+        return torch.stack(largest).amax()
 
     def _rounded(
         self,
@@ -440,7 +441,9 @@ def _no_history(layer: Any, layout: Layout) -> str:
     cast = layer.fp8_recipe.input
     if not needs_input_scale(layer.fp8_recipe, layout) or not cast.keeps_history:
         return ""
-    if _history(layer, "input").any() or not whole(layer.weight.detach()).float().any():
+    seen = history_of(layer, "input")
+    assert seen is not None
+    if seen.any() or not whole(layer.weight.detach()).float().any():
         return ""
     how = "train the model" if cast.history else "calibrate or train the model"
     return (
@@ -472,11 +475,8 @@ def _known_scale(
     """The scale, 0-dim, of an operand by its history; without one, that of the values ``x``."""
     if cast.scaling == "unit":
         return x.new_ones(())
-    scale = whole_scale(x, cast, _history(layer, role).reshape(-1), record=False)
+    history = history_of(layer, role)
+    assert history is not None
+    scale = whole_scale(x, cast, history.reshape(-1), record=False)
     assert scale is not None
     return scale
-
-
-def _history(layer: Any, role: str) -> Tensor:
-    every = histories(layer).items()
-    return next(tensor for name, tensor in every if name.endswith(role))

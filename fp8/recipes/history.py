@@ -281,6 +281,15 @@ def histories(model: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
     return {name: part_of(buffer) for name, buffer in buffers if is_history(name)}
 
 
+def history_of(layer: nn.Module, role: str) -> Tensor | None:
+    """The state of an operand ("input", "weight", "grad") of a layer of one product; None for one
+    without state."""
+    for name, state in histories(layer).items():
+        if name.endswith(role):
+            return state
+    return None
+
+
 @torch.no_grad()
 def set_histories(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Sets the states of a model; those that are not given, or in another shape, become unset."""

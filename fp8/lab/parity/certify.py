@@ -24,23 +24,24 @@ from ...common.copies import deep_copy
 from ...common.libraries import probe
 from ...common.report import as_table, finite
 from ...common.step import tensors, unwrapped
-from ...common.validation import check_module, check_name
+from ...common.validation import check_module
 from ...layers.calibrate import calibrate
 from ...layers.convert import convert, revert_layers
 from ...layers.roles import with_role
 from ...layers.select import layers_of
 from ...layers.settings import converted
 from ...recipes.cast import Cast
-from ...recipes.history import histories
+from ...recipes.history import history_of
 from ...recipes.policy import LayerRule, Policy
 from ...recipes.recipe import Recipe
 from ...recipes.tensor_cores import EXACT
 from ...version import __version__
-from .engines import ENGINES, Engine
+from .engines import Engine, engine_of
 from .norms import norms_in, norms_of_engine
 from .sides import (
     Given,
     Side,
+    check_cache,
     checked_prompts,
     logits_of,
     measures,
@@ -196,13 +197,9 @@ def certify(
         TypeError, ValueError: as `fp8.parity` and `fp8.weights`; for an unknown engine.
     """
     check_module("certify", model)
-    if not isinstance(engine, Engine):
-        check_name("engine", engine, ENGINES)
-        engine = ENGINES[engine]
+    engine = engine_of(engine)
     model, ids = unwrapped(model), checked_prompts(prompts)
-    if cache is not None and not is_pretrained(model):
-        kind = type(model).__name__
-        raise ValueError(f"cache is for models of transformers, not a {kind}")
+    check_cache(model, cache)
     if train is None and not converted(model):
         train = _twin(model, engine, ids[0])
     trainer = Side.of(train, sums)
@@ -228,7 +225,7 @@ def certify(
         layout=theirs.layout,
         weights=theirs.differs,
         versions=_versions(model),
-        **found,
+        **found._asdict(),
     )
 
 
@@ -348,9 +345,8 @@ def _difference(ours: nn.Module, theirs: nn.Module, cast: list[str]) -> str:
         path, _, last = name.rpartition(".")
         if last == "weight" and path in cast:
             layer: Any = ours.get_submodule(path)
-            states = histories(layer).items()
-            state = next((x for key, x in states if key.endswith("weight")), None)
-            mine = cast_forward(mine.float(), layer.fp8_recipe.weight, history=state)
+            state, cast_of_it = history_of(layer, "weight"), layer.fp8_recipe.weight
+            mine = cast_forward(mine.float(), cast_of_it, history=state)
             other = dequantized(other, torch.float32)
         else:
             mine = mine.to(other.dtype)
@@ -363,10 +359,20 @@ def _bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+class _Compared(NamedTuple):
+    """The fields of a `Certificate` that the logits of both sides give."""
+
+    equal: float
+    kl: float
+    ess: float
+    changed: float
+    ratio: float
+    begins: str
+
+
 def _compared(
     ours: nn.Module, theirs: nn.Module, ids: list[Tensor], cache: str | None
-) -> dict[str, Any]:
-    """The fields of a `Certificate` that the logits of both give."""
+) -> _Compared:
     traces: list[dict[str, list[bytes]]] = []
     logits = []
     # A trainer computes whole sequences: the cache is the engine's alone.
@@ -378,14 +384,14 @@ def _compared(
     # NaN counts as a difference: it is not equal to itself.
     pairs = [(a == b).flatten() for a, b in zip(*logits, strict=True)]
     sizes = [abs(value) for row in figures.differences for value in row]
-    return {
-        "equal": float(torch.cat(pairs).double().mean()),
-        "kl": figures.kl,
-        "ess": figures.ess,
-        "changed": figures.changed,
-        "ratio": float(torch.tensor(max(sizes)).double().exp()),
-        "begins": _first(*traces),
-    }
+    return _Compared(
+        equal=float(torch.cat(pairs).double().mean()),
+        kl=figures.kl,
+        ess=figures.ess,
+        changed=figures.changed,
+        ratio=float(torch.tensor(max(sizes)).double().exp()),
+        begins=_first(*traces),
+    )
 
 
 def _traced(model: nn.Module, stack: ExitStack) -> dict[str, list[bytes]]:

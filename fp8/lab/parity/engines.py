@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ...common.validation import check_name
 from ...recipes.cast import Cast
 from ...recipes.recipe import RECIPES, Recipe
 
-__all__ = ["ENGINES", "Engine"]
+__all__ = ["ENGINES", "Engine", "engine_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,3 +136,11 @@ ENGINES: dict[str, Engine] = {
     )
 }
 """Name -> engine. Sums, attention and what else is not in a row are those of torch."""
+
+
+def engine_of(engine: str | Engine) -> Engine:
+    """The engine of this name, or itself. Raises ValueError for an unknown name."""
+    if isinstance(engine, Engine):
+        return engine
+    check_name("engine", engine, ENGINES)
+    return ENGINES[engine]

@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...common.copies import deep_copy
 from ...common.mixin import Args, Forward, Mixin, add_mixin, remove_mixin
-from ...common.validation import check_module, check_name
+from ...common.validation import check_module
 from ...torch_internals import Keywords
-from .engines import ENGINES, Engine
+from .engines import Engine, engine_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -215,9 +215,8 @@ def norms_of_engine(model: M, engine: str | Engine | None) -> M:
         ValueError: for an unknown engine.
     """
     check_module("norms_of_engine", model)
-    if isinstance(engine, str):
-        check_name("engine", engine, ENGINES)
-        engine = ENGINES[engine]
+    if engine is not None:
+        engine = engine_of(engine)
     remove_mixin(model, _WithSums)
     found = False
     # A list, as a change of the class of a module changes what `modules` yields.

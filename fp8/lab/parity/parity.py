@@ -13,12 +13,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...adapters.transformers import is_pretrained
 from ...common.report import as_table, finite
 from ...common.step import unwrapped
 from ...common.validation import check_flag, check_module, check_number
 from ...layers.settings import Converted
-from .sides import Given, Measures, Side, checked_prompts, logits_of, measures
+from .sides import (
+    Given,
+    Measures,
+    Side,
+    check_cache,
+    checked_prompts,
+    logits_of,
+    measures,
+)
 
 __all__ = ["LayerEffect", "Parity", "parity"]
 
@@ -146,10 +153,7 @@ def parity(
     if not bound >= 0:
         raise ValueError(f"bound must be 0 or larger, got {bound!r}")
     model, ids = unwrapped(model), checked_prompts(prompts)
-    if cache is not None and not is_pretrained(model):
-        raise ValueError(
-            f"cache is for models of transformers, not a {type(model).__name__}"
-        )
+    check_cache(model, cache)
     trainer, engine = Side.of(train, sums), Side.of(rollout, sums)
     # Copies, as the effect of a layer is measured by putting one of ours in the place of theirs.
     ours, theirs = (side.of_model(model, ids[0]) for side in (trainer, engine))

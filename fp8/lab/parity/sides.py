@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...adapters.transformers import rounding_cache
+from ...adapters.transformers import is_pretrained, rounding_cache
 from ...common.copies import sharing_copy
 from ...common.step import evaluating, seeded
 from ...common.validation import check_choice, check_name
@@ -108,6 +108,13 @@ def checked_prompts(prompts: Tensor | Iterable[Tensor]) -> list[Tensor]:
                 f"{tuple(each.shape)}"
             )
     return ids
+
+
+def check_cache(model: nn.Module, cache: str | None) -> None:
+    """Raises ValueError for a cache of a model that is none of transformers."""
+    if cache is not None and not is_pretrained(model):
+        kind = type(model).__name__
+        raise ValueError(f"cache is for models of transformers, not a {kind}")
 
 
 @torch.no_grad()
