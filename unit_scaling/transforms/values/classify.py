@@ -74,9 +74,12 @@ class Classes:
 
     @property
     def inside(self) -> dict[str, str]:
-        """Parameter -> the autograd function that a call runs in which reads it."""
-        reads = ((name, self._nodes[index].inside) for index, _, name in self._reads())
-        return {name: inside for name, inside in reads if inside}
+        """Parameter that a call reads inside of an autograd function -> that, in words."""
+        found = {}
+        for index, _, name in self._reads():
+            if inside := self._nodes[index].inside:
+                found[name] = f"read inside of {inside}, whose gradient is its own"
+        return found
 
     @property
     def weights(self) -> set[str]:

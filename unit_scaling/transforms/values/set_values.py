@@ -236,9 +236,7 @@ class _Setter:
         inside = classes.inside
         for name in sorted(classes.kept):
             tags = self.changes[name].tags
-            why = "read by calls that are no products"
-            if name in inside:
-                why = f"read inside of {inside[name]}, whose gradient is its own"
+            why = inside.get(name, "read by calls that are no products")
             size = tags.mup_divisor or 1.0
             kind = tags.mup_type
             if name in classes.added:
