@@ -1,56 +1,39 @@
 """`python -m benchmarks [NAME ...]`: run the named benchmarks, or all of them, each in its own
-process."""
+process. The demo (`make record`), `gpu` (`make gpu`) and `codebases` have commands of their own."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+OF_ONE_RESULT = (
+    "optimizers training one_line transfer cast_bias recipe_loss sums preflight zoo strangers "
+    "faults forecast"
+).split()
+
 BENCHMARKS = {
-    **dict.fromkeys(("recipes", "transforms", "stats"), "steps"),
-    **{
-        name: name
-        for name in (
-            "optimizers",
-            "training",
-            "one_line",
-            "demo_rates",
-            "transfer",
-            "defaults",
-            "sizes",
-            "cast_bias",
-            "recipe_loss",
-            "sums",
-            "preflight",
-            "zoo",
-            "strangers",
-            "faults",
-            "forecast",
-        )
-    },
+    **{name: name for name in OF_ONE_RESULT},
+    "recipe_loss_large": "recipe_loss --large",
+    "transfer_depth": "transfer",
+    **{name: f"rates {name}" for name in ("defaults", "sizes")},
+    **{name: f"steps {name}" for name in ("recipes", "transforms", "stats")},
 }
-"""Name of the results -> script of this package. One that has several results takes the name as an
-argument: `python -m benchmarks.steps recipes`."""
-
-
-def command(name: str) -> list[str]:
-    """The command that measures what results/NAME.json has."""
-    script = BENCHMARKS[name]
-    arguments = [] if script == name else [name]
-    return [sys.executable, "-m", f"benchmarks.{script}", *arguments]
+"""Name of the results -> script of this package, and its arguments."""
 
 
 def main(names: list[str]) -> int:
     """Run the benchmarks and return the number that failed; 2 for an unknown name."""
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
-        print(
-            f"unknown benchmark {unknown[0]!r}; choose from {', '.join(BENCHMARKS)}",
-            file=sys.stderr,
-        )
+        known = ", ".join(BENCHMARKS)
+        print(f"unknown benchmark {unknown[0]!r}; choose from {known}", file=sys.stderr)
         return 2
-    commands = [command(name) for name in names or BENCHMARKS]
-    return sum(subprocess.run(each).returncode != 0 for each in commands)
+    commands = dict.fromkeys(BENCHMARKS[name] for name in names or BENCHMARKS)
+    python = [sys.executable, "-m"]
+    finished = [
+        subprocess.run([*python, *f"benchmarks.{each}".split()]) for each in commands
+    ]
+    return sum(run.returncode != 0 for run in finished)
 
 
 if __name__ == "__main__":

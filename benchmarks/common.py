@@ -138,15 +138,27 @@ def _row(name: str, baseline: np.ndarray, candidate: np.ndarray) -> Row:
     }
 
 
-class Finished:
-    """Runs that are finished, in a file of one JSON object a line with the commit that made it, so
-    that a benchmark that was interrupted goes on."""
+class Lines:
+    """A file of one JSON object a line, so that a benchmark that was interrupted goes on."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         lines = path.read_text().splitlines() if path.exists() else []
-        self._losses = {self._key(run): run["loss"] for run in map(json.loads, lines)}
+        self.rows: list[Row] = [json.loads(line) for line in lines]
+
+    def add(self, row: Row) -> None:
+        """Adds a row to the file."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+class Finished:
+    """Runs that are finished, with the commit that made them, in a file of `Lines`."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = Lines(path)
+        self._losses = {self._key(run): run["loss"] for run in self._lines.rows}
 
     @staticmethod
     def _key(run: Mapping[str, Any]) -> str:
@@ -165,14 +177,13 @@ class Finished:
         *,
         compiled: bool = False,
     ) -> float:
-        """That of a run with these settings, plain values: ``train()``, once."""
+        """The loss of a run with these settings, plain values: ``train()``, once."""
         key = self._key(run)
         if key not in self._losses:
             self._losses[key] = train()
-            with self._path.open("a") as file:
-                made = {"loss": self._losses[key], "commit": machine()["commit"]}
-                made |= {"compiled": True} if compiled else {}
-                file.write(json.dumps({**run, **made}) + "\n")
+            made = {"loss": self._losses[key], "commit": machine()["commit"]}
+            made |= {"compiled": True} if compiled else {}
+            self._lines.add({**run, **made})
         return self._losses[key]
 
 

@@ -15,9 +15,11 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,12 @@ from benchmarks.architectures import VOCABULARY
 from benchmarks.common import Finished, Row, report
 from benchmarks.nanochat import NanoChat
 from benchmarks.problems import PROBLEMS, followed, gratings, masked, zoo
-from benchmarks.trainer import held_out_by_trainer
 from fp8.lab.preflight.findings import Run
 from fp8.lab.preflight.paired_runs import REFERENCE, gap
-from fp8.lab.preflight.training import Problem, train
+from fp8.lab.preflight.training import Problem, loss_of, train
 from fp8.lab.trace import quiet
 from notebooks.nanogpt.model import GPT, GPTConfig
+from notebooks.transfer import search
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 NOISE = 2.0
@@ -67,7 +69,9 @@ BY_TRAINER = "Llama, Trainer"
 MODELS: dict[str, problems.Problem] = {
     "GPT": _own("GPT", gpt),
     BY_TRAINER: replace(
-        PROBLEMS["Llama"], build=partial(zoo, "Llama", num_key_value_heads=2)
+        PROBLEMS["Llama"],
+        name=BY_TRAINER,
+        build=partial(zoo, "Llama", num_key_value_heads=2),
     ),
     "nanochat": _own("nanochat", NanoChat),
     "ViT": PROBLEMS["ViT"],
@@ -134,71 +138,84 @@ def share_of_peak(step: int, steps: int) -> float:
     return (1 + math.cos(math.pi * (step - WARMUP) / max(steps - WARMUP, 1))) / 2
 
 
-def held_out(name: str, problem: Problem, way: Way, seed: int, lr: float) -> float:
+def held_out(
+    model: problems.Problem, way: Way, *, steps: int, seed: int, lr: float
+) -> float:
     """The held-out loss after training; infinite if the run diverged."""
     schedules: list[LambdaLR] = []
+    problem = Problem(model, steps, HELD_OUT)
 
-    def prepare(model: nn.Module, _: Optimizer) -> tuple[nn.Module, Optimizer]:
-        model = way.transform(model)
-        optimizer = way.make(model.parameters(), lr)
-        schedules.append(
-            LambdaLR(optimizer, lambda step: share_of_peak(step, problem.steps))
-        )
-        return model, optimizer
+    def prepare(plain: nn.Module, _: Optimizer) -> tuple[nn.Module, Optimizer]:
+        transformed = way.transform(plain)
+        optimizer = way.make(transformed.parameters(), lr)
+        share = partial(share_of_peak, steps=steps)
+        schedules.append(LambdaLR(optimizer, share))
+        return transformed, optimizer
 
     with quiet():
-        if name == BY_TRAINER:
-            make = lambda parameters: way.make(parameters, lr)  # noqa: E731
-            return held_out_by_trainer(
-                problem, seed, way.transform, make, warmup=WARMUP
-            )
-        run, _ = train(problem, "", seed, prepare, on_step=lambda: schedules[0].step())
-    return run.held_out if math.isfinite(run.held_out) else math.inf
+        if model.name == BY_TRAINER:
+            found = held_out_by_trainer(problem, way, seed, lr)
+        else:
+            step = lambda: schedules[0].step()  # noqa: E731
+            found = train(problem, "", seed, prepare, on_step=step)[0].held_out
+    return found if math.isfinite(found) else math.inf
 
 
-def mean_loss(
-    finished: Finished, about: Row, seeds: Sequence[int], train: Callable[[int], float]
-) -> float:
-    """The mean over seeds of what a run ends at, each trained once. about: what it is."""
-    about = {**about, "torch": torch.__version__}
-    return statistics.fmean(
-        finished.loss({**about, "seed": seed}, partial(train, seed)) for seed in seeds
-    )
-
-
-def best_rate(loss: Callable[[float], float], start: float) -> float:
-    """The rate, ``start`` times a power of two, whose loss is below that of half and twice it."""
-    tried = {start: loss(start)}
-    while True:
-        best = min(tried, key=lambda rate: tried[rate])
-        new = [rate for rate in (best / 2, best * 2) if rate not in tried]
-        if not new:
-            return best
-        tried |= {rate: loss(rate) for rate in new}
+def held_out_by_trainer(problem: Problem, way: Way, seed: int, lr: float) -> float:
+    """The held-out loss of a model of transformers after training with Trainer's defaults but for
+    its schedule. The optimizer is made of a model that has not run, as Trainer's users do."""
+    transformers = import_module("transformers")
+    start = problem.start(seed)
+    model = way.transform(start.model)
+    rows = range(len(start.batches[0]["input_ids"]))
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            folder,
+            per_device_train_batch_size=len(rows),
+            max_steps=problem.steps,
+            lr_scheduler_type="cosine",
+            warmup_steps=WARMUP,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            seed=seed,
+        )
+        examples = [
+            {name: values[i] for name, values in batch.items()}
+            for batch in start.batches
+            for i in rows
+        ]
+        optimizers = (way.make(model.parameters(), lr), None)
+        trainer: Any = transformers.Trainer(
+            model, args, train_dataset=examples, optimizers=optimizers
+        )
+        trainer.train()
+    model.eval()
+    losses = [loss_of(model, batch, start.loss).detach() for batch in start.held_out]
+    return torch.stack(losses).mean().item()
 
 
 def measured(
     name: str, finished: Finished, seeds: Sequence[int], steps: int
 ) -> tuple[float, list[Run]]:
     """The best rate of the plain model, and the runs of all ways and seeds."""
-    problem = Problem(MODELS[name], steps, HELD_OUT)
 
     def loss(way: str, seed: int, lr: float) -> float:
-        about: dict[str, Any] = {
-            "model": name,
-            "way": way,
-            "seed": seed,
-            "steps": steps,
-        }
-        about |= {"lr": lr} if WAYS[way].make is _torch else {}
-        about["torch"] = torch.__version__
-        found = finished.loss(
-            about, lambda: held_out(name, problem, WAYS[way], seed, lr)
-        )
+        settings: dict[str, Any] = {"seed": seed, "steps": steps}
+        about = {"model": name, "way": way, **settings, "torch": torch.__version__}
+        if WAYS[way].make is _torch:
+            about["lr"] = lr
+        run = lambda: held_out(MODELS[name], WAYS[way], lr=lr, **settings)  # noqa: E731
+        found = finished.loss(about, run)
         print(f"{name:16} {way:20} seed {seed} {lr:8.3g} {found:.4f}", flush=True)
         return found
 
-    rate = best_rate(lambda lr: loss(REFERENCE, SEED_OF_RATES, lr), START)
+    losses = search(
+        lambda octaves: loss(REFERENCE, SEED_OF_RATES, START * 2.0**octaves), 0, sides=1
+    )
+    rate = START * 2.0 ** min(losses, key=lambda octaves: losses[octaves])
     return rate, [Run(w, seed, [], loss(w, seed, rate)) for seed in seeds for w in WAYS]
 
 
@@ -247,26 +264,24 @@ def recorded(benchmark: str) -> dict[str, list[Row]]:
     return found
 
 
-def parsed(name: str, models: Mapping[str, Any], doc: str | None) -> argparse.Namespace:
-    """The command line of this benchmark, of `benchmarks.defaults` and of `benchmarks.sizes`."""
+def options(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The command line of this benchmark, and of `benchmarks.rates`."""
     parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=doc)
-    parser.add_argument(
-        "--models", default=";".join(models), help="names, separated by ;"
-    )
+    parser.add_argument("--models", help="names, separated by ; (default: all)")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--steps", type=int, default=STEPS)
     file = Path("out") / f"benchmark-{name.replace('_', '-')}.jsonl"
     parser.add_argument("--out", type=Path, default=file)
-    return parser.parse_args()
+    return parser
 
 
 def main() -> int:
     """Trains what is missing, prints the rows and records them."""
-    args = parsed("one_line", MODELS, __doc__)
+    args = options("one_line", __doc__).parse_args()
     torch.set_num_threads(1)
     seeds = [int(seed) for seed in args.seeds.split(",")]
     finished, result = Finished(args.out), recorded("one_line")
-    for name in args.models.split(";"):
+    for name in args.models.split(";") if args.models else MODELS:
         result[name] = rows(name, *measured(name, finished, seeds, args.steps))
     question = (
         f"held-out loss after {args.steps} steps, seed by seed from 0, and the gap to plain "

@@ -8,7 +8,6 @@ use, and compares. Run again, it continues with what is missing in --out. Names 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import statistics
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.common import Row, report
+from benchmarks.common import Lines, Row, report
 from benchmarks.problems import PROBLEMS
 from fp8.lab.preflight.findings import Candidate, Findings, Run
 from fp8.lab.preflight.paired_runs import REFERENCE, Gap, gap
@@ -329,27 +328,13 @@ of all pairs; of the pairs whose gaps differ by more than the 95 % interval of t
 of those that also are more than {TARGET} apart"""
 
 
-class Measured:
-    """What was measured so far, in a file of one JSON object a line; the last of a name counts."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = [Result(**json.loads(line)) for line in lines]
-        self.results = {result.name: result for result in found}
-
-    def add(self, result: Result) -> None:
-        """Stores a result."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
-        self.results[result.name] = result
-
-    def rows(self) -> list[Row]:
-        """Of all models, in the order of PROBLEMS, and their summary."""
-        results = [self.results[name] for name in PROBLEMS if name in self.results]
-        rows = [row(result) for result in results]
-        return rows + ([summary(results)] if any(not r.failed for r in results) else [])
+def rows(results: Mapping[str, Result]) -> list[Row]:
+    """The rows of all models, in the order of PROBLEMS, and their summary."""
+    ordered = [results[name] for name in PROBLEMS if name in results]
+    found = [row(result) for result in ordered]
+    if not all(result.failed for result in ordered):
+        found.append(summary(ordered))
+    return [{k: v for k, v in each.items() if v is not None} for each in found]
 
 
 def main() -> int:
@@ -366,15 +351,13 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    measured = Measured(given.out)
-    names = given.names or [name for name in PROBLEMS if name not in measured.results]
-    for name in names:
-        measured.add(measure(name, PROBLEMS[name], steps=STEPS))
-        print(row(measured.results[name]), flush=True)
-    rows = [
-        {k: v for k, v in found.items() if v is not None} for found in measured.rows()
-    ]
-    report("preflight", " ".join(QUESTION.split()), rows)
+    lines = Lines(given.out)
+    results = {line["name"]: Result(**line) for line in lines.rows}  # the last counts
+    for name in given.names or [name for name in PROBLEMS if name not in results]:
+        results[name] = measure(name, PROBLEMS[name], steps=STEPS)
+        lines.add(asdict(results[name]))
+        print(row(results[name]), flush=True)
+    report("preflight", " ".join(QUESTION.split()), rows(results))
     return 0
 
 

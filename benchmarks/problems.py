@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import drifting
+from benchmarks import small_models
 from benchmarks.architectures import VOCABULARY, ZOO
+from benchmarks.small_models import CLASSES, FEATURES, SIDE
 from fp8.lab.preflight.demo import SOURCES, text_batches
 from fp8.lab.preflight.training import Setup
 
 __all__ = ["PROBLEMS", "Problem", "text"]
 
 BATCH, LENGTH = 8, 32
-IMAGES, SIDE = 32, 16
-FEATURES = 16  # of a row of a table
+IMAGES = 32
+NODES, EDGES = 256, 1024  # of a graph
 MASKED = 0.15  # of the tokens: BERT (arXiv:1810.04805), section 3.1
 MASK = 1  # a byte that no text has
-NOISES = 32  # of a diffusion
 APART = 1_000_003
 """Between the batches of seeds, which are numbered."""
 
@@ -100,8 +100,8 @@ def followed(number: int) -> tuple[Tensor, Tensor]:
 def gratings(number: int) -> tuple[Tensor, Tensor]:
     """Noisy images of waves; the class is the direction."""
     generator = _generator(number)
-    labels = torch.randint(drifting.CLASSES, (IMAGES,), generator=generator)
-    angles = labels * torch.pi / drifting.CLASSES
+    labels = torch.randint(CLASSES, (IMAGES,), generator=generator)
+    angles = labels * torch.pi / CLASSES
     phase = torch.rand(IMAGES, 1, 1, generator=generator)
     at = torch.arange(SIDE, dtype=torch.float32)
     along = at * angles.cos()[:, None, None] + at[:, None] * angles.sin()[:, None, None]
@@ -122,7 +122,7 @@ def tabled(number: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(128, FEATURES, generator=_generator(number))
     fixed = _generator(0)
     first = torch.randn(FEATURES, 32, generator=fixed) / FEATURES**0.5
-    second = torch.randn(32, drifting.CLASSES, generator=fixed)
+    second = torch.randn(32, CLASSES, generator=fixed)
     sizes = torch.logspace(-1, 1, FEATURES)
     return x * sizes, (torch.tanh(2 * x @ first) @ second).argmax(-1)
 
@@ -130,7 +130,7 @@ def tabled(number: int) -> tuple[Tensor, Tensor]:
 def series(number: int) -> tuple[Tensor, Tensor]:
     """Noisy waves in time, two channels; the class is the frequency."""
     generator = _generator(number)
-    labels = torch.randint(drifting.CLASSES, (IMAGES,), generator=generator)
+    labels = torch.randint(CLASSES, (IMAGES,), generator=generator)
     phase, noise = (torch.rand(IMAGES, 1, 2, generator=generator) for _ in range(2))
     angle = torch.arange(LENGTH)[:, None] * (0.2 + 0.2 * labels[:, None, None])
     waves = torch.sin(angle + 6.28 * phase)
@@ -143,18 +143,36 @@ def forecast(number: int) -> dict[str, Tensor]:
     return {"past_values": waves[:, :24], "future_values": waves[:, 24:]}
 
 
-def diffused(number: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Noisy data, the level of noise, and the noise: a ring in two dimensions, or waves."""
+def ring_noise(number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`diffused` points of a ring in two dimensions."""
     generator = _generator(number)
-    if len(shape) == 1:
-        angle = 6.28 * torch.rand(256, generator=generator)
-        data = torch.stack([angle.cos(), angle.sin()], -1)
-    else:
-        data = gratings(number)[0]
+    angle = 6.28 * torch.rand(256, generator=generator)
+    return diffused(torch.stack([angle.cos(), angle.sin()], -1), generator)
+
+
+def image_noise(number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`diffused` waves."""
+    return diffused(gratings(number)[0], _generator(number))
+
+
+def diffused(data: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Noisy data, the level of noise, and the noise."""
     level = torch.rand(len(data), generator=generator)
     noise = torch.randn(data.shape, generator=generator)
     mix = level.reshape(-1, *[1] * (data.dim() - 1)) * torch.pi / 2
     return mix.cos() * data + mix.sin() * noise, level, noise
+
+
+def graph(number: int) -> tuple[Tensor, ...]:
+    """A random graph; the class of a node is the largest feature of it and its neighbours, summed
+    and passed on twice."""
+    generator = _generator(number)
+    features = torch.randn(NODES, CLASSES, generator=generator)
+    source, to = torch.randint(NODES, (2, EDGES), generator=generator)
+    summed = features
+    for _ in range(2):
+        summed = summed + torch.zeros_like(summed).index_add(0, to, summed[source])
+    return features, source, to, summed.argmax(-1)
 
 
 def _generator(number: int) -> torch.Generator:
@@ -187,206 +205,18 @@ def _configured(cls: Any, **settings: Any) -> nn.Module:
     return cls(config)
 
 
-VIEW = {
-    "image_size": SIDE,
-    "num_channels": 1,
-    "patch_size": 4,
-    "num_labels": drifting.CLASSES,
-}
+VIEW = {"image_size": SIDE, "num_channels": 1, "patch_size": 4, "num_labels": CLASSES}
+"""The images of `gratings`, as configurations of transformers say it."""
 
-SMALL_RESNET: dict[str, Any] = {
-    "hidden_sizes": [32, 64],
-    "depths": [2, 1],
-    "layer_type": "basic",
-}
+SMALL_RESNET: dict[str, Any] = {"hidden_sizes": [32, 64], "depths": [2, 1]}
 
 
 def mixer() -> nn.Module:
     """A mixer of patches of series."""
     cls = import_module("transformers").PatchTSMixerForPrediction
-    return _configured(
-        cls,
-        context_length=24,
-        prediction_length=8,
-        patch_length=4,
-        patch_stride=4,
-        num_input_channels=2,
-        d_model=32,
-        num_layers=3,
-    )
-
-
-class MLP(nn.Module):
-    """Four linear layers with residual connections; (logits, labels)."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.enter = nn.Linear(FEATURES, width)
-        self.hidden = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.head = nn.Linear(width, drifting.CLASSES)
-
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.enter(x)
-        for layer in self.hidden:
-            x = x + layer(F.gelu(x))
-        return self.head(F.gelu(x)), labels
-
-
-class GRU(nn.Module):
-    """A recurrent cell written as two linear layers, step by step; (logits, labels)."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.enter = nn.Linear(2, 3 * width)
-        self.again = nn.Linear(width, 3 * width)
-        self.between = nn.Linear(width, width)
-        self.head = nn.Linear(width, drifting.CLASSES)
-
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        given = self.enter(x)
-        state = given.new_zeros(len(x), self.again.in_features)
-        for now in given.unbind(1)[::2]:
-            a, b, c = now.chunk(3, -1)
-            d, e, f = self.again(state).chunk(3, -1)
-            gate = torch.sigmoid(a + d)
-            state = gate * state + (1 - gate) * torch.tanh(c + torch.sigmoid(b + e) * f)
-        return self.head(F.gelu(self.between(state))), labels
-
-
-class Convolutions(nn.Module):
-    """Convolutions and pooling without norms, as in VGG; (logits, labels)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = (1, 16, 32, 64)
-        self.layers = nn.ModuleList(
-            nn.Conv2d(a, b, 3, 1, 1) for a, b in itertools.pairwise(widths)
-        )
-        self.between = nn.Linear(64 * (SIDE // 8) ** 2, 64)
-        self.head = nn.Linear(64, drifting.CLASSES)
-        for layer in (*self.layers, self.between):
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        for layer in self.layers:
-            x = F.max_pool2d(F.relu(layer(x)), 2)
-        return self.head(F.relu(self.between(x.flatten(1)))), labels
-
-
-class Denoiser(nn.Module):
-    """An MLP with the level of noise as an input: the error of the noise that it finds."""
-
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.enter = nn.Linear(2 + NOISES, width)
-        self.hidden = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.head = nn.Linear(width, 2)
-
-    def forward(self, x: Tensor, level: Tensor, noise: Tensor) -> Tensor:
-        x = self.enter(torch.cat([x, waves_of(level)], -1))
-        for layer in self.hidden:
-            x = x + layer(F.silu(x))
-        return F.mse_loss(self.head(F.silu(x)), noise)
-
-
-class UNet(nn.Module):
-    """Convolutions down and up with a skip, shifted by the level of noise: the error of the noise
-    that it finds."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.level = nn.Linear(NOISES, 2 * width)
-        self.enter = nn.Conv2d(1, width, 3, 1, 1)
-        self.down = nn.Conv2d(width, 2 * width, 3, 2, 1)
-        self.middle = nn.Conv2d(2 * width, 2 * width, 3, 1, 1)
-        self.up = nn.Conv2d(3 * width, width, 3, 1, 1)
-        self.head = nn.Conv2d(width, 1, 3, 1, 1)
-
-    def forward(self, x: Tensor, level: Tensor, noise: Tensor) -> Tensor:
-        high = F.silu(self.enter(x))
-        low = self.down(high) + self.level(waves_of(level))[:, :, None, None]
-        low = low + self.middle(F.silu(low))
-        low = F.interpolate(F.silu(low), scale_factor=2)
-        found = self.head(F.silu(self.up(torch.cat([high, low], 1))))
-        return F.mse_loss(found, noise)
-
-
-class DiT(nn.Module):
-    """Transformer blocks on patches, modulated by the level of noise (adaLN of arXiv:2212.09748):
-    the error of the noise that it finds."""
-
-    PATCH = 4
-
-    def __init__(self, width: int = 64, layers: int = 2) -> None:
-        super().__init__()
-        size = self.PATCH**2
-        self.positions = nn.Parameter(
-            0.02 * torch.randn((SIDE // self.PATCH) ** 2, width)
-        )
-        self.enter, self.level = nn.Linear(size, width), nn.Linear(NOISES, width)
-        self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.modulations = nn.ModuleList(
-            nn.Linear(width, 6 * width) for _ in range(layers)
-        )
-        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
-        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.mlp = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-            )
-            for _ in range(layers)
-        )
-        self.head = nn.Linear(width, size)
-
-    def forward(self, x: Tensor, level: Tensor, noise: Tensor) -> Tensor:
-        x = self.enter(self._patches(x)) + self.positions
-        level = F.silu(self.level(waves_of(level)))[:, None]
-        for modulation, qkv, out, mlp in zip(
-            self.modulations, self.qkv, self.out, self.mlp, strict=True
-        ):
-            a, b, c, d, e, f = modulation(level).chunk(6, -1)
-            q, k, v = (
-                part.unflatten(-1, (4, -1)).transpose(1, 2)
-                for part in qkv(self.norm(x) * (1 + a) + b).chunk(3, -1)
-            )
-            mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-            x = x + c * out(mixed)
-            x = x + f * mlp(self.norm(x) * (1 + d) + e)
-        return F.mse_loss(self.head(self.norm(x)), self._patches(noise))
-
-    def _patches(self, images: Tensor) -> Tensor:
-        return F.unfold(images, self.PATCH, stride=self.PATCH).mT
-
-
-def waves_of(level: Tensor) -> Tensor:
-    """The Fourier features of a number in [0, 1], (..., NOISES)."""
-    angles = level[..., None] * torch.logspace(0, 2, NOISES // 2)
-    return torch.cat([angles.sin(), angles.cos()], -1)
-
-
-class GraphAttention(nn.Module):
-    """A layer of attention over a node's neighbours (GATv2, arXiv:2105.14491), twice."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.enter = nn.Linear(drifting.CLASSES, width)
-        self.source = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.toward = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.score = nn.ModuleList(nn.Linear(width, 1) for _ in range(2))
-        self.head = nn.Linear(width, drifting.CLASSES)
-
-    def forward(
-        self, features: Tensor, source: Tensor, to: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        x = self.enter(features)
-        for left, right, score in zip(
-            self.source, self.toward, self.score, strict=True
-        ):
-            said = left(x)[source]
-            weight = score(F.leaky_relu(said + right(x)[to], 0.2)).tanh().exp()
-            total = torch.zeros_like(x[:, :1]).index_add(0, to, weight)
-            x = x + torch.zeros_like(x).index_add(0, to, weight * said) / (total + 1e-6)
-        return self.head(F.silu(x)), labels
+    lengths = {"context_length": 24, "prediction_length": 8}
+    patches = {"patch_length": 4, "patch_stride": 4, "num_input_channels": 2}
+    return _configured(cls, **lengths, **patches, d_model=32, num_layers=3)
 
 
 def _language(
@@ -409,9 +239,10 @@ def _own(
     return Problem(name, kind, "ours", build, batch, loss)
 
 
-def _lstm() -> nn.Module:
-    return drifting.LSTM(VOCABULARY)
-
+LSTM = partial(small_models.LSTM, VOCABULARY)
+CONVOLUTIONAL, RECURRENT = "convolutional", "recurrent and tabular"
+DIFFUSION = "graph and diffusion"
+MIXER = Problem("PatchTSMixer", RECURRENT, "transformers", mixer, forecast)
 
 _ROWS = (
     _language("GPT-2"),
@@ -421,39 +252,19 @@ _ROWS = (
     _language("BERT", "encoder", masked),
     _language("T5", "encoder", answered, num_layers=1, num_decoder_layers=1),
     _vision("ViT", "encoder"),
-    _vision("ConvNeXt", "convolutional", layer_scale_init_value=1.0),
-    _vision("ResNet", "convolutional", **SMALL_RESNET),
-    Problem(
-        "VGG", "convolutional", "ours", Convolutions, gratings, cross_entropy, lr=1e-3
-    ),
-    _own("residual", "convolutional", drifting.ResNet, gratings),
-    _own("MLP", "recurrent and tabular", MLP, tabled),
-    _own("GRU", "recurrent and tabular", GRU, series),
-    _own("LSTM", "recurrent and tabular", _lstm, followed, None),
-    Problem("PatchTSMixer", "recurrent and tabular", "transformers", mixer, forecast),
-    _own("graph network", "graph and diffusion", drifting.GraphNetwork, drifting.graph),
-    _own("graph attention", "graph and diffusion", GraphAttention, drifting.graph),
-    _own(
-        "diffusion MLP",
-        "graph and diffusion",
-        Denoiser,
-        partial(diffused, shape=(2,)),
-        None,
-    ),
-    _own(
-        "UNet",
-        "graph and diffusion",
-        UNet,
-        partial(diffused, shape=(1, SIDE, SIDE)),
-        None,
-    ),
-    _own(
-        "DiT",
-        "graph and diffusion",
-        DiT,
-        partial(diffused, shape=(1, SIDE, SIDE)),
-        None,
-    ),
+    _vision("ConvNeXt", CONVOLUTIONAL, layer_scale_init_value=1.0),
+    _vision("ResNet", CONVOLUTIONAL, **SMALL_RESNET, layer_type="basic"),
+    replace(_own("VGG", CONVOLUTIONAL, small_models.Convolutions, gratings), lr=1e-3),
+    _own("residual", CONVOLUTIONAL, small_models.ResNet, gratings),
+    _own("MLP", RECURRENT, small_models.MLP, tabled),
+    _own("GRU", RECURRENT, small_models.GRU, series),
+    _own("LSTM", RECURRENT, LSTM, followed, None),
+    MIXER,
+    _own("graph network", DIFFUSION, small_models.GraphNetwork, graph),
+    _own("graph attention", DIFFUSION, small_models.GraphAttention, graph),
+    _own("diffusion MLP", DIFFUSION, small_models.Denoiser, ring_noise, None),
+    _own("UNet", DIFFUSION, small_models.UNet, image_noise, None),
+    _own("DiT", DIFFUSION, small_models.DiT, image_noise, None),
 )
 PROBLEMS = {problem.name: problem for problem in _ROWS}
 """Name -> problem."""

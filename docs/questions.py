@@ -61,12 +61,6 @@ def _demo(rows: list[Row]) -> str:
     return "; ".join(f"{row['label']}: {row['val_loss']:.3f}" for row in rows)
 
 
-def _demo_rates(rows: list[Row]) -> str:
-    off = [row["name"] for row in rows if row["demo"] != row["best"]]
-    names = f"all but {', '.join(f'`{name}`' for name in off)}" if off else "all"
-    return f"Yes, for {names} of {len(rows)} variants"
-
-
 def _training(rows: list[Row]) -> str:
     pairs = [row for row in rows if "gap" in row]
     return "; ".join(
@@ -249,10 +243,6 @@ QUESTIONS: dict[str, Question] = {
     "demo": Question(
         text="Which loss does a small GPT reach in FP32, BF16 and FP8 in `make demo`?",
         answer=_demo,
-    ),
-    "demo_rates": Question(
-        text="Does the demo train each variant at its best learning rate?",
-        answer=_demo_rates,
     ),
     "training": Question(
         text="How much held-out loss does FP8 cost over several seeds?",

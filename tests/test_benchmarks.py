@@ -14,21 +14,13 @@ import torch
 from torch import nn
 
 import fp8
-from benchmarks import (
-    defaults,
-    one_line,
-    preflight,
-    problems,
-    recipe_loss,
-    sizes,
-    transfer,
-)
+from benchmarks import one_line, preflight, problems, rates, recipe_loss, transfer
 from benchmarks.gpu import Record
 from benchmarks.gpu_kernels import TIMES, in_trace
 from benchmarks.one_line import WAYS
-from benchmarks.strangers.__main__ import measured, summary
+from benchmarks.strangers.__main__ import by_library, measured
 from benchmarks.strangers.case import Stranger, loss_inside
-from benchmarks.strangers.examine import Options, examine
+from benchmarks.strangers.examine import examine
 from fp8.common.step import tensors
 from fp8.lab.hardware import BF16, Hardware, Host
 from fp8.lab.preflight.training import loss_of
@@ -75,7 +67,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_one_line_trains_and_goes_on(run, changed):
-    changed(one_line, best_rate=lambda loss, start: start)
+    changed(one_line, search=lambda loss, start, sides: {start: 0.0})
     arguments = ("--steps=22", "--seeds=0", "--models=Llama, Trainer")
     found = run(one_line, *arguments)
     assert [row["way"] for row in found] == ["plain AdamW", *list(WAYS)[1:]]
@@ -87,10 +79,13 @@ def test_one_line_trains_and_goes_on(run, changed):
 
 
 def test_changes_of_the_defaults_train(run, changed):
-    changed(defaults, CHANGES=dict(list(defaults.CHANGES.items())[:2]))
-    changed(sizes, SHIFTS=(-1.0, 0.0))
-    assert len(run(defaults, "--steps=4", "--seeds=0", "--models=graph network")) == 2
-    assert len(run(sizes, "--steps=4", "--seeds=0", "--models=2 layers")) == 1
+    changed(rates, CHANGES=dict(list(rates.CHANGES.items())[:2]), SHIFTS=(-1.0, 0.0))
+    little = ("--steps=4", "--seeds=0")
+    rows = run(rates, "defaults", "--models=graph network", *little, record="defaults")
+    assert [row["name"] for row in rows] == list(rates.CHANGES)
+    assert rows[1]["graph network"] != 0
+    (row,) = run(rates, "sizes", "--models=2 layers", *little, record="sizes")
+    assert row["2^-1.0"] != row["2^+0.0"]
 
 
 def test_recipes_are_trained_recorded_and_go_on(run, changed, tmp_path):
@@ -268,13 +263,15 @@ def _broken():
 @filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, with threads
 def test_the_rows_of_strangers():
     rows = []
-    examine(Stranger("net", "none", _network), Options(train=True), rows.append)
+    examine(Stranger("net", "none", _network), rows.append)
     row = rows[-1]
     assert (row["result"], row["inside"], row["agrees"]) == ("runs", True, True)
     assert row["casts"] == 3 * 2 + 3  # operands forward, gradients backward
     assert [row[key] for key in ("unit", "trained", "static")] == [1, 1, 1]
     assert max(row["fp32_fall"], row["fp8_fall"]) < 1
     assert json.loads(json.dumps(row)) == row
-    assert "1 models: 1 runs; unit inside 1 of 1" in summary([row])
-    row = measured(Stranger("broken", "none", _broken), Options(), 60)
+    (library,) = by_library([row])
+    counts = ("models", "run", "unit", "trained", "static", "agrees", "fp8_fall")
+    assert [library[key] for key in counts] == [1] * len(counts)
+    row = measured(Stranger("broken", "none", _broken), 60)
     assert row["result"] == "not built: RuntimeError: of its own and more"

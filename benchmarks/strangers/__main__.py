@@ -1,11 +1,11 @@
 """What `unit_scale`, `simulate_fp8` and `uu.verify` make of models of other libraries.
 
-python -m benchmarks.strangers [--only REGEX] [--limit N] [--train] [--out FILE]
+python -m benchmarks.strangers [--only REGEX] [--limit N] [--out FILE]
 
 Small configurations with random weights. Each model is built, transformed and measured in a process
 of its own. Without --only and --limit the result is written to benchmarks/results. Run again, it
-continues with the models whose rows in --out lack what is asked for: those are the record of each
-model, the result has the counts of each library.
+continues with the models that have no row in --out: those are the record of each model, the result
+has the counts of each library.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ import resource
 import signal
 import time
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import Row, write
+from benchmarks.common import Lines, Row, report, show
 from fp8.common.step import described
 
 from . import models
 from .case import Stranger
-from .examine import Options, examine, is_inside
+from .examine import examine, is_inside
 
 SECONDS = 60.0
 """What a model may take, of the processor's time."""
@@ -54,19 +53,15 @@ whose last loss of 20 steps is below the first, unit-scaled in FP8 and plain, at
 for all models"""
 
 
-def measured(stranger: Stranger, options: Options, seconds: float) -> Row:
+def measured(stranger: Stranger, seconds: float) -> Row:
     """The row of a model, as far as it was made before an error, a crash or the end of the time."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(stranger, options, sender, seconds))
+    process = context.Process(target=_run, args=(stranger, sender, seconds))
     start = time.monotonic()
     process.start()
     sender.close()
-    row: Row = {
-        "name": stranger.name,
-        "library": stranger.package,
-        "result": "not built",
-    }
+    row = stranger.row()
     ended = "timeout"
     while receiver.poll(max(0.0, start + PATIENCE * seconds - time.monotonic())):
         try:
@@ -89,7 +84,7 @@ def measured(stranger: Stranger, options: Options, seconds: float) -> Row:
     return row
 
 
-def _run(stranger: Stranger, options: Options, sender: Any, seconds: float) -> None:
+def _run(stranger: Stranger, sender: Any, seconds: float) -> None:
     """In the process of a model, which the system ends after so many seconds of processor time."""
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     _, limit = resource.getrlimit(resource.RLIMIT_CPU)
@@ -97,47 +92,21 @@ def _run(stranger: Stranger, options: Options, sender: Any, seconds: float) -> N
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     quiet = os.open(os.devnull, os.O_WRONLY)
-    if not os.environ.get("STRANGERS_VERBOSE"):
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-    last: Row = {
-        "name": stranger.name,
-        "library": stranger.package,
-        "result": "not built",
-    }
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    last = stranger.row()
 
     def send(row: Row) -> None:
         last.update(row)
         sender.send(dict(row))
 
     try:
-        examine(stranger, options, send)
+        examine(stranger, send)
     except Exception as error:
         last["result"] = f"not built: {described(error)}"
     last["seconds"] = round(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - used, 1)
     sender.send({**last, "finished": True})
     os._exit(0)
-
-
-def summary(rows: list[Row]) -> str:
-    """The totals in one line."""
-    kinds = Counter(
-        row["result"].partition(":")[0].partition(" in ")[0] for row in rows
-    )
-    runs = [row for row in rows if row["result"] == "runs"]
-    parts = [
-        f"{len(rows)} models: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}"
-    ]
-    for key in ("unit", "trained", "static"):
-        shares = [row[key] for row in runs if isinstance(row.get(key), float)]
-        parts.append(f"{key} inside {sum(map(is_inside, shares))} of {len(shares)}")
-    parts.append(f"verify agrees on {sum(row.get('agrees', False) for row in runs)}")
-    for key in ("fp32_fall", "fp8_fall"):
-        falls = [row[key] for row in runs if isinstance(row.get(key), float)]
-        parts.append(
-            f"{key} below 1: {sum(fall < 1 for fall in falls)} of {len(falls)}"
-        )
-    return "; ".join(parts)
 
 
 def by_library(rows: list[Row]) -> list[Row]:
@@ -169,7 +138,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    rows, done = [], recorded(given.out)
+    rows, lines = [], Lines(given.out)
+    done = {f"{row['library']}/{row['name']}": row for row in lines.rows}
     found = [s for s in models.STRANGERS if re.search(given.only, _path(s))]
     for stranger in found[: given.limit]:
         why = models.missing(stranger.package)
@@ -177,59 +147,34 @@ def main() -> None:
             print(_path(stranger), f"skipped, {why}" if why else "", flush=True)
             continue
         row = done.get(_path(stranger))
-        if row is None or not has_all(row, Options(given.train)):
-            row = measured(stranger, Options(given.train), given.seconds)
-            record(row, given.out)
+        if row is None:
+            row = measured(stranger, given.seconds)
+            lines.add(row)
             printed(row, given.verbose)
         rows.append(row)
-    if rows:
-        finish(rows, given)
+    question = " ".join(QUESTION.split())
+    if given.only or given.limit:
+        show("strangers", question, by_library(rows))
+    elif rows:
+        versions = models.versions(rows)
+        report("strangers", f"{question}; versions: {versions}", by_library(rows))
 
 
 def _path(stranger: Stranger) -> str:
     return f"{stranger.package}/{stranger.name}"
 
 
-def recorded(path: Path) -> dict[str, Row]:
-    """library/name -> the row of a model that was measured before, the latest one."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {f"{row['library']}/{row['name']}": row for row in map(json.loads, lines)}
-
-
-def record(row: Row, path: Path) -> None:
-    """Adds a row to those that `recorded` reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def has_all(row: Row, options: Options) -> bool:
-    """Whether a row has the columns that are asked for. That of a model that does not run has
-    nothing more to measure."""
-    return row["result"] != "runs" or "trained" in row or not options.train
-
-
 def parsed() -> argparse.Namespace:
     """The arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="REGEX", help="in library/name")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N models")
-    parser.add_argument("--list", action="store_true", help="print the names")
-    parser.add_argument(
-        "--install", action="store_true", help="print how to get the libraries"
-    )
-    parser.add_argument(
-        "--train", action="store_true", help="20 steps, plain and in FP8"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="that a model may take"
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help="print the casts outside"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=OUT, metavar="FILE", help="rows, one a line"
-    )
+    add = parser.add_argument
+    add("--only", default="", metavar="REGEX", help="in library/name")
+    add("--limit", type=int, metavar="N", help="the first N models")
+    add("--list", action="store_true", help="print the names")
+    add("--install", action="store_true", help="print how to get the libraries")
+    add("--seconds", type=float, default=SECONDS, help="that a model may take")
+    add("--verbose", action="store_true", help="print the casts outside")
+    add("--out", type=Path, default=OUT, metavar="FILE", help="rows, one a line")
     return parser.parse_args()
 
 
@@ -241,16 +186,6 @@ def printed(row: Row, verbose: bool) -> None:
     )
     if verbose:
         print(json.dumps(row.get("details", {}), indent=2), flush=True)
-
-
-def finish(rows: list[Row], given: argparse.Namespace) -> None:
-    """Shows the totals, and writes the result if it is of the whole collection."""
-    line = summary(rows)
-    print(f"\n{line}")
-    if not (given.only or given.limit):
-        asked = " ".join(QUESTION.split())
-        versions = models.versions(rows)
-        write("strangers", f"{asked}: {line}; versions: {versions}", by_library(rows))
 
 
 if __name__ == "__main__":

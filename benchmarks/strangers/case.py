@@ -72,6 +72,10 @@ class Stranger:
     package: str
     build: Callable[[], Case]
 
+    def row(self) -> dict[str, Any]:
+        """The row before anything is measured."""
+        return {"name": self.name, "library": self.package, "result": "not built"}
+
 
 def distance(output: Any) -> Tensor:
     """The mean squared distance of the outputs from random numbers, the same at every call."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from unit_scaling.transforms import simulate_fp8, unit_scale
 
 from .case import Case, Stranger
 
-__all__ = ["KINDS", "SHARE", "STEPS", "Options", "examine", "is_inside"]
+__all__ = ["KINDS", "SHARE", "STEPS", "examine", "is_inside"]
 
 SHARE = 0.97
 """A model is inside where so many of its casts are."""
@@ -35,31 +34,18 @@ KINDS = ("activation", "weight", "gradient", "query-key gradient")
 STEPS = 20
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is done beside the measurements. train: 20 steps."""
-
-    train: bool = False
-
-
-def examine(stranger: Stranger, options: Options, send: Callable[[Row], None]) -> None:
+def examine(stranger: Stranger, send: Callable[[Row], None]) -> None:
     """Measures a stranger; sends its row after every phase, each time with more of it."""
-    row: Row = {
-        "name": stranger.name,
-        "library": stranger.package,
-        "result": "not built",
-    }
+    row = stranger.row()
     case = _built(stranger)
     _step(case, case.model)
     row["parameters"] = sum(p.numel() for p in case.model.parameters())
     row["result"] = "not finished"
     row["details"] = {}
     send(row)
-    phases = [_unit, _static]
-    phases += [_plain_training] if options.train else []
-    for phase in phases:
+    for phase in (_unit, _static, _plain_training):
         try:
-            phase(stranger, options, row)
+            phase(stranger, row)
         except Exception as error:
             row[phase.__name__.removeprefix("_")] = f"failed: {described(error)}"
             if phase is _unit:
@@ -108,7 +94,7 @@ def _train(case: Case, model: nn.Module, optimizer: Optimizer) -> float:
     return round(losses[-1] / losses[0], 4)
 
 
-def _unit(stranger: Stranger, options: Options, row: Row) -> None:
+def _unit(stranger: Stranger, row: Row) -> None:
     """Unit-scaled in FP8: the second step, `uu.verify`, and a step after training."""
     case = _built(stranger)
     model = simulate_fp8(unit_scale(case.model))
@@ -132,11 +118,9 @@ def _unit(stranger: Stranger, options: Options, row: Row) -> None:
         row["details"]["verify"] = rows[:8]
     except Exception as error:
         row["verify"] = f"failed: {described(error)}"
-    if options.train:
-        row["fp8_fall"] = _train(
-            case, model, uu.optim.AdamW(model.parameters(), lr=0.25)
-        )
-        _cast_step(case, model, row, "trained")
+    optimizer = uu.optim.AdamW(model.parameters(), lr=0.25)
+    row["fp8_fall"] = _train(case, model, optimizer)
+    _cast_step(case, model, row, "trained")
 
 
 def is_inside(share: float | str | None) -> bool:
@@ -144,7 +128,7 @@ def is_inside(share: float | str | None) -> bool:
     return share is None or (not isinstance(share, str) and share >= SHARE)
 
 
-def _static(stranger: Stranger, options: Options, row: Row) -> None:
+def _static(stranger: Stranger, row: Row) -> None:
     """The share of the plain model under recipe "static"; None without layers."""
     case = _built(stranger)
     if not candidates(case.model):
@@ -156,7 +140,7 @@ def _static(stranger: Stranger, options: Options, row: Row) -> None:
     _cast_step(case, model, row, "static")
 
 
-def _plain_training(stranger: Stranger, options: Options, row: Row) -> None:
+def _plain_training(stranger: Stranger, row: Row) -> None:
     case = _built(stranger)
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=2e-3)
     row["fp32_fall"] = _train(case, case.model, optimizer)

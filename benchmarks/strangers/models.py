@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.architectures import WAVE
+from benchmarks.architectures import WAVE, waves
 from benchmarks.common import Row
 
 from .case import Case, Stranger, loss_inside, loss_outside, tokens
@@ -134,10 +134,7 @@ def language() -> Settings:
 
 BATCHES: dict[str, Callable[[], Settings]] = {
     "language": language,
-    "wave": lambda: {
-        "input_values": torch.randn(4, 1024),
-        "labels": torch.randint(1, 32, (4, 8)),
-    },
+    "wave": waves,
     "pairs": lambda: {
         "input_ids": text(),
         "pixel_values": torch.randn(BATCH, 3, 32, 32),

@@ -76,8 +76,8 @@ class Settings:
 
 
 PRESETS: dict[str, Settings] = {
-    # Under a minute a variant on two CPU cores. The learning rates are those that
-    # `python -m benchmarks.demo_rates` has found to be the best.
+    # Under a minute a variant on two CPU cores. The learning rates were the best of a sweep, in
+    # docs/log.md.
     "small": Settings(),
     # The configuration of the published notebook on unit-scaled FP8 (nanoGPT's
     # train_shakespeare_char); the rates of the unit-scaled model are those of `uu.optim.AdamW`.
