@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: run the named benchmarks, or all of them, each in its own
+"""`python -m benchmarks [NAME ...]`: run the named benchmarks, or all but `LONG`, each in its own
 process. The demo (`make record`), `gpu` (`make gpu`) and `codebases` have commands of their own."""
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ OF_ONE_RESULT = (
     "faults forecast"
 ).split()
 
+LONG = "recipe_loss_large"
+"""A run of it takes about 20 times as long as one of recipe_loss."""
+
 BENCHMARKS = {
     **{name: name for name in OF_ONE_RESULT},
-    "recipe_loss_large": "recipe_loss --large",
+    LONG: "recipe_loss --large",
     "transfer_depth": "transfer",
     **{name: f"rates {name}" for name in ("defaults", "sizes")},
     **{name: f"steps {name}" for name in ("recipes", "transforms", "stats")},
@@ -28,7 +31,8 @@ def main(names: list[str]) -> int:
         known = ", ".join(BENCHMARKS)
         print(f"unknown benchmark {unknown[0]!r}; choose from {known}", file=sys.stderr)
         return 2
-    commands = dict.fromkeys(BENCHMARKS[name] for name in names or BENCHMARKS)
+    names = names or [name for name in BENCHMARKS if name != LONG]
+    commands = dict.fromkeys(BENCHMARKS[name] for name in names)
     python = [sys.executable, "-m"]
     finished = [
         subprocess.run([*python, *f"benchmarks.{each}".split()]) for each in commands
