@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..common.compiler import eager_only
 from ..common.dtensor import mesh_of
-from ..common.step import parameters_of
+from ..common.step import in_own_thread, parameters_of
 from ..formats.format import Format, get_format
 from ..recipes.history import histories
 from ..recipes.recipe import Recipe
@@ -243,11 +243,18 @@ class Watch:
         for layer, product, table in written:
             numbers = next(values[table.device])
             rows += layer.rows(product, numbers)
-            table.fill_(torch.nan)
-            table.fp8_read_at = table._version  # type: ignore[attr-defined]
+            try:
+                _clear(table)
+            except RuntimeError:  # a transform of torch.func allows no write
+                in_own_thread(_clear, table)
         if rows and self.looks:
             for listener in list(self.listeners):
                 listener(rows)
+
+
+def _clear(table: Tensor) -> None:
+    table.fill_(torch.nan)
+    table.fp8_read_at = table._version  # type: ignore[attr-defined]
 
 
 def is_look(step: int, every: int = 0) -> bool:

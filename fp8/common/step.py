@@ -7,10 +7,11 @@ import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 from ..frame import FRAMES, framed
 from ..torch_internals import Arguments, Keywords, TorchFunction
 from .mixin import own_attributes
+
+T = TypeVar("T")
 
 Batch = Any
 """A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments."""
@@ -410,6 +413,12 @@ def is_in_place(name: str, kwargs: Keywords) -> bool:
 def parameters_of(optimizer: Optimizer) -> list[Any]:
     """The parameters of all groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def in_own_thread(fn: Callable[..., T], *args: object) -> T:
+    """Runs ``fn(*args)`` in its own thread, without the modes and transforms of the caller."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(fn, *args).result()
 
 
 def storage_of(tensor: Tensor) -> int | None:

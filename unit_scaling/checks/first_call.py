@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8.common.compiler import eager_only
+from fp8.common.step import in_own_thread
 from fp8.torch_internals.pipelining import in_shape_inference
 from fp8.torch_internals.running_calls import python_frames
 from fp8.warnings import ScaleWarning, warn_once
-
-from ..common.constant import in_own_thread
 
 LOW_GRADIENT = 2.0**-6
 """A gradient at the output with an RMS below this is reported.

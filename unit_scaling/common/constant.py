@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
+from fp8.common.step import in_own_thread
 from fp8.torch_internals.decorators import taken_as_constant
 
 from .calls import T
@@ -26,12 +26,6 @@ def constant(fn: Callable[..., T], *args: object) -> T:
 @taken_as_constant
 def _constant(fn: Callable[..., T], *args: object) -> T:
     return _cached(fn, *args)
-
-
-def in_own_thread(fn: Callable[..., T], *args: object) -> T:
-    """Runs ``fn(*args)`` in its own thread, without the modes and transforms of the caller's."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(fn, *args).result()
 
 
 _cached = lru_cache(maxsize=4096, typed=True)(in_own_thread)

@@ -22,6 +22,7 @@ from fp8.common.step import (
     Loss,
     call,
     copied,
+    in_own_thread,
     seeded,
     starts,
     tensors,
@@ -38,7 +39,6 @@ from fp8.torch_internals.stance import outside_compiler
 from ..checks.first_call import skip_checks
 from ..checks.ranges import RANGES, Measurement, diagnosis
 from ..common.calls import Args, Function, Kwargs
-from ..common.constant import in_own_thread
 from .install import is_sharded
 from .record.calls import Slot, tensors_in
 from .record.kinds import (

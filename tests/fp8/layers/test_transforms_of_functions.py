@@ -86,3 +86,21 @@ def test_forward_mode_is_refused_without_gradients_too(recipe):
 REFUSED_FORWARD = refuses(
     r"no forward mode AD .* and for a Hessian torch.func.jacrev", NotImplementedError
 )
+
+
+@parametrize("recipe", ["tensor", "row", "static"])
+def test_a_training_loop_of_torch_func(recipe):
+    """Each call ends the pass before it, of which eager calls have written statistics."""
+    model = fp8.convert(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), recipe)
+    x, parameters = normal(4, 8), dict(model.named_parameters())
+
+    def loss(parameters):
+        return functional_call(model, parameters, (x,)).square().mean()
+
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        for _ in range(2):
+            found = grad(loss)(parameters)
+            for name, parameter in parameters.items():
+                assert torch.equal(found[name], parameter.grad), name
