@@ -15,12 +15,12 @@ from fp8.products.range_loss import TOLERANCE, sqnr, without_limits
 __all__ = ["SQNR", "CastSeen", "Casts"]
 
 SQNR = {"e4m3": 31.5, "e5m2": 25.5}
-"""Of a format on normal values in its range, in dB."""
+"""Format -> its SQNR on normal values in its range, in dB."""
 
 
 @dataclass(frozen=True)
 class CastSeen:
-    """One cast. name: of the operand and its layer. sqnr: in dB. own: that of the format on the
+    """One cast. name: of the operand and its layer. sqnr: in dB. own: the format's SQNR on the
     same values if its exponents had no limits. rms: of what is rounded."""
 
     name: str

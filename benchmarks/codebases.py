@@ -47,7 +47,7 @@ HELD_OUT = 10**9
 """The number of the first held-out batch."""
 
 FASTER = (4.0, 16.0)
-"""Rates of plain training that are tried besides, relative to that of the codebase."""
+"""Rates of plain training that are tried too, relative to the codebase's own."""
 
 WAYS = {
     "float32": "",
@@ -319,7 +319,7 @@ class Codebase:
 
     @classmethod
     def all(cls, text: str) -> dict[str, Codebase]:
-        """Of the text of codebases.diff, by name."""
+        """Reads the text of codebases.diff; returns the codebases by name."""
         found: dict[str, Codebase] = {}
         hunk = Hunk("", [], [], True)
         for line in text.splitlines():
@@ -411,7 +411,7 @@ def seeded(seed: int) -> None:
 def trained(
     codebase: Codebase, clone: Path, way: str, seed: int, faster: float = 1.0
 ) -> list[float]:
-    """The held-out loss, and that of a run that is resumed from the middle of this one."""
+    """The held-out loss, and the loss of a run that is resumed from the middle of this one."""
     run = Run(codebase, clone, way, seed)
     steps = run.setup.steps
     run.train(range(steps // 2), seed, faster)

@@ -193,7 +193,7 @@ def revived(run: Run, since: int) -> None:
 
 
 def other_scales(run: Run, since: int) -> None:
-    """Those that a checkpoint of another run has."""
+    """The scales of a checkpoint of another run."""
     scales = {} if since else fp8.calibration(run.model)
     if scales:
         moved = {name: e and e - 14 for name, e in scales.items()}

@@ -225,7 +225,7 @@ CASES: dict[str, Callable[[], Part]] = {
         torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True),
     ),
 }
-"""Those of `benchmarks.gpu`, by its names."""
+"""The cases of `benchmarks.gpu`, by its names."""
 
 
 def measured(field: str) -> dict[tuple[str, str], float]:

@@ -6,7 +6,7 @@ Each stage runs in a process of its own and sends rows, which are written at onc
 complete up to the moment at which the command is ended, by SIGTERM, by Ctrl-C or by the time. A
 stage that fails, hangs or runs out of its time is ended, and the next one begins. Named stages
 replace their rows in the files and leave the others. Kernels are in a file of their own,
-out/gpu_kernels.json, or beside that of --out. Nothing is downloaded; what is compiled stays in
+out/gpu_kernels.json, or beside the file of --out. Nothing is downloaded; what is compiled stays in
 out/inductor for a second run. --seconds is divided among the stages; with fewer than 16 cores give
 it 800. The forecasts beside it need no GPU: `python -m benchmarks.forecast`, on any machine.
 
@@ -89,7 +89,7 @@ class Record:
         self.save()
 
     def add(self, stage: str, row: Row) -> None:
-        """Adds a row, or its figures to those of the stage for the same case and recipe."""
+        """Adds a row, or its figures to the row of the stage for the same case and recipe."""
         row = {"stage": stage, **row}
         times = row.pop(TIMES, ())
         named = {key: row[key] for key in ("stage", "case", "recipe") if key in row}

@@ -186,7 +186,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[nn.Module, Any]]] = {
 
 
 def ours(device: str) -> list[str]:
-    """The recipes whose products kernels of the device compute, those of `benchmarks.forecast`
+    """The recipes whose products kernels of the device compute, the ones of `benchmarks.forecast`
     first."""
     where = torch.device(device)
     names = dict.fromkeys((*OURS, *fp8.RECIPES))

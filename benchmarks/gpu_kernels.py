@@ -52,7 +52,7 @@ class Kernel(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step launches. launches: of the host; those of a graph count once."""
+    """What a step launches. launches: of the host; a graph counts as one."""
 
     kernels: tuple[Kernel, ...]
     launches: float

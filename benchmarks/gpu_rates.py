@@ -100,7 +100,7 @@ def state_of(device: str) -> Row:
 
 def rates(device: str, sizes: Sizes) -> Iterator[Row]:
     """Rows of products and copies, and the fields of a `fp8.lab.hardware.Hardware`: rates of
-    squares and copies, of which all is achieved; "host" those of its `Host`."""
+    squares and copies, of which all is achieved; "host" has the fields of its `Host`."""
     torch.manual_seed(0)
     tokens, inputs, outputs = sizes.head
     shapes = {
@@ -161,7 +161,7 @@ def products(
 
 
 def product(size: tuple[int, int, int], name: str, of: str, device: str) -> Call:
-    """A product of normal numbers, as that of PASSES under a recipe."""
+    """A product of normal numbers, cast as one of PASSES under a recipe."""
     rows, inner, columns = size
     x = torch.randn(rows, inner, device=device, dtype=DTYPE)
     w = torch.randn(columns, inner, device=device, dtype=DTYPE)

@@ -89,8 +89,8 @@ def _first_steps(name: str, recipe: str, device: str, sizes: Sizes) -> float:
 
 
 def measured(name: str, theirs: bool, device: str, sizes: Sizes) -> Iterator[Row]:
-    """Rows of a case under each recipe, as soon as it is measured: times beside those of bf16; the
-    same of replayed graphs; what a step launches. Of a recipe that fails, the error."""
+    """Rows of a case under each recipe, as soon as it is measured: times beside bf16's; the same of
+    replayed graphs; what a step launches. The row of a recipe that fails has the error."""
     names, end = recipes(theirs, device), time.monotonic() + sizes.time
     if not names:
         return
@@ -213,7 +213,7 @@ CASES = ("linear", "head", "block", "readout")
 class Stage(NamedTuple):
     """A stage of the benchmark.
 
-    run: gives its rows. group: those of the same one run side by side. seconds: its share of the
+    run: gives its rows. group: stages of one group run side by side. seconds: its share of the
     time of the benchmark.
     """
 

@@ -20,7 +20,7 @@ SHARPENING = 1.2
 GATED = 12
 """The channels that a gate reads."""
 BOUND = 15.0
-"""Of logits, by tanh."""
+"""The bound of logits, by tanh."""
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -86,7 +86,8 @@ class NanoChat(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """As nanochat does: uniform of RMS 1 / sqrt(width), and zeros where a branch ends."""
+        """Sets nanochat's initial values: uniform of RMS 1 / sqrt(width), zeros where a branch
+        ends."""
         bound = (3 / WIDTH) ** 0.5
         nn.init.normal_(self.tokens.weight, std=0.8)
         nn.init.normal_(self.head.weight, std=0.001)

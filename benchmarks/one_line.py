@@ -44,7 +44,7 @@ from notebooks.transfer import search
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 NOISE = 2.0
-"""Of the ResNet's images, beside what they have: otherwise its loss is close to 0."""
+"""Added to the noise of the ResNet's images: otherwise its loss is close to 0."""
 
 
 def noisy(number: int) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ START = 4e-3
 """Where the search for the best rate of the plain model begins."""
 
 CLOSE, CLOSE_FP8 = 0.02, 0.01
-"""How far above plain training the mean loss may be, and that of FP8 above the same without."""
+"""How far the mean loss may be above plain training, and with FP8 above the same without."""
 
 Parameters = Iterator[nn.Parameter]
 
@@ -257,7 +257,7 @@ def _rounded(value: float) -> float | None:
 
 
 def recorded(benchmark: str) -> dict[str, list[Row]]:
-    """The rows of its results by model: those of models that are not trained again stay."""
+    """The rows of its results by model: rows of models that are not trained again stay."""
     file, found = common.RESULTS / f"{benchmark}.json", dict[str, list[Row]]()
     for row in json.loads(file.read_text())["rows"] if file.exists() else ():
         found.setdefault(row["name"], []).append(row)

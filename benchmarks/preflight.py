@@ -38,7 +38,7 @@ from fp8.recipes.policy import Policy
 
 STEPS, HELD_OUT = 60, 8
 SEEDS = (100, 101, 102)
-"""Of the exhaustive comparison. A preflight counts from 0."""
+"""The seeds of the exhaustive comparison. A preflight counts from 0."""
 BUDGET, MOST_SEEDS = 80.0, 32
 TARGET = 0.01
 
@@ -52,7 +52,7 @@ class Result:
     errors: candidate -> worst update error of the preflight. gaps: candidate -> held-out loss minus
     the reference's, mean and interval. differs: pairs of recipes whose gaps differ by more than the
     interval of their difference. recommended: device -> candidate; first_to_try: the same where
-    none is. excess: of their held-out loss over that of the best one, mean and interval, for the
+    none is. excess: how far their held-out loss is above the best, mean and interval, for the
     device where it is largest.
     outcomes: candidate -> what the preflight's training says. chance: the deviation of the
     reference over seeds.
@@ -155,7 +155,7 @@ def _compare(
 
 
 def difference(runs: Iterable[Run], name: str, other: str) -> Gap:
-    """Held-out loss of ``name`` minus that of ``other``, paired by seed."""
+    """The held-out loss of ``name`` minus the loss of ``other``, paired by seed."""
     if name == other:
         return Gap(0.0, 0.0, 0.0, len(SEEDS))
     renamed = [
@@ -215,8 +215,10 @@ def order(
 
 
 class Orders(NamedTuple):
-    """Of the recipes' update errors and gaps: of all pairs; of those whose gaps differ by more than
-    the interval of their difference; and of these the ones that differ by more than TARGET."""
+    """How update errors order recipes, against gaps: over all pairs; over pairs whose gaps differ
+    by more than the interval of their difference; and over pairs that also differ by more than
+    TARGET.
+    """
 
     every: Order
     differing: Order

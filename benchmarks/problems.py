@@ -180,7 +180,7 @@ def _generator(number: int) -> torch.Generator:
 
 
 def cross_entropy(output: tuple[Tensor, Tensor]) -> Tensor:
-    """Of (logits, labels)."""
+    """The loss of (logits, labels)."""
     return F.cross_entropy(*output)
 
 

@@ -71,7 +71,7 @@ def defaults(models: Sequence[str], loss: Loss) -> list[Row]:
 DEPTHS, WIDTHS = (2, 4, 8, 16), (32, 64, 128, 256)
 WIDTH_OF_DEPTHS, DEPTH_OF_WIDTHS = 64, 2
 SHIFTS = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0)
-"""Of the learning rate from the default, in octaves."""
+"""Octaves of the learning rate above the default."""
 
 SIZES = {f"{n} layers": partial(gpt, n, WIDTH_OF_DEPTHS) for n in DEPTHS}
 SIZES |= {

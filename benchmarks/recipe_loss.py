@@ -42,8 +42,8 @@ LARGE = {
     "iters": 2000,
 }
 RATES_OF_LARGE = {"lr": 1e-3}
-"""That of the smaller model over 4, the ratio of the widths: at 4e-3 the loss in float32 ends at
-2.37, not 1.77."""
+"""The rate of the smaller model over 4, the ratio of the widths: at 4e-3 the loss in float32 ends
+at 2.37, not 1.77."""
 ITERS = 600  # twice the demo's: early in training, seeds differ by more than what is measured
 SEEDS = "0,1,2,3,4"
 OWN_SUMS = {name: r for name, r in fp8.RECIPES.items() if r.accumulate is None}
@@ -66,7 +66,7 @@ def _unnamed(recipe: fp8.Recipe | None) -> fp8.Recipe | None:
 
 
 Losses = dict[tuple[str, int], float]
-"""Of a run and a seed."""
+"""(Run, seed) -> loss."""
 
 
 class UnderRecipe(nn.Module):
@@ -124,7 +124,7 @@ class Setting(NamedTuple):
     threads: int
     train: Collection[str]
     suffix: str = ""
-    """Of the names of the results."""
+    """The end of the name of the results."""
     compiled: bool = False
 
     @property

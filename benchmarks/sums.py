@@ -94,7 +94,7 @@ def operands(kind: str, k: int) -> tuple[Tensor, Tensor]:
 
 
 def error_rows() -> Iterator[Row]:
-    """Of each chip, kind of operand and format: error and shrinkage by the length of a sum."""
+    """Error and shrinkage by the length of a sum, for each chip, kind of operand and format."""
     for name, (chip, promote) in SUMS.items():
         for format in ("e4m3", "e5m2"):
             for kind in ("normal", "positive", "measured"):
@@ -122,7 +122,7 @@ def _short(value: Tensor) -> str:
 
 
 def training_rows() -> Iterator[Row]:
-    """The gaps of recipe "tensor" with torch's sums and with those of Hopper."""
+    """The gaps of recipe "tensor" with torch's sums and with Hopper's."""
     problem = Problem(PROBLEMS[MODEL], STEPS, HELD_OUT)
     tensor = RECIPES["tensor"]
     recipes = {

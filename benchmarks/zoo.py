@@ -28,7 +28,7 @@ from unit_scaling.transforms import simulate_fp8, unit_scale
 
 STEPS = 20
 SHARE = 0.97
-"""Of the casts, for an architecture to be verified."""
+"""The share of casts in range from which an architecture is verified."""
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -98,7 +98,7 @@ def _passes(model: nn.Module, batch: dict[str, Any]) -> int:
 
 
 def _casts(model: nn.Module, batch: dict[str, Any]) -> tuple[Casts, Casts]:
-    """Those of the second step, and of one after training."""
+    """The casts of the second step, and of one after training."""
     optimizer = uu.optim.AdamW(model.parameters())
 
     def step(casts: Casts | None = None) -> None:

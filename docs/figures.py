@@ -31,7 +31,7 @@ text{fill:var(--ink)}.soft{fill:var(--soft);font-size:11px}.head{font-weight:600
 .faint{opacity:.45}.arrow{fill:var(--line)}"""
 
 WIDTH = 760
-"""Of every figure, in pixels: a page's text is about as wide."""
+"""The width of every figure, in pixels: a page's text is about as wide."""
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:

@@ -61,7 +61,7 @@ def _built(stranger: Stranger) -> Case:
 
 
 def _seed(number: int) -> None:
-    """Of all generators: some models begin with Python's random numbers."""
+    """Seeds all generators: some models begin with Python's random numbers."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(number)
 

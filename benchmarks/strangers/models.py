@@ -113,7 +113,7 @@ def _language(name: str, given: None, settings: Settings) -> Case:
 
 
 def shrunk(cls: Any, settings: Settings) -> Any:
-    """The configuration of a class with those of SMALL that it has, and ``settings``."""
+    """The configuration of a class with the settings of SMALL that it has, and ``settings``."""
     known = cls().to_dict()
     small = {name: value for name, value in SMALL.items() if name in known}
     for name in ("text_config", "vision_config"):

@@ -1,8 +1,8 @@
 """A GPT in plain PyTorch, in nanoGPT's architecture: nothing here knows of FP8 or unit scaling.
 
 Pre-norm transformer, learned positions, GELU, causal attention, the embedding shared with the
-output projection (https://github.com/karpathy/nanoGPT). That a model written like this one can
-be handed to ``simulate_fp8`` and ``unit_scale`` as it stands is what the demo shows.
+output projection (https://github.com/karpathy/nanoGPT). The demo shows that
+``simulate_fp8`` and ``unit_scale`` take such a model as it stands.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class Settings:
     `weight_decay` and `clip` are nanoGPT's.
 
     The gradients of a unit-scaled model are true ones of weights of RMS 1, so that their norm is
-    smaller than the plain model's and `clip` rescales them less often. Of AdamW, whose step does
-    not change with the scale of the gradients, `uu.optim` has an epsilon far below theirs.
+    smaller than the plain model's and `clip` rescales them less often. AdamW's step does not
+    change with the scale of the gradients: in `uu.optim` its epsilon is far below theirs.
     """
 
     tokens: str = "char"
@@ -68,7 +68,7 @@ class Settings:
         return GPTConfig(vocab=vocab, **{name: getattr(self, name) for name in names})
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON gives it back (tuples are lists), to compare with what a file says."""
+        """The settings as JSON returns them (tuples are lists), to compare with a file."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in dataclasses.asdict(self).items()

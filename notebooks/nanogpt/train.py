@@ -178,7 +178,7 @@ class Training:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the steps since the last look at the clock."""
+        """The rate over the steps since the last look at the clock."""
         return (
             self.settings.batch_size * self.settings.context / self.seconds_per_step[-1]
         )

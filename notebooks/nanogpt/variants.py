@@ -30,7 +30,7 @@ class TensorScaledGPT(GPT):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As that of a GPT."""
+        """The forward pass of a GPT, under the recipe."""
         with fp8.autocast("tensor"):
             return super().forward(idx, targets)
 
