@@ -121,7 +121,7 @@ def formats(format: Format) -> list[str]:
 
 def cast(cast: Cast | None) -> str:
     if cast is None:
-        return "as it is"
+        return "not cast"
     return f"`{cast}`"
 
 
@@ -176,7 +176,7 @@ def products() -> Iterable[list[str]]:
     ]
     yield [
         f"{code(map(torch_name, COMPOSED))}, `torch.einsum` of three operands or more",
-        "written out as products of the first line",
+        "decomposed into products of the first row",
     ]
     for why in dict.fromkeys(LEFT.values()):
         names = dict.fromkeys(torch_name(f) for f in LEFT if LEFT[f] == why)
@@ -189,7 +189,7 @@ def recipe(recipe: Recipe) -> list[str]:
         others.append(f'`accumulate="{recipe.accumulate}"`, `promote={recipe.promote}`')
     engines = [row.name for row in ENGINES.values() if row.twin == recipe.name]
     if engines:
-        others.append(f"the forward product of {code(engines)}")
+        others.append(f"the same forward product as {code(engines)}")
     casts = map(cast, (recipe.input, recipe.weight, recipe.grad))
     row = named(record("cast_bias")["rows"])[recipe.name]
     bias = [
@@ -259,8 +259,8 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     (
         "Scalings",
         "`fp8.recipes.scaling.SCALINGS`: what shares a scale. Tile: elements across x along the "
-        "axis that the product sums over. Each product casts along its own axis, the second time "
-        "again from high precision where the tile is not square.",
+        "axis that the product sums over. An operand is cast along the axis of each of its two "
+        "products, from high precision again for the second one unless the tile is square.",
         "name | scale | tile | rules, the usual first",
         [scaling(name, row) for name, row in SCALINGS.items()],
     ),
@@ -275,7 +275,7 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "Recipes",
         "`fp8.RECIPES`: what happens to each operand of the three products of a layer: format, "
         "scaling (with its tile and rule where they are not the usual ones), rounding where it is "
-        "not to nearest. Overflow saturates. Bias: of the gradient's cast in the mean of many "
+        "not to nearest. Overflow saturates. Bias: the mean error of the gradient's cast over many "
         "draws, in percent of the gradient, with its standard error, for normal data and for "
         "Student's t with three degrees of freedom (`python -m benchmarks.cast_bias`).",
         "name | input | weight | gradient of the output | otherwise | bias, normal "
@@ -285,8 +285,8 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     (
         "Engines",
         "`fp8.lab.parity.engines.ENGINES`: inference engines, whose casts `fp8.parity` and "
-        "`fp8 parity certify` compare with a trainer's. Recipe: one of `fp8.RECIPES` with the "
-        "casts of the forward product; without a name it is the `recipe` of the row. Norms: "
+        "`fp8 parity certify` compare with a trainer's. Recipe: the row of `fp8.RECIPES` with the "
+        "same casts of the forward product; without one, the engine's row has them. Norms: "
         "`fp8.lab.parity.norms.ORDERS`, and whether the residual stream is rounded before.",
         "name | engine | recipe | inputs | weights | norms | source",
         [engine(row) for row in ENGINES.values()],
@@ -294,7 +294,7 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     (
         "Kernels",
         "`fp8.kernels.table.KERNELS`: torch's kernels of FP8 products, and what they need. "
-        "Recipes: those whose products all have kernels.",
+        "Recipes: recipes of which every product has a kernel.",
         "scales by | operands | devices | weights, multiples of | recipes",
         [kernel(row) for row in KERNELS.values()],
     ),
@@ -323,9 +323,9 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Optimizer states",
-        "`fp8.optim.encodings.ENCODINGS`: how `fp8.optim` keeps a tensor, in units of a power of "
-        "two.",
-        "name | stored as | one scale for | may be",
+        "`fp8.optim.encodings.ENCODINGS`: how `fp8.optim` stores a tensor. Every scale is a power "
+        "of two.",
+        "name | stored as | one scale for | used for",
         [encoding(name, row) for name, row in ENCODINGS.items()],
     ),
     (
@@ -336,15 +336,15 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Operations",
-        "`unit_scaling.rules.table.OPS`: what `unit_scaling.functional` (`U`) holds, and torch's "
-        "functions of the same name.",
-        "operation | of torch | constraint= | the rule",
+        "`unit_scaling.rules.table.OPS`: the functions of `unit_scaling.functional` (`U`), and the "
+        "functions of torch that they replace.",
+        "operation | replaces | constraint= | the rule",
         [ops(row) for row in OPS.values()],
     ),
     (
         "Constraints",
-        "`unit_scaling.constraints.CONSTRAINTS`: how the scales of an operation are tied. None "
-        "ties nothing.",
+        "`unit_scaling.constraints.CONSTRAINTS`: how the scales of an operation are tied. `None` "
+        "leaves them independent.",
         "name | the common scale",
         documented(CONSTRAINTS),
     ),
@@ -352,7 +352,7 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "Learning rates",
         "`unit_scaling.optim.LR_RULES`: the factor of a parameter's learning rate, before "
         "1/sqrt(depth). A matrix is square here, a vector as long as the model is wide. The second "
-        "default for a weight is for kernels of convolutions. Without `lr` it is "
+        "default for a weight is for kernels of convolutions. Without `lr` the rate is "
         + ", ".join(f"{rate:g} (`{rule}`)" for rule, rate in RATES.items())
         + ".",
         f"optimizer | mup_type | width {WIDTHS[0]} | width {WIDTHS[1]} | default of lr_mult",
@@ -376,8 +376,8 @@ def render() -> str:
 BENCHMARKS_PREAMBLE = """\
 # Benchmarks
 
-Each row answers one question and links to the table behind it. All results are from CPUs; FP8 is
-simulated where nothing else is said, so times are the cost of simulation, not of FP8 hardware.
+Each row answers one question and links to the table behind it. Unless the row says otherwise,
+results are from CPUs and FP8 is simulated: times are the cost of simulation, not of FP8 hardware.
 A loss is a mean over seeds, with its standard deviation after ±. A time is relative to the time of
 the baseline, which is 1.
 

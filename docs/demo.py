@@ -154,8 +154,9 @@ def one_line_summary() -> str:
     gaps = ", ".join(f"{row['name']} {row['gap']:+.2f}" for row in rows)
     return (
         "One line and no learning rate: the held-out loss of `simulate_fp8(unit_scale(model))` "
-        "under `uu.optim.AdamW(model.parameters())`, minus that of the plain model under torch's "
-        f"AdamW at its best rate ([how](docs/learning-rates.md#without-a-rate)): {gaps}."
+        "under `uu.optim.AdamW(model.parameters())`, minus the loss of the plain model under "
+        "torch's AdamW at its best rate ([how](docs/learning-rates.md#without-a-rate)): "
+        f"{gaps}."
     )
 
 
@@ -178,8 +179,8 @@ def times() -> str:
         f"Time of a training step on a CPU with {instructions}, relative to the plain model, for a "
         f"GPT of 4 layers, 128 wide: in eager mode {ratios('eager', plain)}; compiled "
         f"{ratios('compiled', 1.0)} "
-        "([table](docs/benchmarks.md#transforms)). Wider models lose less: products grow faster "
-        "than casts."
+        "([table](docs/benchmarks.md#transforms)). Wider models are slowed less: products grow "
+        "faster than casts."
     )
 
 

@@ -48,7 +48,7 @@ _GUIDE = "Low Precision Training Methods, of Accelerate's documentation"
 DOCUMENTS = {
     "unit-scaling": (
         "Graphcore's announcement of the library",
-        "This package takes its place, so that the two cannot be installed together: tests compare "
+        "This package replaces it, so that the two cannot be installed together: tests compare "
         "with recorded values and signatures of 0.3.5.",
     ),
     "Accelerate": (
@@ -68,7 +68,7 @@ DOCUMENTS = {
     "Composer": (
         "Low Precision LayerNorm",
         "It does not install beside the torch that this package needs: its signatures, and its "
-        "Algorithm and Event classes, are those of the published package.",
+        "Algorithm and Event classes, are taken from the published package.",
     ),
     "timm": (
         'The issue "hack ln implementation in convnext"',
@@ -150,13 +150,13 @@ FEATURES = [
         ("nn.LayerNorm to te.LayerNorm", _PYTHON),
         ("FP8 products, everything else as it is", _PYTHON),
         "margin",
-        ("interval", "TransformerEngine ignores it: refused, but for 1"),
+        ("interval", "TransformerEngine ignores it: refused, except 1"),
         "fp8_format",
         "amax_history_len",
         "amax_compute_algo",
         (
             "override_linear_precision",
-            "TransformerEngine ignores it: refused, but for its default",
+            "TransformerEngine ignores it: refused, except its default",
         ),
         ("numerics and speed of its products", _NO_GPU),
     ),
@@ -177,7 +177,7 @@ FEATURES = [
         "msamp.initialize",
         (
             "O3 with DeepSpeed",
-            "not had: a DeepSpeed engine is refused; O3 runs alone and under DDP",
+            "not supported: a DeepSpeed engine is refused; O3 runs alone and under DDP",
         ),
         ("throughput", _NO_GPU),
     ),
@@ -190,7 +190,7 @@ FEATURES = [
         "bf16 on CPU",
         "the 8-bit optimizer of bitsandbytes",
         "no casts by hand",
-        ("TPUs", "not had: CPU and CUDA devices alone"),
+        ("TPUs", "not supported: CPU and CUDA devices only"),
     ),
     *_rows(
         "Composer",
@@ -213,10 +213,13 @@ FEATURES = [
         "autocast off inside, input in low precision",
         "normalized_shape and eps are kept",
         "math equivalent",
-        ("Fused LayerNorm before torch 1.13", "not had: torch 2.11 is the oldest"),
+        (
+            "Fused LayerNorm before torch 1.13",
+            "not supported: torch 2.11 is the oldest",
+        ),
         (
             "training is faster",
-            "not shown: measured on CPUs alone, in the log",
+            "not shown: measured on CPUs only, in the log",
         ),
     ),
     *_rows(
@@ -229,11 +232,11 @@ FEATURES = [
         "export",
         "one operation over the channels",
         "fused by the compiler",
-        ("kernels for few channels", "not had: those of torch and of its compiler"),
-        ("backward in one pass", "not had: as torch and its compiler compute it"),
+        ("kernels for few channels", "none: kernels of torch and of its compiler"),
+        ("backward in one pass", "none: torch and its compiler compute it"),
         "no E[x²] - E[x]²",
         ("images per second", _NO_GPU),
-        ("older torch, XLA", "not had: torch 2.11 to 2.14, CPU and CUDA devices"),
+        ("older torch, XLA", "not supported: torch 2.11 to 2.14, CPU and CUDA devices"),
     ),
     *_rows(
         "timm",
@@ -277,7 +280,7 @@ COMPARISONS = [
     Comparison(
         "a scale for each row",
         {
-            "TransformerEngine": "none of FP8; activations of NVFP4, `row_scaled_activation`",
+            "TransformerEngine": "not in FP8; activations in NVFP4, `row_scaled_activation`",
             "torchao": "`rowwise`, `rowwise_with_gw_hp`",
             "torchtitan": "`Float8LinearConverter`",
             "Accelerate": f"{_AO}, `AORecipeKwargs`",
@@ -430,7 +433,7 @@ COMPARISONS = [
             "Megatron-LM": "to its own inference, `swap_model_weights`, also as MXFP8",
             "torchtitan": "its RL experiment; not known in FP8",
         },
-        "tensors one by one; how they are sent is the trainer's matter",
+        "tensors one by one; the trainer sends them",
     ),
     Comparison(
         "in torchtitan's Trainer",
@@ -474,7 +477,7 @@ COMPARISONS = [
         dict.fromkeys(_UNREAD, "not known"),
     ),
     Comparison(
-        "time of a step on a GPU that is not there",
+        "time of a step on a GPU, without the GPU",
         dict.fromkeys(_UNREAD, "not known")
         | {"torchao": "of a linear layer by its shape, `roofline_utils`"},
         "a roofline of the compiler's code; nothing is measured",
@@ -528,7 +531,7 @@ COMPARISONS = [
         {"Megatron-LM": "no: μP alone, `use_mup`"},
     ),
     Comparison(
-        "which precision a model takes, measured before",
+        "which precision a model tolerates, before training",
         {
             "torchao": "which layers get faster, by shape: `_auto_filter_for_recipe`",
             "torchtitan": f"{_AO}, `auto_filter_small_kn`",

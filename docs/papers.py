@@ -152,7 +152,7 @@ NUMBERS: dict[str, Number] = {
     ),
     "concentration": Number(
         quantity="squared error of the mean of N gradients of the first layer, times N, divided by "
-        "that of one; 1: it averages out. NVIDIA's recipe, and four over six in backward",
+        "the error of one; 1: it averages out. NVIDIA's recipe, and four over six in backward",
         source="Quartet II, data/nvidia_concentration.json and data/46_concentration.json, q_proj "
         "of layer 0",
         theirs=("0.79", "85"),
@@ -191,7 +191,7 @@ NUMBERS: dict[str, Number] = {
         theirs=("1.276", "1.842", "2.005"),
         ours=("1.27", "1.83", "2.00"),
         note="root mean squares, whose ratios the table has. Moments of 60 steps of random "
-        "gradients; theirs are those of a training",
+        "gradients; theirs are from a training run",
     ),
     "adam_order": Number(
         quantity="all 16 pairs of e4m3, e4m3 expanded, e5m2, e5m2 expanded, first moment by second",
@@ -214,7 +214,7 @@ NUMBERS: dict[str, Number] = {
         source=COAT.format(1) + ": no row of it",
         theirs=("1.00",),
         ours=("1.02",),
-        note="as many mantissa bits: the error must be that of e4m3",
+        note="as many mantissa bits: the error must equal the error of e4m3",
     ),
     "activations": Number(
         quantity="bytes that a Llama block keeps for backward in BF16, in units of batch x "
@@ -246,8 +246,8 @@ row again.
 
 - "same": equal within half of the last published digit and five standard errors of both samples.
 - "same order": only the order is compared.
-- "between": the published setting is incomplete, and the number lies between those of two choices.
-- "miss": another number. The test of the published one is expected to fail, and must fail.
+- "between": the published setting is incomplete; the number is between the results of two choices.
+- "miss": a different number. The test of the published number is expected to fail, and must fail.
 
 Orders of losses that papers publish of trained models: [the log](log.md#recipes)."""
 

@@ -30,15 +30,14 @@ PREAMBLE = """\
 
 Written by `make docs`: what engines have, what the documents of seven systems describe, and the
 tests that show it here: by running the real library, by code that is bound to its published
-signatures, or by an implementation of our own that nothing of it is needed for. Files are those of
-`tests/`."""
+signatures, or by an implementation of our own, without the system's. Files are in `tests/`."""
 
 ENGINES = """\
 ## Engines
 
-Read in the source of {versions}.
+From the source of {versions}.
 
-Names are those of their code. "no": nothing of it was found in the source; "not known": the source
+Names are as in their code. "no": nothing of it was found in the source; "not known": the source
 does not answer it. Accelerate also starts Megatron-LM, whose features are not repeated. Ours is
 simulated on any device; [what runs where](what-runs-where.md) lists what has run on kernels."""
 

@@ -87,8 +87,8 @@ def _codebases(rows: list[Row]) -> str:
     gaps = [row["FP8"][0] - row["float32"][0] for row in trained]
     best = [row["unit_scale, FP8"][0] < row["float32, best rate"][0] for row in trained]
     return (
-        f"FP8 changes the loss of {len(trained)} by {min(gaps):+.3f} to {max(gaps):+.3f}; "
-        f"unit_scale in FP8 is below plain training at the best of three rates in {sum(best)}"
+        f"FP8 changes the losses of {len(trained)} by {min(gaps):+.3f} to {max(gaps):+.3f}; with "
+        f"unit_scale in FP8, {sum(best)} end below plain training at the best of three rates"
     )
 
 
@@ -106,8 +106,8 @@ def _cast_bias(rows: list[Row]) -> str:
     ]
     worst = min(rows, key=lambda row: row["heavy_bias"])
     return (
-        f"Within three standard errors that of {', '.join(unbiased)}; that of others shrinks, most "
-        f"by {-worst['heavy_bias']:.1f} % ({worst['name']}, heavy-tailed data)"
+        f"Yes, within three standard errors, for {', '.join(unbiased)}; other casts shrink the "
+        f"gradient, at most by {-worst['heavy_bias']:.1f} % ({worst['name']}, heavy-tailed data)"
     )
 
 
@@ -124,17 +124,19 @@ def _optimizers(rows: list[Row]) -> str:
     ours = [row for row in rows if row["name"].startswith("fp8 compiled, ")]
     ours = [row for row in ours if "blocks" not in row["name"]]
     low, high = (pick(row["ratio"] for row in ours) for pick in (min, max))
-    return f"{low:.1f} to {high:.1f} of the time of torch's fused AdamW, compiled"
+    return (
+        f"Compiled, {low:.1f} to {high:.1f} times as long as with torch's fused AdamW"
+    )
 
 
 def _preflight(rows: list[Row]) -> str:
     every = named(rows)["all"]
     parts = [
-        f"It recommends a policy in {every['recommended']} models; the loss is within 0.01 of the "
-        f"best one, or the interval, in {every['within']}",
-        f"Kendall's tau of update error and gap: {every['tau']} of all pairs of recipes, "
-        f"{every['tau_of_these']} of those that differ by more than their interval, "
-        f"{every['tau_of_those']} of those that also are more than 0.01 apart",
+        f"It recommends a policy for {every['recommended']} models; its loss is at most 0.01 above "
+        f"the best, or within the interval of the difference, in {every['within']}",
+        f"Kendall's tau between update error and gap: {every['tau']} over all pairs of recipes, "
+        f"{every['tau_of_these']} over pairs that differ by more than their interval, "
+        f"{every['tau_of_those']} over pairs that are also more than 0.01 apart",
     ]
     return "; ".join(parts)
 
@@ -143,8 +145,8 @@ def _defaults(rows: list[Row]) -> str:
     changed = {
         row["name"]: [v for k, v in row.items() if k != "name"] for row in rows[1:]
     }
-    return "Worst and best change of the loss by " + "; ".join(
-        f"{name}: {max(gaps):+.3f}, {min(gaps):+.3f}" for name, gaps in changed.items()
+    return "Largest and smallest change of the loss: " + "; ".join(
+        f"{name} {max(gaps):+.3f}, {min(gaps):+.3f}" for name, gaps in changed.items()
     )
 
 
@@ -160,8 +162,8 @@ def _strangers(rows: list[Row]) -> str:
     )
     return (
         f"{run} of {models} models run; in {unit}, at least 97 % of the casts of a step keep the "
-        f"precision of their format, in {trained} after 20 steps of training too. Today's "
-        f"collection has {len(STRANGERS)} of them, those that a name and settings make"
+        f"precision of their format, in {trained} after 20 steps of training too. The "
+        f"collection of this repository has {len(STRANGERS)} of them"
     )
 
 
@@ -201,7 +203,7 @@ def _sums(rows: list[Row]) -> str:
 
 def _faults(rows: list[Row]) -> str:
     before = sum(row["before"] for row in rows)
-    return f"In {before} of {len(rows)} faults, before the loss shows it"
+    return f"Yes, in {before} of {len(rows)} faults before the loss shows it"
 
 
 def _forecast(rows: list[Row]) -> str:
@@ -209,8 +211,8 @@ def _forecast(rows: list[Row]) -> str:
     listed = "; ".join(_ratios(text, case, rows) for case, text in cases.items())
     off = next(row["off"] for row in rows if row["case"].startswith("median"))
     return (
-        f"On an H200, of bf16's time: {listed}. Of published times, on an H100, the "
-        f"forecast is {off:.0%} off in the median"
+        f"On an H200, relative to bf16's time: {listed}. Forecasts of published times on an H100 "
+        f"are {off:.0%} off in the median"
     )
 
 
@@ -223,7 +225,7 @@ def _gpu(rows: list[Row]) -> str:
     }
     timed = [row for row in rows if "ratio" in row and "ms" in row and "rounds" in row]
     listed = "; ".join(_ratios(text, case, timed) for case, text in cases.items())
-    return f"On one H200, of bf16's time: {listed}"
+    return f"On one H200, relative to bf16's time: {listed}"
 
 
 def _ratios(text: str, case: str, rows: list[Row]) -> str:
@@ -257,7 +259,7 @@ QUESTIONS: dict[str, Question] = {
         answer=_codebases,
     ),
     "cast_bias": Question(
-        text="Is the cast gradient of a recipe the gradient in the mean?",
+        text="Is the cast gradient of a recipe unbiased?",
         answer=_cast_bias,
     ),
     "recipe_loss": Question(

@@ -170,7 +170,7 @@ def test_the_command_prints_the_table_or_json(tmp_path, monkeypatch, capsys):
 # From the compiler's code
 
 
-@proves("the field", "time of a step on a GPU that is not there")
+@proves("the field", "time of a step on a GPU, without the GPU")
 @compiles
 def test_kernels_are_those_of_the_recipe():
     model, before = mlp(), torch.cuda.is_available()

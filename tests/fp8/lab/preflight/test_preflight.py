@@ -42,7 +42,7 @@ def report():
     return preflight(setup, **QUICK)
 
 
-@proves("the field", "which precision a model takes, measured before")
+@proves("the field", "which precision a model tolerates, before training")
 def test_every_stage_leaves_its_findings(report):
     found = report.findings
     assert [p.layer for p in found.products] == "first blocks.0 blocks.1 head".split()
