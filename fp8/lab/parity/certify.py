@@ -36,6 +36,7 @@ from ...recipes.policy import LayerRule, Policy
 from ...recipes.recipe import Recipe
 from ...recipes.tensor_cores import EXACT
 from ...version import __version__
+from .devices import Devices
 from .engines import Engine, engine_of
 from .norms import norms_in, norms_of_engine
 from .sides import (
@@ -56,7 +57,8 @@ KEPT = ("embedding", "readout", "router")
 NOT_COVERED = (
     "the engine's kernels on a card: attention, and the order in which a product is multiplied by "
     "its two scales and its bias is added",
-    "decoding step by step, sampling, and parts of the model that several devices share",
+    "decoding step by step and sampling",
+    "of several devices: experts, and kernels that add partial outputs and normalize at once",
 )
 """What a certificate says nothing of."""
 
@@ -73,6 +75,9 @@ class Certificate:
         train: the name of the trainer's policy.
         sums: `fp8.Recipe.accumulate` of both.
         cache: the scaling of the engine's cache; "" for none in FP8.
+        devices: the number of devices that share the engine's model.
+        reduction: how their partial outputs are added.
+        split: the names of the layers whose inputs devices split, of engine or trainer.
         cast: the names of the layers that the engine has in low precision.
         kept: the names of the linear layers that it has in high precision.
         norms: the RMS norms that have the engine's order there.
@@ -99,6 +104,9 @@ class Certificate:
     train: str
     sums: str
     cache: str
+    devices: int
+    reduction: str
+    split: list[str]
     cast: list[str]
     kept: list[str]
     norms: list[str]
@@ -128,7 +136,12 @@ class Certificate:
         rollout = f"{self.engine}: {self.version}"
         if self.cache:
             rollout += f", cache in FP8 by {self.cache}"
+        if self.devices > 1:
+            rollout += f", on {self.devices} devices"
         found = "equal to the bit" if self.equal == 1 else f"{self.equal:.2%} equal"
+        split = "none"
+        if self.split:
+            split = f"{len(self.split)}, partial outputs added by {self.reduction!r}"
         return [
             ("result", "pass" if self.ok else "fail"),
             ("model", self.model),
@@ -146,6 +159,7 @@ class Certificate:
             ("linear layers in high precision", str(len(self.kept))),
             ("RMS norms in the engine's order", str(len(self.norms))),
             ("other norms and gains", f"{len(self.gains)}, as the trainer has them"),
+            ("layers whose inputs devices split", split),
         ]
 
     def __str__(self) -> str:
@@ -168,6 +182,9 @@ def certify(
     train: Given | None = None,
     sums: str | None = EXACT,
     cache: str | None = None,
+    devices: int = 1,
+    train_devices: int = 1,
+    split: Iterable[str] | None = None,
     dtype: torch.dtype | None = torch.bfloat16,
 ) -> Certificate:
     """Compares a trainer with an inference engine that has loaded its weights: a `Certificate`.
@@ -189,7 +206,7 @@ def certify(
             readout and routers.
         sums: `fp8.Recipe.accumulate` of recipes that state none, on both sides. "exact" ones are
             equal for every order and size of the batch. None: those of torch.
-        cache: as for `fp8.parity`.
+        cache, devices, train_devices, split: as for `fp8.parity`.
         dtype: of the engine's parameters in high precision, and so of what it computes; None: that
             of the model. A trainer in float32 differs from an engine in bfloat16.
 
@@ -202,9 +219,11 @@ def certify(
     check_cache(model, cache)
     if train is None and not converted(model):
         train = _twin(model, engine, ids[0])
-    trainer = Side.of(train, sums)
+    trainer = Side.of(train, sums).shared(model, train_devices, split, engine)
     ours = trainer.of_model(model, ids[0])
     theirs = _served(model, ours, engine, sums, dtype)
+    shared = Devices.of(model, devices, split, engine.reduction)
+    shared.share(theirs.model)
     found = _compared(ours, theirs.model, ids, cache)
     norms, gains = norms_in(theirs.model)
     return Certificate(
@@ -217,6 +236,9 @@ def certify(
         train=trainer.name,
         sums=sums or "torch",
         cache=cache or "",
+        devices=devices,
+        reduction=shared.reduction,
+        split=[*(shared.layers or trainer.devices.layers)],
         cast=theirs.cast,
         kept=_kept(model, theirs.cast),
         norms=norms,

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--cache",
             help=f"scaling of the engine's cache in FP8: {', '.join(KV_SCALINGS)}",
         )
+        _add_devices(command)
         command.add_argument("--json", action="store_true", help="as JSON")
     compared.add_argument("--train", help=f"{policies} (the model as it is)")
     compared.add_argument(
@@ -71,6 +72,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def _add_devices(command: argparse.ArgumentParser) -> None:
+    for option, whose in (("--devices", "engine"), ("--train-devices", "trainer")):
+        about = (
+            f"that share the model of the {whose} by tensor parallelism (%(default)s)"
+        )
+        command.add_argument(option, type=int, default=1, help=about)
+    command.add_argument(
+        "--split",
+        nargs="+",
+        metavar="PATTERN",
+        help="names of layers whose inputs devices split (those of the model's tp_plan)",
+    )
+
+
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """The result as text, and the exit code. Raises as `fp8.parity`, `certify` and `made_by`."""
     model, prompts = _prompts(options.setup)
@@ -78,6 +93,9 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         "train": options.train and _policy(options.train),
         "sums": None if options.sums == NO_SUMS else options.sums,
         "cache": options.cache,
+        "devices": options.devices,
+        "train_devices": options.train_devices,
+        "split": options.split,
     }
     result: Any
     if options.action == "certify":

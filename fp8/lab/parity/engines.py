@@ -22,6 +22,8 @@ class Engine:
         norms: where RMS norms multiply by the weight, a name in `fp8.lab.parity.norms.ORDERS`.
         residual: "rounded": a norm reads the sum of residual stream and branch in the dtype of the
             model; "float32": before it is rounded to that.
+        reduction: how the partial outputs of several devices are added, a name in
+            `fp8.lab.parity.devices.REDUCTIONS`.
         source: where the casts and the norm are defined: repository, file and commit.
 
     The least scale of a token is in its rule. That of a group of 128, for largest magnitudes below
@@ -33,6 +35,7 @@ class Engine:
     recipe: Recipe
     norms: str = "weight"
     residual: str = "rounded"
+    reduction: str = "once"
     source: str
 
     @property

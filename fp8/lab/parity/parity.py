@@ -17,6 +17,7 @@ from ...common.report import as_table, finite
 from ...common.step import unwrapped
 from ...common.validation import check_flag, check_module, check_number
 from ...layers.settings import Converted
+from .devices import Shared
 from .sides import (
     Given,
     Measures,
@@ -114,6 +115,9 @@ def parity(
     bound: float,
     cache: str | None = None,
     sums: str | None = None,
+    devices: int = 1,
+    train_devices: int = 1,
+    split: Iterable[str] | None = None,
     by_layer: bool = True,
 ) -> Parity:
     """Compares the next-token distributions of one checkpoint under two policies: a `Parity`.
@@ -139,13 +143,18 @@ def parity(
             only.
         sums: the sums of both, `fp8.Recipe.accumulate` of recipes that state none: "exact",
             "hopper" or "ada"; None: torch's sums.
+        devices: the number of devices that share the model of the engine by tensor parallelism
+            (`fp8.lab.parity.devices`). `Engine.reduction` says how their partial outputs are added.
+        train_devices: of the trainer, likewise, if each casts its own slice of the inputs.
+        split: patterns of the names of the linear layers whose inputs devices split, as those of
+            `fp8.LayerRule`; None: those that the model's ``tp_plan`` names (transformers).
         by_layer: whether to measure each layer, which takes a pass over the prompts for each.
 
     Raises:
         TypeError: if ``model`` is not a module, and for prompts that are not tensors of int64.
         ValueError: for an unknown recipe, prompts of fewer than two tokens or none, a bound that is
             negative or NaN, a cache for a model that is not of transformers, and logits of another
-            shape.
+            shape; for several devices without a plan of layers, or that cannot split their inputs.
     """
     check_module("parity", model)
     check_number("bound", bound)
@@ -154,7 +163,8 @@ def parity(
         raise ValueError(f"bound must be 0 or larger, got {bound!r}")
     model, ids = unwrapped(model), checked_prompts(prompts)
     check_cache(model, cache)
-    trainer, engine = Side.of(train, sums), Side.of(rollout, sums)
+    engine = Side.of(rollout, sums).shared(model, devices, split, None)
+    trainer = Side.of(train, sums).shared(model, train_devices, split, engine.engine)
     # Copies, as the effect of a layer is measured by putting one of ours in the place of theirs.
     ours, theirs = (side.of_model(model, ids[0]) for side in (trainer, engine))
     wanted = logits_of(ours, ids)
@@ -192,8 +202,8 @@ def _without_each(
     for layer, names in places.items():
         name = names[0]
         other = trained[name]
-        casts = isinstance(layer, Converted) or isinstance(other, Converted)
-        if not name or not casts:
+        changed = any(isinstance(x, Converted | Shared) for x in (layer, other))
+        if not name or not changed:
             continue
         try:
             for place in names:

@@ -21,6 +21,7 @@ from ...layers.settings import change_settings, converted
 from ...recipes.policy import Policy, as_policy, name_of
 from ...recipes.recipe import AUTO, RECIPES, Recipe
 from ...recipes.tensor_cores import SUMS
+from .devices import ONE, Devices
 from .engines import ENGINES, Engine
 from .norms import norms_of_engine
 
@@ -32,12 +33,13 @@ Given = str | Recipe | Policy | Engine
 class Side:
     """How one side computes. policy: of the casts; None: those that the model has. engine: whose
     norms it has; None: the model's. sums: `Recipe.accumulate` of recipes that state none; None:
-    those of torch. name: in reports."""
+    those of torch. name: in reports. devices: those that share its layers."""
 
     policy: Policy | None
     engine: Engine | None
     sums: str | None
     name: str
+    devices: Devices = ONE
 
     @staticmethod
     def of(given: Given | None, sums: str | None) -> Side:
@@ -57,6 +59,22 @@ class Side:
             name = f"{name}, by layer"
         return Side(policy, None, sums, name)
 
+    def shared(
+        self,
+        model: nn.Module,
+        count: int,
+        split: Iterable[str] | None,
+        engine: Engine | None,
+    ) -> Side:
+        """The side on ``count`` devices. engine: whose reduction it has unless it is one."""
+        engine = self.engine or engine
+        reduction = "once" if engine is None else engine.reduction
+        devices = Devices.of(model, count, split, reduction)
+        name = self.name
+        if count > 1:
+            name = f"{name} on {count} devices"
+        return replace(self, devices=devices, name=name)
+
     def of_model(self, model: nn.Module, ids: Tensor) -> nn.Module:
         """A copy of a model that computes so, and shares its parameters. ids: a prompt on which
         static scales are measured."""
@@ -68,6 +86,7 @@ class Side:
                 copied = convert(copied, self.policy)
             calibrate_static(copied, ids)
         set_sums(copied, self.sums)
+        self.devices.share(copied)
         if self.engine is None:
             return copied
         return norms_of_engine(copied, self.engine)
