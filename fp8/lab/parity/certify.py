@@ -38,6 +38,7 @@ from ...recipes.tensor_cores import EXACT
 from ...version import __version__
 from .devices import Devices
 from .engines import Engine, engine_of
+from .epilogue import set_epilogue
 from .norms import norms_in, norms_of_engine
 from .sides import (
     Given,
@@ -55,8 +56,8 @@ KEPT = ("embedding", "readout", "router")
 """The roles of layers that engines serve in high precision unless a checkpoint says otherwise."""
 
 NOT_COVERED = (
-    "the engine's kernels on a card: attention, and the order in which a product is multiplied by "
-    "its two scales and its bias is added",
+    "the engine's kernels on a card: attention, when a bias is added, and which of its two scales "
+    "a product is multiplied by first, where that depends on shapes",
     "decoding step by step and sampling",
     "of several devices: experts, and kernels that add partial outputs and normalize at once",
 )
@@ -77,6 +78,7 @@ class Certificate:
         cache: the scaling of the engine's cache; "" for none in FP8.
         devices: the number of devices that share the engine's model.
         reduction: how their partial outputs are added.
+        epilogue: the operand whose scale the engine multiplies by first.
         split: the names of the layers whose inputs devices split, of engine or trainer.
         cast: the names of the layers that the engine has in low precision.
         kept: the names of the linear layers that it has in high precision.
@@ -106,6 +108,7 @@ class Certificate:
     cache: str
     devices: int
     reduction: str
+    epilogue: str
     split: list[str]
     cast: list[str]
     kept: list[str]
@@ -139,6 +142,9 @@ class Certificate:
         if self.devices > 1:
             rollout += f", on {self.devices} devices"
         found = "equal to the bit" if self.equal == 1 else f"{self.equal:.2%} equal"
+        sums = self.sums
+        if self.epilogue != "input":
+            sums += f", the engine's times the scale of the {self.epilogue} first"
         split = "none"
         if self.split:
             split = f"{len(self.split)}, partial outputs added by {self.reduction!r}"
@@ -147,7 +153,7 @@ class Certificate:
             ("model", self.model),
             ("trainer", f"{self.train}, {self.dtype}"),
             ("engine", f"{rollout}, {self.served}"),
-            ("sums", self.sums),
+            ("sums", sums),
             ("layout of the weights", self.layout or "as the engine wants it"),
             ("weights through the layout", self.weights or "equal to the bit"),
             ("logits", f"{found}, {self.tokens} tokens"),
@@ -238,6 +244,7 @@ def certify(
         cache=cache or "",
         devices=devices,
         reduction=shared.reduction,
+        epilogue=engine.epilogue,
         split=[*(shared.layers or trainer.devices.layers)],
         cast=theirs.cast,
         kept=_kept(model, theirs.cast),
@@ -324,6 +331,7 @@ def _served(
             exponent = _input_exponent(name, sent, engine)
             calibrate(theirs.get_submodule(name), scales={"input": exponent})
     set_sums(theirs, sums)
+    set_epilogue(theirs, engine.epilogue)
     norms_of_engine(theirs, engine)
     layout = check_layout(sent, engine.engine, config=stream.config).why
     return _Served(theirs, cast, layout, _difference(ours, theirs, cast))

@@ -24,6 +24,9 @@ class Engine:
             model; "float32": before it is rounded to that.
         reduction: how the partial outputs of several devices are added, a name in
             `fp8.lab.parity.devices.REDUCTIONS`.
+        epilogue: the operand whose scale a product is multiplied by first: "input" or "weight"
+            (`fp8.lab.parity.epilogue`). Kernels choose by shapes; the rows have "input", as
+            recipes with exact sums do.
         source: where the casts and the norm are defined: repository, file and commit.
 
     The least scale of a token is in its rule. That of a group of 128, for largest magnitudes below
@@ -36,6 +39,7 @@ class Engine:
     norms: str = "weight"
     residual: str = "rounded"
     reduction: str = "once"
+    epilogue: str = "input"
     source: str
 
     @property

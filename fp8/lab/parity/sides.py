@@ -23,6 +23,7 @@ from ...recipes.recipe import AUTO, RECIPES, Recipe
 from ...recipes.tensor_cores import SUMS
 from .devices import ONE, Devices
 from .engines import ENGINES, Engine
+from .epilogue import set_epilogue
 from .norms import norms_of_engine
 
 Given = str | Recipe | Policy | Engine
@@ -86,10 +87,11 @@ class Side:
                 copied = convert(copied, self.policy)
             calibrate_static(copied, ids)
         set_sums(copied, self.sums)
+        if self.engine is not None:
+            set_epilogue(copied, self.engine.epilogue)
+            norms_of_engine(copied, self.engine)
         self.devices.share(copied)
-        if self.engine is None:
-            return copied
-        return norms_of_engine(copied, self.engine)
+        return copied
 
 
 def set_sums(model: nn.Module, sums: str | None) -> None:

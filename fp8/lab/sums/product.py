@@ -272,7 +272,7 @@ def _product(
         # float32 numbers, 53 >= 2 * 24 + 2 bits); for others, one in about 2**29 may differ.
         exact = total.double() + piece.double() * factor.double()
         total = exact.float()
-    # In the order of torch's kernel for scales by row (RowwiseScaledMM.cu).
+    # One of two orders: kernels choose by shapes (`fp8.lab.parity.epilogue`).
     return _scale_of_rows(b, of_b).mT * (_scale_of_rows(a, of_a) * total)
 
 
