@@ -23,6 +23,7 @@ from ..layers.policies import bare_name
 from ..layers.select import check_values_set
 from ..recipes.history import is_history
 from ..recipes.scaling import Tile
+from ..training.lost_updates import remember
 from ..training.stored_weights import copied_parameter, replace, scaled_parameter
 from .layouts import Config
 from .reading import NAMES, memory_of, names_in, tile_in
@@ -300,6 +301,7 @@ def _value(
                 f"{name} of {target.dtype} cannot be frozen in FP8: pass frozen=False"
             )
         value = value.dequantize(target.dtype)
+        remember(target, value)
     if target.is_meta:
         return copied_parameter(target, value.to(target.dtype))
     return value

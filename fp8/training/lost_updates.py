@@ -2,18 +2,21 @@
 
 A weight in low precision is on the grid of its format. An update of less than half a step is then
 rounded to nothing, however often it is merged, whereas a weight off the grid moves by a step with a
-probability of update / step: that is coarse, but right in the mean.
+probability of update / step: that is coarse, but right in the mean. So weights that come in 16 bits
+are not watched. Those that `fp8.load` has read from a file in low precision, as parameters in high
+precision, are on its grid: a sample of what they were is kept, an attribute of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..casts.scaled_tensor import Memory, ScaledTensor
+from ..casts.scaled_tensor import ScaledTensor
 from ..warnings import RoundingWarning, show
 
 MOSTLY = 0.5
@@ -22,6 +25,24 @@ MOSTLY = 0.5
 NOTHING = 2.0**-20
 """The size of an update, relative to the weight, up to which it is the rounding in float32 of one
 that was taken back."""
+
+SAMPLED = 1 << 12
+"""The number of values of such a sample: 16 kB of each weight."""
+
+LOADED = "fp8_loaded"
+"""The attribute of a parameter that is the sample."""
+
+
+def remember(parameter: Tensor, values: Tensor) -> None:
+    """Notes the values that a parameter gets from a file in low precision."""
+    if isinstance(parameter, nn.Parameter):
+        vars(parameter)[LOADED] = sample(values).clone()
+
+
+def sample(values: Tensor) -> Tensor:
+    """About `SAMPLED` values, or all of fewer."""
+    # An odd step, or all would be of one column.
+    return values.detach().flatten()[:: values.numel() // SAMPLED | 1]
 
 
 def lost_share(before: Tensor, after: Tensor, rounded: Tensor) -> float:
@@ -48,13 +69,19 @@ class LostUpdates:
     @torch.no_grad()
     def add(self, name: str, weight: Tensor, rounded: Callable[[], Tensor]) -> None:
         """Adds a weight whose values are to be rounded, unless nothing was written to it since it
-        was stored."""
-        if not isinstance(weight, ScaledTensor):
-            return
-        # Only weights that were written to since they were stored keep what they had before.
-        origin = weight.memory.origin
-        if origin is not None:
-            self._add(name, origin, weight.dequantize(torch.float32), rounded())
+        was stored. A parameter that trains is none that an adapter was merged into: its updates add
+        up before they are rounded."""
+        before = vars(weight).get(LOADED)
+        if isinstance(weight, ScaledTensor):
+            # Only weights that were written to since they were stored keep what they had before.
+            origin = weight.memory.origin
+            if origin is not None:
+                after = weight.dequantize(torch.float32)
+                self._add(name, origin.numbers(), after, rounded)
+        elif before is not None and not weight.requires_grad:
+            # In the dtype of today, as `nn.Module.to` is no update.
+            before = before.to(weight.dtype).float()
+            self._add(name, before, sample(weight).float(), lambda: sample(rounded()))
 
     @contextmanager
     def watching(self, name: str, weight: ScaledTensor) -> Iterator[None]:
@@ -67,16 +94,23 @@ class LostUpdates:
             after = weight.dequantize(torch.float32)
             yield
             if weight.scale is not None:
-                self._add(name, origin, after, weight.dequantize(torch.float32))
+                rounded = partial(weight.dequantize, torch.float32)
+                self._add(name, origin.numbers(), after, rounded)
 
-    def _add(self, name: str, origin: Memory, after: Tensor, rounded: Tensor) -> None:
-        before = origin.numbers().to(after.device)
+    def _add(
+        self,
+        name: str,
+        before: Tensor,
+        after: Tensor,
+        rounded: Callable[[], Tensor],
+    ) -> None:
+        before = before.to(after.device)
         if before.shape != after.shape:
             return
         if (after - before).norm() <= NOTHING * before.norm():
             return
         self.count += 1
-        share = lost_share(before, after, rounded.to(after.device))
+        share = lost_share(before, after, rounded().to(after.device))
         if share > MOSTLY:
             self.shares[name] = share
 

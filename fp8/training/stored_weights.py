@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -228,9 +229,11 @@ def store_frozen(
             "store_frozen takes whole weights, and processes divide these: under FSDP2, "
             "fp8.training.fsdp.gather_in_fp8 before fully_shard sends weights in one byte"
         )
-    scale_weights(model, weights, format, None)
+    new = scale_weights(model, weights, format, None)
     names = {p: name for name, p in model.named_parameters()}
     updates = LostUpdates()
+    for old, p in new.items():
+        updates.add(names[p], old, partial(p.dequantize, torch.float32))
     for p in frozen:
         if isinstance(p, ScaledTensor):
             if p.format != format:

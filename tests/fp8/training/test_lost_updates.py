@@ -66,6 +66,12 @@ def loaded(tmp_path):
     return fp8.load(llama(), tmp_path)
 
 
+def widened(tmp_path):
+    """Read into parameters in high precision."""
+    fp8.export(fp8.convert(llama(), ROW), tmp_path)
+    return fp8.load(llama(), tmp_path, frozen=False)
+
+
 def trained(model, r, lr, **options):
     """A model with adapters of rank ``r`` after five real steps, merged as PEFT does."""
     torch.manual_seed(2)
@@ -95,7 +101,7 @@ ENDS = {
 
 
 @parametrize("end", ENDS)
-@parametrize("make", [frozen, loaded])
+@parametrize("make", [frozen, loaded, widened])
 @parametrize("r, options", [(1, {}), (4, {"use_dora": True}), (16, {})])
 def test_a_merge_that_rounding_loses_is_named_and_a_healthy_one_is_not(
     end, make, r, options, tmp_path
@@ -125,6 +131,38 @@ def test_what_stays_wide_loses_nothing(tmp_path):
         again = fp8.store_frozen(llama().requires_grad_(False))
         again.load_state_dict(llama().state_dict())
     assert not messages
+
+
+def nudged(model):
+    """With an update of every weight that is far below half a step."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1e-3 * p.square().mean().sqrt() * normal(*p.shape))
+    return model
+
+
+@parametrize("device", ["cpu", "meta"])
+def test_a_sample_of_what_was_loaded_is_compared(device, tmp_path):
+    """A parameter that trains, another dtype and other numbers are no merged adapters."""
+    fp8.export(fp8.convert(llama(), ROW), tmp_path)
+    with torch.device(device):
+        empty = llama()
+    for name, buffer in llama().named_buffers():
+        path, _, last = name.rpartition(".")
+        setattr(empty.get_submodule(path), last, buffer)
+    model = nudged(fp8.load(empty, tmp_path, frozen=False))
+    with said(RoundingWarning) as messages:
+        iterate(model, tmp_path)
+        other = fp8.load(llama(), tmp_path, frozen=False).requires_grad_(False)
+        iterate(copy.deepcopy(other), tmp_path)
+        iterate(other.bfloat16(), tmp_path)
+        other.load_state_dict({k: -x for k, x in nudged(llama()).state_dict().items()})
+        iterate(other, tmp_path)
+    assert not messages
+    with said(RoundingWarning) as messages:
+        iterate(model.requires_grad_(False), tmp_path)
+    (message,) = messages
+    assert "rounding loses 9" in message
 
 
 def test_what_trains_in_fp8_keeps_no_second_copy():
