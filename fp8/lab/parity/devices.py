@@ -6,6 +6,9 @@ output is rounded to the dtype of the model, and an all-reduce adds the partial 
 device adds the bias. Layers whose outputs are split, and embeddings, compute the same as on one
 device. Sources: `RowParallelLinear` of vllm-project/vllm, vllm/model_executor/layers/linear.py
 (0036d38d), and of sgl-project/sglang, python/sglang/srt/layers/linear.py (0079fcc1).
+
+Layers of fp8 under `torch.distributed.tensor.parallel` differ: each process casts its slice at the
+scales of whole tokens, and torch gives each an equal part of the bias.
 """
 
 from __future__ import annotations

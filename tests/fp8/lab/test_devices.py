@@ -7,6 +7,7 @@ from functools import reduce
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fp8
@@ -18,6 +19,7 @@ from fp8.lab.parity.sides import set_sums
 from tests.fp8.lab.test_certify import NAME, family
 from tests.fp8.lab.test_engines import vllm_group, vllm_token
 from tests.fp8.lab.test_parity import network, prompts
+from tests.launch import needs_gloo, run_ranks
 from tests.shared import assert_same, parametrize, refuses, seeded
 
 IN, OUT = 512, 256
@@ -69,20 +71,23 @@ def ring(parts):
 SUMS = {"once": once, "ring": ring}
 
 
+def plain(bias):
+    """A layer of integers, whose sums are exact in any order, and its inputs."""
+    layer = nn.Linear(IN, OUT, bias, dtype=torch.bfloat16)
+    x = torch.empty(24, IN, dtype=torch.bfloat16)
+    generator = seeded(0)
+    for each in (x, *layer.parameters()):
+        each.data.normal_(std=16, generator=generator).round_()
+    return layer, x
+
+
 @parametrize("reduction", SUMS)
 @parametrize("bias", [False, True])
 @parametrize("name, count", [("vllm_row", 4), ("vllm_block", 4), ("none", 2)])
 def test_a_layer_is_the_sum_of_rounded_partial_outputs(name, count, bias, reduction):
     """The first device adds the bias: to its rounded partial output, or before in torch's layer."""
-    layer = nn.Linear(IN, OUT, bias, dtype=torch.bfloat16)
-    values = {"generator": seeded(0)}
-    for p in layer.parameters():
-        p.data.normal_(**values)
-    x = torch.randn(24, IN, **values).bfloat16()
-    if name == "none":  # sums of integers are exact in any order
-        for x_or_p in (x, *layer.parameters()):
-            x_or_p.data.mul_(16).round_()
-    else:
+    layer, x = plain(bias)
+    if name != "none":
         fp8.convert(layer, ENGINES[name].recipe)
         set_sums(layer, "exact")
     partial, size, parts = PARTIALS[name], IN // count, []
@@ -102,6 +107,31 @@ def test_a_layer_is_the_sum_of_rounded_partial_outputs(name, count, bias, reduct
     assert not torch.equal(found, before)
     assert ("bias" in dict(layer.named_parameters())) == bias
     assert set(SUMS) == set(REDUCTIONS) >= {row.reduction for row in ENGINES.values()}
+
+
+def in_parallel(rank, store):
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    mesh = dist.init_device_mesh("cpu", (2,))
+    layer, x = plain(bias=False)
+    rows = RowwiseParallel(input_layouts=Replicate())
+    with torch.no_grad():
+        y = parallelize_module(layer, mesh, rows)(x)
+        torch.save(y.clone(), f"{store}.{rank}")  # waits for the other process
+
+
+@needs_gloo
+def test_two_devices_are_torch_s_tensor_parallelism(tmp_path):
+    """In two processes. Without a bias, of which torch gives each a half."""
+    store = tmp_path / "store"
+    run_ranks(in_parallel, 2, store)
+    layer, x = plain(bias=False)
+    with torch.no_grad():
+        Devices(2, ("",)).share(layer)
+        found = layer(x)
+    for rank in range(2):
+        assert_same(torch.load(f"{store}.{rank}"), found)
 
 
 def test_an_engine_on_several_devices():
