@@ -58,6 +58,7 @@ KEPT = ("embedding", "readout", "router")
 NOT_COVERED = (
     "the engine's kernels on a card: attention, when a bias is added, and which of its two scales "
     "a product is multiplied by first, where that depends on shapes",
+    "where what experts return is rounded before it is weighted and added",
     "decoding step by step and sampling",
     "of several devices: experts, and kernels that add partial outputs and normalize at once",
 )

@@ -55,7 +55,8 @@ c9eabec7) and SGLang (sgl-kernel/csrc/allreduce/custom_all_reduce.cuh, 5a56108f)
 another device, which has an effect only where float32 rounds. "ring": rounded to the dtype at each
 step, as by NCCL (src/device/all_reduce.h, 0e35f5d3; reduce_kernel.h, b6475625). NCCL, too, begins
 each part with another device, and here the first one begins all: of two devices the order has no
-effect."""
+effect. Not here: kernels that add and normalize at once, which vLLM takes for few tokens on Hopper
+(docs.vllm.ai, design/fusions, "AllReduce + RMSNorm")."""
 
 
 @dataclass(frozen=True)
