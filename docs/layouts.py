@@ -35,7 +35,7 @@ def _row(row: Layout) -> list[str]:
         row.place,
         "<br>".join(tensors),
         order,
-        ", ".join(fit) or "checked alone",
+        ", ".join(fit),
         "<br>".join(map(_link, row.sources)),
     ]
 

@@ -64,6 +64,20 @@ def sharing(names: Collection[str], layout: Layout) -> dict[str, list[str]]:
     return found
 
 
+def of_stack(stack: str, parts: list[str]) -> Target:
+    """The parameter that a stack of experts stays. parts: the names of its experts."""
+    path, _, stem = stack.rpartition(".")
+    return Target(path, stem, [[part] for part in parts], True)
+
+
+def of_one_expert(parts: Iterable[str]) -> dict[str, list[str]]:
+    """Name of an expert's part of a stack -> all parts of that expert, which are cast as one."""
+    experts: dict[str, list[str]] = {}
+    for part in parts:
+        experts.setdefault(part.rpartition(".")[0], []).append(part)
+    return {part: each for each in experts.values() for part in each}
+
+
 def _complete(
     names: Collection[str], rules: Iterable[Fused]
 ) -> list[tuple[list[str], str]]:

@@ -144,8 +144,7 @@ class Layout:
         name: the key.
         place: "file", or "memory": the parameters of an engine after it has loaded them.
         sources: the engines that have it, and where they define it.
-        scalings: those of `fp8.recipes.scaling.SCALINGS` of the weights that are written in it;
-            none: it is checked and not written.
+        scalings: those of `fp8.recipes.scaling.SCALINGS` of the weights that are written in it.
         format: of the values: "e4m3", or "e2m1", two in a byte, the first in the low four bits.
         values: the name of the values.
         grouped: whether the values of a scale are a dimension of their own.
@@ -160,10 +159,10 @@ class Layout:
         shared: layers that the engine fuses when it loads them, under the largest `divisor`, so
             that all need the same.
         method: the ``quant_method`` of the quantization_config. style: the ``format`` of
-            compressed-tensors; "" for other methods.
-        arguments: of the weights, in a group of compressed-tensors' configuration.
-        inputs: scaling of an input -> its arguments there. None: it is served without a cast.
-            "dynamic": the scale is computed at serving time.
+            compressed-tensors, or the ``quant_algo`` of Model-Optimizer; "" for other methods.
+        arguments: of the weights, in a group of the configuration.
+        inputs: scaling of an input, "" without a cast -> its arguments there. None: it is served
+            without a cast. "dynamic": the scale is computed at serving time.
     """
 
     name: str
@@ -181,6 +180,7 @@ class Layout:
     factor: str = ""
     fused: tuple[Fused, ...] = ()
     experts: tuple[Fused, ...] = ()
+    stacked: bool = False
     shared: tuple[Fused, ...] = ()
     method: str = "compressed-tensors"
     style: str = ""
@@ -354,7 +354,7 @@ _NVFP4 = Layout(
         "group_size": 16,
         "scale_dtype": "torch.float8_e4m3fn",
     },
-    inputs={"nv": None},
+    inputs={"nv": None, "": None},
 )
 
 _ROWS = (
@@ -389,32 +389,49 @@ _ROWS = (
         arguments=_MX | {"num_bits": 4},
         inputs={"mx": _MX | {"num_bits": 4, "dynamic": True}},
     ),
-    # GPT-OSS' own files, with parameters of all experts.
+    # GPT-OSS' own files.
     Layout(
         name="mxfp4_blocks",
-        sources=(_transformers("integrations/mxfp4"),),
-        scalings=(),
+        sources=(
+            _transformers("integrations/mxfp4"),
+            Source(
+                "vllm",
+                "vllm-project/vllm",
+                "vllm/model_executor/models/gpt_oss.py",
+                "0025d69bcf08",
+            ),
+        ),
+        scalings=("mx",),
         format="e2m1",
         values="{}_blocks",
         grouped=True,
         tile=(1, 32),
         scale="{}_scales",
         dtype=torch.uint8,
+        stacked=True,
         method="mxfp4",
-        inputs={},
+        inputs={"mx": None, "": None},
     ),
     _NVFP4,
-    # Model-Optimizer's files, which have a scale of the inputs beside.
+    # Model-Optimizer's files. Those of algorithm "NVFP4" have a scale of the inputs beside.
     replace(
         _NVFP4,
         name="nvfp4_modelopt",
-        sources=(_vllm("modelopt", "c9a59901113c"),),
-        scalings=(),
+        sources=(
+            _vllm("modelopt", "00155cdecca7"),
+            Source(
+                "model-optimizer",
+                "NVIDIA/Model-Optimizer",
+                "modelopt/torch/export/convert_hf_config.py",
+                "0030d2b307ba",
+            ),
+        ),
         values="{}",
         divisor="",
         factor="{}_scale_2",
         method="modelopt",
-        style="",
+        style="W4A16_NVFP4",
+        arguments={"num_bits": 4, "type": "float", "group_size": 16},
     ),
     # Parameters on Hopper, and wherever scales stay float32.
     replace(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,11 @@ from ..recipes.history import is_history
 from ..recipes.scaling import Tile
 from ..training.lost_updates import remember
 from ..training.stored_weights import copied_parameter, replace, scaled_parameter
+from .chosen import state_of
+from .joining import Checkpoint, as_state
 from .layouts import Config
-from .reading import NAMES, memory_of, names_in, tile_in
-from .weights import state_of
+from .reading import names_in
+from .stacks import oriented
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -45,17 +47,6 @@ OF_ACTIVATIONS = (
     "k_scale",
     "v_scale",
 )
-
-
-class Checkpoint(NamedTuple):
-    """What a source has. config: its quantization_config. tied: other name -> name. tiles: name of
-    values -> their tile, of tensors that know it. unscaled: as in `load`."""
-
-    tensors: dict[str, Tensor]
-    config: Config
-    tied: Mapping[str, str] = {}
-    tiles: Mapping[str, Tile] = {}
-    unscaled: bool = False
 
 
 def load(
@@ -111,11 +102,12 @@ def load(
     if frozen:
         check_values_set("load(frozen=True)", model)
     checkpoint = _read(source, config)._replace(unscaled=unscaled)
-    tensors, tied = checkpoint.tensors, checkpoint.tied
     inner = unwrapped(model)
     targets = {name: target for name, (_, target) in state_of(inner).items()}
+    checkpoint = as_state(inner, targets, checkpoint)
+    tensors, other = checkpoint.tensors, checkpoint.other
     read = partial(names_in, tensors, targets=targets)
-    found = {name: read(name) or read(tied.get(name, "")) for name in targets}
+    found = {name: read(name) or read(other.get(name, "")) for name in targets}
     names = {name: parts for name, parts in found.items() if parts}
     named = inner.named_modules(remove_duplicate=False)
     modules = {bare_name(path): module for path, module in named}
@@ -273,20 +265,12 @@ def _value(
     frozen: bool,
 ) -> Tensor:
     """What takes the place of ``target``, or is copied to it. layer: the module that has it."""
-    tensors = {part: checkpoint.tensors[key] for part, key in parts.items()}
-    values = tensors["values"]
-    device = values.device if target.is_meta else target.device
-    value: Any = values
-    low = values.itemsize == 1 or not values.is_floating_point()
-    low = low and target.is_floating_point() and values.dtype != target.dtype
-    if low or "scale" in tensors:
-        if checkpoint.unscaled and values.is_floating_point():
-            tensors.setdefault("scale", torch.ones(()))
-        _need_scales(name, tensors, checkpoint.config.get("quant_method"))
-        path = name.rpartition(".")[0]
-        by_config = tile_in(checkpoint.config, path, bare_class(layer))
-        tile = checkpoint.tiles.get(parts["values"], by_config)
-        memory = memory_of(name, tensors, tile, device)
+    value: Any = checkpoint.tensors[parts["values"]]
+    device = value.device if target.is_meta else target.device
+    if checkpoint.is_low(parts, target.dtype):
+        memory = checkpoint.memory(name, parts, bare_class(layer), device)
+        if value.dim() > target.dim():  # blocks, of (experts, outputs, inputs)
+            memory = oriented(layer, memory)
         value = ScaledTensor(memory, torch.float32)
     if value.shape != target.shape:
         file, in_model = tuple(value.shape), tuple(target.shape)
@@ -305,24 +289,3 @@ def _value(
     if target.is_meta:
         return copied_parameter(target, value.to(target.dtype))
     return value
-
-
-def _need_scales(
-    name: str,
-    tensors: Mapping[str, Tensor],
-    method: str | None,
-) -> None:
-    """Raises ValueError for values without a scale."""
-    # With a scale of 1 in its place, weights would be about 100 times too large.
-    # NVFP4 has two levels: scales in e4m3, and one for the tensor.
-    two = "scale" in tensors and tensors["scale"].dtype == torch.float8_e4m3fn
-    needed = ("divisor", "factor") if two else ("scale",)
-    if not any(part in tensors for part in needed):
-        path, dot, last = name.rpartition(".")
-        forms = [form for part in needed for form in NAMES[part]]
-        sought = ", ".join(path + dot + form.format(last) for form in forms)
-        raise ValueError(
-            f"{name} is stored in {tensors['values'].dtype} without a scale: the checkpoint "
-            f"(quant_method {method!r}) has none of {sought}. unscaled=True takes FP8 values as "
-            "the numbers themselves"
-        )

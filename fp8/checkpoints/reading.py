@@ -95,11 +95,14 @@ def memory_of(
     dtype, and for scales that do not have the tile or, without one, admit several.
     """
     values, scale = tensors["values"], tensors["scale"]
+    # Blocks may be a dimension of their own.
+    grouped = scale.dim() > 1 and values.shape == (*scale.shape, 16)
     if values.dtype == torch.uint8:
         # The first of two values is in the low four bits.
         codes = torch.stack([values & 15, values >> 4], -1).flatten(-2)
         magnitudes = values.new_tensor(_E2M1, dtype=torch.float32)[(codes & 7).long()]
         values = torch.where(codes > 7, -magnitudes, magnitudes).to(torch.float8_e4m3fn)
+        values = values.flatten(-2) if grouped else values
     formats = {FORMATS[name].dtype: name for name in ("e4m3", "e5m2")}
     if values.dtype not in formats:
         raise ValueError(
@@ -167,3 +170,24 @@ def _size(
     if least == -(-n // (count - 1)) - 1:
         return least
     return None
+
+
+def need_scales(
+    name: str,
+    tensors: Mapping[str, Tensor],
+    method: str | None,
+) -> None:
+    """Raises ValueError for values without a scale."""
+    # With a scale of 1 in its place, weights would be about 100 times too large.
+    # NVFP4 has two levels: scales in e4m3, and one for the tensor.
+    two = "scale" in tensors and tensors["scale"].dtype == torch.float8_e4m3fn
+    needed = ("divisor", "factor") if two else ("scale",)
+    if not any(part in tensors for part in needed):
+        path, dot, last = name.rpartition(".")
+        forms = [form for part in needed for form in NAMES[part]]
+        sought = ", ".join(path + dot + form.format(last) for form in forms)
+        raise ValueError(
+            f"{name} is stored in {tensors['values'].dtype} without a scale: the checkpoint "
+            f"(quant_method {method!r}) has none of {sought}. unscaled=True takes FP8 values as "
+            "the numbers themselves"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,31 +15,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..casts.casting import whole_scale
-from ..common.dtensor import is_dtensor, whole
+from ..common.dtensor import is_dtensor
 from ..common.libraries import need
 from ..common.mixin import bare_class
-from ..common.report import LEFT_ALONE, Report, Row
+from ..common.report import Report, Row
 from ..common.step import unwrapped
 from ..common.validation import check_choice, check_module
-from ..layers.adapters import is_replacement
 from ..layers.override import check_not_overridden
-from ..layers.policies import bare_name
-from ..layers.select import check_values_set, is_transposed
 from ..recipes.cast import Cast
-from ..recipes.history import history_of, is_history
+from ..recipes.history import history_of
 from ..recipes.scaling import largest_finite
 from ..training.lost_updates import LostUpdates
-from .fusing import Target, is_of_expert, sharing, targets
+from .chosen import Values, chosen, state_of
+from .fusing import Target, of_one_expert, of_stack, sharing, targets
 from .layouts import LAYOUTS, Config, Entry, Layout
-from .writing import (
-    Encoded,
-    configuration,
-    encoded,
-    layout_of,
-    misfit,
-    needs_input_scale,
-    stored,
-)
+from .stacks import as_outputs
+from .writing import Encoded, configuration, encoded, needs_input_scale, stored
 
 __all__ = ["Weights", "weights"]
 
@@ -164,38 +154,45 @@ class Weights:
     def __init__(self, model: nn.Module, layout: str | None = None) -> None:
         self.model = model = unwrapped(model)
         check_not_overridden("export", model)
-        modules = {bare_name(name): m for name, m in model.named_modules()}
-        _check_plain(model)
-        rows, self._layers, self._layouts = _layers(modules, layout)
+        self._chosen = found = chosen(model, layout)
+        self._layers, self._layouts = found.layers, found.layouts
+        self.report = Report(found.rows)
         if not self._layers:
-            whys = sorted({row.why for row in rows}) or ["fp8.convert was not called"]
+            default = ["fp8.convert was not called"]
+            whys = sorted({row.why for row in found.rows}) or default
             kind = bare_class(model).__name__
             raise ValueError(
                 f"no layer of {kind} can be stored in FP8: {'; '.join(whys)}"
             )
-        self.report = Report(rows)
-        linear = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
-        ignore = [name for name in linear if name not in self._layers]
-        self.config = configuration(self._layers, self._layouts, ignore)
+        self.config = configuration(self._layers, self._layouts, found.ignored)
         first_layout = next(iter(self._layouts.values()))
-        self._fused = targets(dict.fromkeys(linear), first_layout)
+        # Layers in high precision, too, of which none may be a part of one in low precision.
+        names = dict.fromkeys([*self._layers, *found.ignored])
+        self._fused = targets(names, first_layout)
         self._sharing = sharing(self._layers, first_layout)
+        for stack, parts in found.parts.items():
+            if first_layout.stacked:
+                target = of_stack(stack, parts)
+                self._fused |= dict.fromkeys(parts, target)
+            else:
+                self._sharing |= of_one_expert(parts)
         self.manifest, self.tied = {}, {}
         first: dict[int, str] = {}
-        state = state_of(model)
-        for name, (_, source) in state.items():
+        values = Values(state_of(model), found, is_meta=True)
+        for name, (_, source) in values.state.items():
             first_name = first.setdefault(id(source), name)
             if first_name != name:
                 self.tied[name] = first_name
         for target in self._fused.values():
-            biased = [name for name in target.all if f"{name}.bias" in state]
+            biased = [name for name in target.all if f"{name}.bias" in values.state]
             if biased and len(biased) < len(target.all):
                 raise ValueError(
                     f"{target.path} has a bias in {', '.join(biased)} alone"
                 )
-        for name in state:
+        for name in values.state:
             if name not in self.tied:
-                self.manifest |= self._entries(name, state)
+                for part in found.weights_of(name):
+                    self.manifest |= self._entries(part, values)
 
     @property
     def nbytes(self) -> int:
@@ -206,12 +203,13 @@ class Weights:
         return len(self.manifest)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        state = state_of(self.model)
+        values = Values(state_of(self.model), self._chosen)
         updates = LostUpdates()
-        for name, (_, source) in state.items():
+        for name, (_, source) in values.state.items():
             if name not in self.tied:
-                updates.add(name, source, partial(self._rounded, name, state))
-                yield from self._stored(name, state)
+                updates.add(name, source, partial(self._rounded, name, values))
+                for part in self._chosen.weights_of(name):
+                    yield from self._stored(part, values)
         updates.warn()
 
     def _target(self, name: str) -> Target | None:
@@ -228,9 +226,9 @@ class Weights:
             stem = stem.replace("weight", "bias")
         return fused._replace(stem=stem)
 
-    def _is_low(self, target: Target) -> bool:
-        """Whether the weight of a target is stored in low precision."""
-        if not target.stem.endswith("weight"):
+    def _is_low(self, target: Target, last: str) -> bool:
+        """Whether a target is stored in low precision. last: part of the names of its layers'."""
+        if last != "weight":
             return False
         casts = {}
         for name in target.all:
@@ -248,19 +246,19 @@ class Weights:
     def _entries(
         self,
         name: str,
-        state: dict[str, tuple[Tensor, Tensor]],
+        values: Values,
     ) -> dict[str, Entry]:
         target = self._target(name)
         if target is None:
             return {}
         path, last = target.path, name.rpartition(".")[2]
-        parts = [state[_joined(layer, last)][0] for layer in target.layers[0]]
+        parts = [values[_joined(layer, last)] for layer in target.layers[0]]
         shape = [*parts[0].shape]
         if len(parts) > 1:
             shape[0] = sum(part.shape[0] for part in parts)
         if target.of_experts:
             shape = [len(target.layers), *shape]
-        if not self._is_low(target):
+        if not self._is_low(target, last):
             entry = Entry(tuple(shape), parts[0].dtype)
             return {_joined(path, target.stem): entry}
         layer = self._layers[target.all[0]]
@@ -276,7 +274,7 @@ class Weights:
     def _stored(
         self,
         name: str,
-        state: dict[str, tuple[Tensor, Tensor]],
+        values: Values,
     ) -> list[tuple[str, Tensor]]:
         """The tensors that are stored for one of the state_dict."""
         target = self._target(name)
@@ -284,11 +282,10 @@ class Weights:
             return []
         last = name.rpartition(".")[2]
         experts = [
-            [whole(state[_joined(layer, last)][0]) for layer in parts]
-            for parts in target.layers
+            [values[_joined(layer, last)] for layer in parts] for parts in target.layers
         ]
-        if self._is_low(target):
-            found = self._parts(target, experts, state)
+        if self._is_low(target, last):
+            found = self._parts(target, experts, values)
         elif target.of_experts:
             each = [torch.cat(parts) for parts in experts]
             found = {target.stem: torch.stack(each)}
@@ -302,13 +299,13 @@ class Weights:
         self,
         target: Target,
         experts: list[list[Tensor]],
-        state: dict[str, tuple[Tensor, Tensor]],
+        values: Values,
     ) -> dict[str, Tensor]:
         """The tensors of a weight in low precision."""
         name = target.all[0]
         layer, layout = self._layers[name], self._layouts[name]
         recipe = layer.fp8_recipe
-        amax = self._amax(name, state)
+        amax = self._amax(name, values)
         each = []
         for parts in experts:
             weight = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -324,131 +321,42 @@ class Weights:
     def _amax(
         self,
         name: str,
-        state: dict[str, tuple[Tensor, Tensor]],
+        values: Values,
     ) -> Tensor | None:
         """The largest magnitude of the layers whose scales have one unit; None without such."""
         if name not in self._sharing:
             return None
         largest = []
         for other in self._sharing[name]:
-            weight = whole(state[_joined(other, "weight")][0]).float()
+            weight = values[_joined(other, "weight")].float()
             largest.append(largest_finite(weight, None))
         return torch.stack(largest).amax()
 
     def _rounded(
         self,
         name: str,
-        state: dict[str, tuple[Tensor, Tensor]],
+        values: Values,
     ) -> Tensor:
         """The values that a reader computes from what is stored of one of the state_dict."""
-        weight = whole(state[name][0]).float()
+        if name in self._chosen.parts:
+            return self._rounded_stack(name, values)
+        weight = values[name].float()
         path, _, last = name.rpartition(".")
         if last != "weight" or path not in self._layers:
             return weight
-        layout, amax = self._layouts[path], self._amax(path, state)
+        layout, amax = self._layouts[path], self._amax(path, values)
         return _encoded(self._layers[path], layout, weight, amax).numbers(layout)
+
+    def _rounded_stack(self, name: str, values: Values) -> Tensor:
+        first = self._chosen.parts[name][0]
+        experts, layout = self._layers[first], self._layouts[first]
+        each = as_outputs(experts, values[name].float())
+        found = [_encoded(experts, layout, x, None).numbers(layout) for x in each]
+        return as_outputs(experts, torch.stack(found))
 
 
 def _joined(path: str, last: str) -> str:
     return f"{path}.{last}" if path else last
-
-
-def state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name -> (the tensor in the state_dict, the parameter or buffer), without histories."""
-    # Wrappers of modules may or may not take their part of a name out of the state_dict.
-    state = {bare_name(name): tensor for name, tensor in model.state_dict().items()}
-    parameters = model.named_parameters(remove_duplicate=False)
-    buffers = model.named_buffers(remove_duplicate=False)
-    named = ((bare_name(name), source) for name, source in (*parameters, *buffers))
-    return {
-        name: (state[name], source)
-        for name, source in named
-        if name in state and not is_history(name)
-    }
-
-
-def _check_plain(model: nn.Module) -> None:
-    """Raises ValueError for a model that computes more than its weights say."""
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith("unit_scaling.layers"):
-            raise ValueError(
-                f"{name} is a module of unit_scaling: its factors are in no weight. Make the model "
-                "of torch's modules, and unit-scale it by unit_scaling.transforms.unit_scale"
-            )
-        for scope, _ in getattr(module, "_scopes", ()):
-            kind = type(scope).__name__
-            raise ValueError(f"{kind} is no part of the weights: export without it")
-    check_values_set("export", model)
-
-
-def _layers(
-    modules: dict[str, nn.Module],
-    name_of_layout: str | None,
-) -> tuple[list[Row], dict[str, Any], dict[str, Layout]]:
-    """The rows of the report, and the layers to store in low precision with their layouts."""
-    uses = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
-    rows, layers, layouts = [], dict[str, Any](), dict[str, Layout]()
-    module: Any
-    for name, module in modules.items():
-        if is_replacement(module):
-            raise ValueError(
-                f"{name} is a layer of another library: fp8.revert the model first"
-            )
-        recipe = getattr(module, "fp8_recipe", None)
-        if recipe is None:
-            continue
-        why = _why_not(name, module, uses)
-        layout = layout_of(recipe, name_of_layout)
-        if isinstance(layout, str):
-            why = why or layout
-        elif not why:
-            why = misfit(layout, module.weight.shape) or _no_history(module, layout)
-            other = next(iter(layouts.values()), layout)
-            if (layout.method, layout.style) != (other.method, other.style):
-                used = other.style or other.method
-                why = f"the file has layout {used!r} and no other: convert all layers to one recipe"
-            if layout.fused and not layout.experts and is_of_expert(name):
-                raise ValueError(f"layout {layout.name!r} has no experts, as {name} is")
-            if not why:
-                layers[name], layouts[name] = module, layout
-        done = LEFT_ALONE if why else "FP8"
-        rows.append(Row(name, bare_class(module).__name__, done, why or recipe.name))
-    return rows, layers, layouts
-
-
-def _why_not(
-    name: str,
-    module: Any,
-    uses: Counter[int],
-) -> str:
-    """Why a layer cannot be stored under any recipe; "" if it can. uses: of each parameter."""
-    if not isinstance(module, nn.Linear):
-        kind = "transposed weights" if is_transposed(module) else "layers of this kind"
-        return f"no layout has {kind}: it stays in high precision"
-    if not name:
-        return "the model itself: it has no name to be stored under; put it into nn.Sequential"
-    if "weight" not in dict(module.named_parameters(recurse=False)):
-        return (
-            "its weight is computed, not a parameter: remove its parametrization first"
-        )
-    if uses[id(module.weight)] != 1:
-        return "its weight is tied to another module's"
-    return ""
-
-
-def _no_history(layer: Any, layout: Layout) -> str:
-    """Why the scale of a layer's input is not known; "" if it is, or if the weight is zero."""
-    cast = layer.fp8_recipe.input
-    if not needs_input_scale(layer.fp8_recipe, layout) or not cast.keeps_history:
-        return ""
-    seen = history_of(layer, "input")
-    assert seen is not None
-    if seen.any() or not whole(layer.weight.detach()).float().any():
-        return ""
-    how = "train the model" if cast.history else "calibrate or train the model"
-    return (
-        f"scaling {cast.scaling!r} has seen no input that is not all zeros: {how} first"
-    )
 
 
 def _encoded(

@@ -30,13 +30,16 @@ def unfit(recipe: Recipe, layout: Layout) -> str:
     """The cast of the forward pass of a recipe that a layout does not have, or another reason;
     "" if it has both."""
     weight, input = recipe.weight, recipe.input
-    if weight is None or input is None:
-        return "an operand without a cast"
+    if weight is None:
+        return "a weight without a cast"
     if weight.scaling not in layout.scalings:
         return str(weight)
-    if input.scaling not in layout.inputs:
-        return str(input)
-    for cast, tile in ((weight, layout.tile), (input, input.tile)):
+    if _input_of(recipe) not in layout.inputs:
+        return str(input or "an input without a cast")
+    casts = [(weight, layout.tile)]
+    if input is not None:
+        casts.append((input, input.tile))
+    for cast, tile in casts:
         usual = Cast(
             format=layout.format,
             scaling=cast.scaling,
@@ -46,7 +49,7 @@ def unfit(recipe: Recipe, layout: Layout) -> str:
         if cast is weight and SCALINGS[cast.scaling].free:
             usual = replace(usual, tile=cast.tile)
         # Readers compute the scales of inputs from largest magnitudes.
-        read = cast is weight or layout.inputs[input.scaling] is not None
+        read = cast is weight or layout.inputs[cast.scaling] is not None
         unread = read and cast.rule is not None and RULES[cast.rule].is_simulated
         parts = zip(cast.tile, tile, strict=True)
         if cast != usual or unread or any(by and n % by for n, by in parts):
@@ -55,6 +58,11 @@ def unfit(recipe: Recipe, layout: Layout) -> str:
     if layout.in_powers and rule is not None and not LOWERED[rule].form.is_power:
         return f"{weight}, whose scales are no powers of two"
     return ""
+
+
+def _input_of(recipe: Recipe) -> str:
+    """The key of a recipe in `Layout.inputs`."""
+    return recipe.input.scaling if recipe.input is not None else ""
 
 
 def layout_of(recipe: Recipe, name: str | None) -> Layout | str:
@@ -66,23 +74,24 @@ def layout_of(recipe: Recipe, name: str | None) -> Layout | str:
     for row, why in zip(rows, whys, strict=True):
         if not why:
             return row
-    fit = [each.name for each in RECIPES.values() if not unfit(each, rows[0])]
-    then = "convert the model to 'tensor', 'row', 'block' or 'mxfp8' first"
     if name is None:
+        then = "convert the model to 'tensor', 'row', 'block' or 'mxfp8' first"
         # Of the layout that has the weight, if there is one.
         of_input = [why for why in whys if why != str(recipe.weight)]
         return f"no layout for recipe {recipe.name!r}: {(of_input or whys)[0]}; {then}"
-    then = "which `fp8.export` does not write"
-    if fit:
-        then = f"convert the model to {', '.join(map(repr, fit))} first"
-    return f"layout {name!r} has no recipe {recipe.name!r}: {whys[0]}; {then}"
+    fit = [repr(each.name) for each in RECIPES.values() if not unfit(each, rows[0])]
+    return (
+        f"layout {name!r} has no recipe {recipe.name!r}: {whys[0]}; convert the model to "
+        f"{', '.join(fit)} first"
+    )
 
 
-def misfit(layout: Layout, shape: Sequence[int]) -> str:
-    """Why a weight of a shape does not fit its layout; "" if it does."""
+def misfit(layout: Layout, shape: Sequence[int], is_whole: bool = True) -> str:
+    """Why a weight of a shape does not fit its layout; "" if it does. is_whole: whether its recipe
+    casts it alone."""
     # Readers infer the tiles of method "fp8" from the number of scales: a weight consists of full
     # ones, or is a part of one.
-    partial = layout.method == "fp8" and not layout.fused
+    partial = is_whole and layout.method == "fp8" and not layout.fused
     pairs = zip(shape, layout.tile, strict=True)
     if all(not by or n % by == 0 or (partial and n <= by) for n, by in pairs):
         return ""
@@ -111,7 +120,7 @@ def encoded(
     amax: Tensor | None = None,
 ) -> Encoded:
     """A float32 weight, rounded as its cast does. scale: of a cast that does not compute it. amax:
-    the magnitude that the unit stands for; None: the largest one of the weight."""
+    the largest magnitude of what shares its unit or its only scale; None: of the weight."""
     format, unit = cast.number_format, None
     if scale is None:
         name = cast.stored_rule
@@ -120,7 +129,10 @@ def encoded(
         if amax is not None:
             unit = rule.unit_of(amax, format)
         tiles, dims = scaled_tiles(weight, cast.tile, -1)
-        scale, unit = scales_and_unit(tiles, dims, format, rule, unit)
+        if amax is not None and dims is None:
+            scale = rule.scale_of(amax, format, unit)
+        else:
+            scale, unit = scales_and_unit(tiles, dims, format, rule, unit)
     if scale.dim():
         scale = scale.reshape(grid_of(weight.shape, cast.tile))
     wide = widened(scale, weight.shape, cast.tile)
@@ -157,7 +169,8 @@ def stored(
     if unit is not None:
         # A value above the range occurs only for tiles that are all zeros.
         scale = (scale / unit).clamp(max=448.0)
-        found |= {"divisor": torch.atleast_1d(unit.reciprocal())}
+        found["divisor"] = torch.atleast_1d(unit.reciprocal())
+        found["factor"] = torch.atleast_1d(unit)
     if layout.order != "packed":
         scale = _in_dtype(scale, layout.dtype)
     found["scale"] = ORDERS[layout.order].write(torch.atleast_1d(scale), outputs)
@@ -178,42 +191,57 @@ def configuration(
     """The quantization_config. layers, layouts: by name; of one method. ignore: other linear
     layers."""
     first = next(iter(layouts.values()))
-    if first.method == "fp8":
-        config = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": list(first.tile),
-            "modules_to_not_convert": ignore,
-        }
-        if first.in_powers:
-            config["scale_fmt"] = "ue8m0"
-        return config
-    groups: dict[str, list[str]] = {}
+    config: Config = {"quant_method": first.method}
+    match first.method:
+        case "compressed-tensors":
+            groups = _groups(layers, layouts)
+            return config | {
+                "format": first.style,
+                "quantization_status": "compressed",
+                "global_compression_ratio": None,
+                "kv_cache_scheme": None,
+                "ignore": ignore,
+                "config_groups": groups,
+            }
+        case "mxfp4":
+            return config | {"modules_to_not_convert": ignore}
+        case "modelopt":
+            group = {"weights": {"dynamic": False, **first.arguments}}
+            return config | {
+                "quant_algo": first.style,
+                "ignore": ignore,
+                "config_groups": {"group_0": group | {"targets": ["Linear"]}},
+            }
+    config |= {
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(first.tile),
+        "modules_to_not_convert": ignore,
+    }
+    if first.in_powers:
+        config["scale_fmt"] = "ue8m0"
+    return config
+
+
+def _groups(layers: dict[str, Any], layouts: dict[str, Layout]) -> Config:
+    """The ``config_groups`` of compressed-tensors."""
+    by_arguments: dict[str, list[str]] = {}
     for name, layer in layers.items():
         text = json.dumps(_arguments(name, layer, layouts[name]))
-        groups.setdefault(text, []).append(name)
-    if len(groups) == 1:
-        groups = {arguments: ["Linear"] for arguments in groups}
-    config_groups = {}
-    for i, (arguments, targets) in enumerate(groups.items()):
+        by_arguments.setdefault(text, []).append(name)
+    if len(by_arguments) == 1:
+        by_arguments = {arguments: ["Linear"] for arguments in by_arguments}
+    groups = {}
+    for i, (arguments, targets) in enumerate(by_arguments.items()):
         others = {"targets": targets, "output_activations": None}
-        config_groups[f"group_{i}"] = json.loads(arguments) | others
-    return {
-        "quant_method": first.method,
-        "format": first.style,
-        "quantization_status": "compressed",
-        "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-        "ignore": ignore,
-        "config_groups": config_groups,
-    }
+        groups[f"group_{i}"] = json.loads(arguments) | others
+    return groups
 
 
 def _arguments(name: str, layer: Any, layout: Layout) -> Config:
     always: Config = {"type": "float", "symmetric": True}
     weights = always | {"dynamic": False} | dict(layout.arguments)
-    inputs = layout.inputs[layer.fp8_recipe.input.scaling]
+    inputs = layout.inputs[_input_of(layer.fp8_recipe)]
     if inputs is None:
         return {"weights": weights}
     in_list = sum(part.isdigit() for part in name.split(".")) >= 2
@@ -227,6 +255,5 @@ def _arguments(name: str, layer: Any, layout: Layout) -> Config:
 
 def needs_input_scale(recipe: Recipe, layout: Layout) -> bool:
     """Whether the scale of the input of a layer is stored."""
-    assert recipe.input is not None
-    arguments = layout.inputs[recipe.input.scaling]
+    arguments = layout.inputs[_input_of(recipe)]
     return arguments is not None and arguments.get("dynamic") is False

@@ -19,6 +19,7 @@ from ...casts.casting import cast_forward
 from ...casts.scaled_tensor import dequantized
 from ...checkpoints.check import check_layout
 from ...checkpoints.load import load
+from ...checkpoints.stacks import as_outputs
 from ...checkpoints.weights import weights
 from ...common.copies import deep_copy
 from ...common.libraries import probe
@@ -374,10 +375,15 @@ def _difference(ours: nn.Module, theirs: nn.Module, cast: list[str]) -> str:
     for name, parameter in ours.named_parameters():
         mine, other = parameter.detach(), loaded[name].detach()
         path, _, last = name.rpartition(".")
-        if last == "weight" and path in cast:
+        if path in cast and (last == "weight" or parameter.dim() == 3):
             layer: Any = ours.get_submodule(path)
             state, cast_of_it = history_of(layer, "weight"), layer.fp8_recipe.weight
-            mine = cast_forward(mine.float(), cast_of_it, history=state)
+            rounded = partial(cast_forward, cast=cast_of_it, history=state)
+            if parameter.dim() == 3:
+                each = [rounded(x) for x in as_outputs(layer, mine.float())]
+                mine = as_outputs(layer, torch.stack(each))
+            else:
+                mine = rounded(mine.float())
             other = dequantized(other, torch.float32)
         else:
             mine = mine.to(other.dtype)

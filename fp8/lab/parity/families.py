@@ -69,6 +69,8 @@ def mixture() -> Setup:
         num_experts=4,
         num_experts_per_tok=2,
         head_dim=64,
+        # Whose products are those of linear layers, with exact sums.
+        experts_implementation="eager",
     )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 import fp8
 from fp8.casts.casting import rounded
 from fp8.checkpoints.layouts import LAYOUTS, ORDERS
-from fp8.checkpoints.writing import encoded, stored, unfit
+from fp8.checkpoints.writing import unfit
 from fp8.recipes.recipe import RECIPES
 from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
 from tests.fp8.checkpoints.reading import exact, loaded
@@ -24,11 +24,11 @@ from tests.shared import (
     theirs,
 )
 
-#: Layout -> a recipe that it has.
+#: Layout of linear layers -> a recipe that it has.
 WRITTEN = {
     name: next(r for r in RECIPES if not unfit(RECIPES[r], row))
     for name, row in LAYOUTS.items()
-    if row.scalings
+    if not row.stacked
 }
 FILES = [name for name in WRITTEN if LAYOUTS[name].place == "file"]
 
@@ -250,21 +250,59 @@ def test_transformers_reads_files(recipe, layout, tmp_path):
         assert_same(got.detach(), cast_of(model, *names).bfloat16())
 
 
-def test_blocks_of_mxfp4_are_those_of_gpt_oss():
-    """Transformers' own function unpacks them, of two experts, transposed as it stores them."""
-    unpack = pytest.importorskip("transformers.integrations.mxfp4")
-    row, cast = LAYOUTS["mxfp4_blocks"], RECIPES["mxfp4"].weight
-    weights = [linear(64, 96, seed).weight.detach() for seed in (1, 2)]
-    each = [encoded(row, weight, cast, None) for weight in weights]
-    found = stored(row, each, "gate_up_proj", of_experts=True)
-    shapes = {name: tuple(x.shape) for name, x in found.items()}
-    assert shapes == {
-        "gate_up_proj_blocks": (2, 64, 3, 16),
-        "gate_up_proj_scales": (2, 64, 3),
+def test_model_optimizer():
+    """As vLLM's ModelOptNvFp4W4A16LinearMethod takes them: codes and e4m3 scales times a float32,
+    the largest magnitude of fused layers by 6 * 448; inputs without a cast."""
+    model = fp8.convert(decoder(experts=False), "nvfp4")
+    stream = fp8.weights(model, layout="nvfp4_modelopt")
+    tensors = dict(stream)
+    path = "layers.0.self_attn"
+    shapes = {
+        name.rpartition(".")[2]: (tuple(x.shape), x.dtype)
+        for name, x in tensors.items()
+        if f"{path}.q_proj.w" in name
     }
-    got = unpack.convert_moe_packed_tensors(*found.values(), dtype=torch.float32)
-    want = torch.stack([rounded(weight, cast)[0] for weight in weights])
-    assert_same(got, want.mT)
+    assert shapes == {
+        "weight": ((256, 320), torch.uint8),
+        "weight_scale": ((256, 40), torch.float8_e4m3fn),
+        "weight_scale_2": ((1,), torch.float32),
+    }
+    (factor,) = {tensors[f"{path}.{n}_proj.weight_scale_2"].item() for n in "qkv"}
+    layers = [model.get_submodule(f"{path}.{n}_proj") for n in "qkv"]
+    amax = max(layer.weight.abs().max().item() for layer in layers)
+    assert factor == pytest.approx(amax / (6 * 448), rel=1e-6)
+    assert stream.config == {
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4",
+        "ignore": [],
+        "config_groups": {
+            "group_0": {
+                "weights": {
+                    "dynamic": False,
+                    "num_bits": 4,
+                    "type": "float",
+                    "group_size": 16,
+                },
+                "targets": ["Linear"],
+            }
+        },
+    }
+
+
+@parametrize("layout", [name for name in FILES if "" in LAYOUTS[name].inputs])
+def test_inputs_without_a_cast(layout):
+    """The recipe of weights alone has the same weights."""
+    recipe = RECIPES[WRITTEN[layout]]
+    alone = fp8.Recipe(name="weights alone", weight=recipe.weight)
+    model = decoder(experts=False)
+    both = fp8.weights(fp8.convert(model, recipe), layout=layout)
+    tensors, config = dict(both), both.config
+    one = fp8.weights(fp8.convert(model, alone), layout=layout)
+    assert_same(dict(one), tensors)
+    assert one.config == config
+    alone = fp8.Recipe(name="alone", weight=RECIPES["row"].weight)
+    with refuses("layout 'row' has no recipe 'alone': an input without a cast; "):
+        fp8.weights(fp8.convert(model, alone), layout="row")
 
 
 @parametrize(
@@ -275,9 +313,10 @@ def test_blocks_of_mxfp4_are_those_of_gpt_oss():
         (
             "mxfp8",
             "nvfp4_modelopt",
-            "'nvfp4_modelopt' has no recipe 'mxfp8'.*not write",
+            "'nvfp4_modelopt' has no recipe 'mxfp8': .*'nvfp4'",
         ),
         ("nvfp4", "nvfp4_sm100", "has no experts, as layers.0.moe.experts.0"),
+        ("mxfp4", "mxfp4_blocks", "has stacks of experts alone"),
         ("block", "blocks", "layout.*block_sm100"),
     ],
 )

@@ -1,0 +1,302 @@
+"""Stacks of experts, of small models of transformers: in files that its loaders and `fp8.load`
+read, and in the memory of engines."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.checkpoints.check import check_layout
+from fp8.checkpoints.layouts import LAYOUTS
+from fp8.warnings import RoundingWarning
+from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
+from tests.fp8.checkpoints.test_engines import FILES, WRITTEN, cast_of
+from tests.shared import (
+    Net,
+    assert_close,
+    assert_same,
+    by_path,
+    normal,
+    parametrize,
+    quietly,
+    refuses,
+    theirs,
+    warns,
+)
+
+with quietly():
+    safetensors = pytest.importorskip("safetensors.torch")
+
+pytestmark = theirs
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+}
+EXPERTS = "model.layers.0.mlp.experts"
+STACKS = ("gate_up_proj", "down_proj")
+IDS = torch.arange(24).reshape(2, 12) % 64
+
+
+def make(kind, **options):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SIZES | options)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+#: Whose files have other names for experts, and for the router.
+mixtral = partial(make, "mixtral", intermediate_size=256, num_local_experts=3)
+qwen = partial(make, "qwen3_moe", moe_intermediate_size=128, num_experts=3, head_dim=64)
+#: Whose files have transposed stacks.
+gpt_oss = partial(make, "gpt_oss", num_local_experts=4, head_dim=64)
+
+
+def converted(model, recipe):
+    """In the layers between the embedding and the head."""
+    return fp8.convert(model, fp8.Policy.hidden(recipe), backend="simulate")
+
+
+def stacks_of(model):
+    experts = model.get_submodule(EXPERTS)
+    return {name: getattr(experts, name).detach() * 1 for name in STACKS}
+
+
+def cast_stacks(model):
+    """What the recipe of a model makes of its stacks: each expert is a matrix."""
+    experts = model.get_submodule(EXPERTS)
+    recipe = experts.fp8_recipe
+    found = {}
+    for name, stack in stacks_of(model).items():
+        each = stack.mT if experts.is_transposed else stack
+        layers = Net(layers=nn.ModuleList(nn.Linear(1, 1) for _ in each))
+        for layer, weight in zip(layers.layers, each, strict=True):
+            layer.weight.data = weight.contiguous()
+        fp8.convert(layers, recipe, backend="simulate")
+        done = [cast_of(layers, f"layers.{i}") for i in range(len(each))]
+        done = torch.stack(done)
+        found[name] = done.mT if experts.is_transposed else done
+    return found
+
+
+@parametrize("frozen", [True, False])
+@parametrize("layout", FILES)
+@parametrize("model", [mixtral, qwen])
+def test_files_have_each_expert(model, layout, frozen, tmp_path):
+    """Under the names of plain files, with the values of the recipe."""
+    model().save_pretrained(tmp_path / "plain")
+    plain = safetensors.load_file(tmp_path / "plain" / "model.safetensors")
+    recipe = "tensor" if layout == "tensor" else WRITTEN[layout]
+    trained = converted(model(), recipe)
+    report = by_path(fp8.export(trained, tmp_path, layout=layout))
+    assert report[EXPERTS].done == "FP8"
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    values = LAYOUTS[layout].values
+    for name in plain:
+        path, _, last = name.rpartition(".")
+        assert name in stored or f"{path}.{values.format(last)}" in stored
+    config = json.loads((tmp_path / "config.json").read_text())
+    found = check_layout(stored, layout, config=config["quantization_config"])
+    assert (found.why, found.weights) == ("", 4 + 3 * 3)
+    loaded = fp8.load(model(), tmp_path, frozen=frozen)
+    # NVFP4's quotient of scales is rounded once more.
+    rtol = 2.0**-22 if layout == "nvfp4" else 0
+    got, want = stacks_of(loaded), cast_stacks(trained)
+    for name in STACKS:
+        assert_close(got[name], want[name], rtol=rtol, atol=0)
+        stack = getattr(loaded.get_submodule(EXPERTS), name)
+        assert isinstance(stack, fp8.ScaledTensor) is frozen
+    assert loaded(IDS).logits.isfinite().all()
+
+
+@parametrize(
+    "recipe, layout",
+    [("block", None), ("row", None), ("tensor", None), ("mxfp4", None)],
+)
+@parametrize("model", [mixtral, qwen])
+def test_transformers_reads_each_expert(model, recipe, layout, tmp_path):
+    """To the bit, in bfloat16. Version 5.24 reads neither the scales of mxfp8 nor the global scale
+    of nvfp4 for experts."""
+    trained = converted(model(), recipe)
+    fp8.export(trained, tmp_path, layout=layout)
+    options = {"dtype": torch.bfloat16}
+    if recipe == "block":
+        how = transformers.FineGrainedFP8Config(dequantize=True)
+        options["quantization_config"] = how
+    served = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    got, want = stacks_of(served), cast_stacks(trained)
+    for name in STACKS:
+        assert_same(got[name], want[name].bfloat16())
+
+
+def test_gpt_oss(tmp_path):
+    """Transformers' own loader reads its blocks; logits are those of the trainer, with inputs in
+    high precision in both. `fp8.load` reads them, and another export has the same bytes."""
+    weights = fp8.Recipe(name="weights", weight=fp8.RECIPES["mxfp4"].weight)
+    policy = fp8.Policy(None, rules=[("*.experts", None, weights)])
+    trained = fp8.convert(gpt_oss(), policy, backend="simulate")
+    report = fp8.export(trained, tmp_path, layout="mxfp4_blocks")
+    assert [(row.path, row.done) for row in report] == [(EXPERTS, "FP8")]
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    shapes = {
+        name.removeprefix(f"{EXPERTS}."): tuple(x.shape)
+        for name, x in stored.items()
+        if EXPERTS in name
+    }
+    assert shapes == {
+        "gate_up_proj_blocks": (4, 256, 4, 16),
+        "gate_up_proj_scales": (4, 256, 4),
+        "gate_up_proj_bias": (4, 256),
+        "down_proj_blocks": (4, 128, 4, 16),
+        "down_proj_scales": (4, 128, 4),
+        "down_proj_bias": (4, 128),
+    }
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    for engine in ("mxfp4_blocks", "vllm", "transformers"):
+        found = check_layout(stored, engine, config=config)
+        assert (found.layout, found.why, found.weights) == ("mxfp4_blocks", "", 2)
+    served = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32
+    )
+    loaded = fp8.load(gpt_oss(), tmp_path)
+    want = cast_stacks(trained)
+    for model in (served, loaded, fp8.load(gpt_oss(), tmp_path, frozen=False)):
+        assert_same(stacks_of(model), want)
+        with torch.no_grad():
+            logits = [each(IDS).logits for each in (model, trained)]
+        assert_close(*logits, rtol=1e-5, atol=1e-5)
+    assert loaded.get_submodule(EXPERTS).down_proj.stored.dtype == torch.float8_e4m3fn
+    fp8.export(fp8.convert(loaded, policy), tmp_path / "2", layout="mxfp4_blocks")
+    again = safetensors.load_file(tmp_path / "2" / "model.safetensors")
+    assert_same(again, stored)
+
+
+@parametrize("layout", ["block_sm90", "block_sm100"])
+@parametrize("model", [mixtral, qwen])
+def test_memory_has_all_experts(model, layout):
+    """The parts of each expert one after the other, as they are in files."""
+    trained = converted(model(), "block")
+    sent = dict(fp8.weights(trained, layout=layout))
+    assert not check_layout(sent, layout).why
+    files = dict(fp8.weights(trained, layout="block"))
+    names = [name for name in files if ".experts." in name and "scale" not in name]
+    owner = names[0].partition(".experts.")[0] + ".experts"
+    second = [name for name in names if "down" in name or "w2" in name]
+    for stem, parts in (("w2", second), ("w13", sorted({*names} - {*second}))):
+        each = torch.cat([files[name].float() for name in parts])
+        stack = sent[f"{owner}.{stem}_weight"]
+        assert_same(stack.float(), each.view(stack.shape))
+
+
+def test_plain_files_load(tmp_path):
+    """With a weight for each expert, and the router under another name."""
+    for model in (mixtral, qwen, gpt_oss):
+        want = model()
+        want.save_pretrained(tmp_path)
+        assert_same(
+            fp8.load(make_other(model), tmp_path).state_dict(), want.state_dict()
+        )
+
+
+def make_other(model):
+    other = model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    return other
+
+
+def test_a_file_with_experts_missing(tmp_path):
+    fp8.export(converted(qwen(), "row"), tmp_path)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    name = f"{EXPERTS}.1.up_proj.weight"
+    scale = f"{name}_scale"
+    without = {key: x for key, x in stored.items() if key != name}
+    with refuses(rf"missing: {EXPERTS}.gate_up_proj"):
+        fp8.load(qwen(), without)
+    without = {key: x for key, x in stored.items() if key != scale}
+    with refuses(rf"{name} is stored in torch.float8_e4m3fn without a scale"):
+        fp8.load(qwen(), without)
+
+
+@parametrize(
+    "model, recipe, layout, why",
+    [
+        (
+            gpt_oss,
+            "mxfp4",
+            None,
+            "the files of this model have stacks: take layout 'mxfp4_blocks'",
+        ),
+        (
+            gpt_oss,
+            "row",
+            None,
+            "layout 'row' has a weight for each expert, .* have stacks$",
+        ),
+        (
+            qwen,
+            "static",
+            None,
+            "of products, not of experts: take recipe 'tensor' or 'row'",
+        ),
+    ],
+)
+def test_left_alone(model, recipe, layout, why, tmp_path):
+    """In high precision, and named in the configuration."""
+    trained = converted(model(), recipe)
+    trained(IDS, labels=IDS).loss.backward()
+    stream = fp8.weights(trained, layout=layout)
+    row = by_path(stream.report)[EXPERTS]
+    assert row.left_alone
+    with refuses(why):
+        raise ValueError(row.why)
+    ignored = stream.config["ignore"]
+    assert f"{EXPERTS}.2.up_proj" in ignored or f"{EXPERTS}.gate_up_proj" in ignored
+    assert any(name.endswith((".gate", ".router")) for name in ignored)
+
+
+def test_stacks_of_a_model_of_ones_own(tmp_path):
+    """That say whether they are transposed; others stay in high precision."""
+
+    def experts(**said):
+        stacks = {
+            "up": nn.Parameter(normal(3, 64, 96)),
+            "down": nn.Parameter(normal(3, 96, 64)),
+        }
+        return Net(lambda m, x: x @ m.up @ m.down, **stacks, **said)
+
+    model = Net(said=experts(is_transposed=True), silent=experts())
+    report = by_path(
+        fp8.export(fp8.convert(model, "mxfp4"), tmp_path, layout="mxfp4_blocks")
+    )
+    assert report["said"].done == "FP8"
+    assert "does not say whether its stacks are transposed" in report["silent"].why
+    loaded = fp8.load(Net(said=experts(is_transposed=True), silent=experts()), tmp_path)
+    assert loaded.said.up.memory.tile == (32, 1)
+    assert_same(loaded.silent.up, model.silent.up)
+
+
+def test_a_lost_update_of_a_stack_is_named(tmp_path):
+    fp8.export(converted(qwen(), "row"), tmp_path)
+    for update, lost in ((2.0**-12, True), (0.5, False)):
+        model = fp8.load(qwen(), tmp_path)
+        stack = model.get_submodule(EXPERTS).gate_up_proj
+        with torch.no_grad():
+            stack.add_(update * normal(*stack.shape) * stack.dequantize())
+        model = converted(model, "row")
+        if lost:
+            with warns(
+                rf"of what was written to '{EXPERTS}.gate_up_proj'", RoundingWarning
+            ):
+                dict(fp8.weights(model))
+        else:
+            dict(fp8.weights(model))
