@@ -413,7 +413,7 @@ COMPARISONS = [
             "Megatron-LM": "Model Optimizer's, quantized after training",
             "torchtitan": "no: reads DeepSeek's FP8, writes high precision",
         },
-        "experts stay in high precision; vLLM and SGLang were not run",
+        "vLLM and SGLang were not run",
     ),
     Comparison(
         "FP8 checkpoints loaded, for LoRA",

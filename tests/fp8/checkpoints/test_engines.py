@@ -289,6 +289,23 @@ def test_model_optimizer():
     }
 
 
+@theirs
+def test_model_optimizer_reads_its_layout():
+    """To the bit, where it is installed."""
+    qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    model = fp8.convert(decoder(experts=False), "nvfp4")
+    tensors = dict(fp8.weights(model, layout="nvfp4_modelopt"))
+    name = "layers.0.self_attn.o_proj"
+    values = tensors[f"{name}.weight"]
+    weight = qtensor.NVFP4QTensor(torch.Size([640, 256]), torch.float32, values)
+    scales = {
+        "scale": tensors[f"{name}.weight_scale"],
+        "double_scale": tensors[f"{name}.weight_scale_2"],
+    }
+    got = weight.dequantize(block_sizes={-1: 16}, **scales)
+    assert_same(got, cast_of(model, name))
+
+
 @parametrize("layout", [name for name in FILES if "" in LAYOUTS[name].inputs])
 def test_inputs_without_a_cast(layout):
     """The recipe of weights alone has the same weights."""
