@@ -53,6 +53,8 @@ def scale_of(amax, format, rule, whole=0.0, real=np.float32, least=-126):
         )
         return min(max(next(fitting), 2.0**least), 2.0**-least)
     if rule.startswith("exact"):
+        if rule in ("exact_block", "exact_group"):
+            amax = max(real(amax), real(1e-10))
         scale = real(amax) / real(format.max)
         if rule == "exact_group":
             scale = real(amax) * (real(1) / real(format.max))

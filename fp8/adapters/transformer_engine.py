@@ -24,6 +24,7 @@ from ..layers.select import Where, checked_where
 from ..layers.swap import Make, Padded, layers_for, swap, why_not_fit
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
+from ..recipes.rules import LEAST_OF_GROUP
 
 __all__ = ["convert", "delayed_scaling", "revert", "te_recipe"]
 
@@ -143,6 +144,10 @@ def _delayed(cast: Cast, format: str) -> TERecipe:
     )
 
 
+# Rule of an input -> its least magnitude; else it is "exact".
+_LEAST: dict[str | None, float] = {"exact_block": LEAST_OF_GROUP}
+
+
 def _dynamic(cast: Cast, format: str) -> TERecipe:
     """A recipe with scales of each pass."""
     library, powers, block = _library(), cast.rule == "up", cast.scaling == "block"
@@ -158,8 +163,9 @@ def _dynamic(cast: Cast, format: str) -> TERecipe:
         options[f"fp8_gemm_{product}"] = library.MMParams(use_split_accumulator=split)
     recipe = _make(kind, fp8_format=format_of(format), **options)
     # The class has filled these from defaults.
-    for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):
-        params = library.QParams(power_2_scale=powers, amax_epsilon=0.0)
+    least = {"fwd_inp": _LEAST.get(cast.rule, 0.0), "fwd_weight": 0.0, "bwd_grad": 0.0}
+    for operand, epsilon in least.items():
+        params = library.QParams(power_2_scale=powers, amax_epsilon=epsilon)
         setattr(recipe, f"fp8_quant_{operand}", params)
     return recipe
 
@@ -173,7 +179,7 @@ _MAKERS: dict[str, tuple[tuple[str | None, ...], Callable[[Cast, str], TERecipe]
     "unit": ((None,), _delayed),
     "delayed": (("up", "exact"), _delayed),
     "tensor": (("up", "exact"), _dynamic),
-    "block": (("up", "exact"), _dynamic),
+    "block": (("up", "exact", "exact_block"), _dynamic),
     "mx": (("up",), _mx),
 }
 
@@ -216,13 +222,15 @@ def te_recipe(recipe: str | Recipe) -> TERecipe:
 
 def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
     """A recipe of TransformerEngine's form, with what ``cast`` has of it for every operand."""
-    plain = Cast(format=cast.format, scaling=cast.scaling, rule=cast.rule)
+    rule = "exact" if cast.rule in _LEAST else cast.rule
+    plain = Cast(format=cast.format, scaling=cast.scaling, rule=rule)
     if cast.scaling == "delayed":
         plain = dataclasses.replace(plain, margin=cast.margin, history=cast.history)
     tile = (128, 128) if cast.scaling == "block" else plain.tile
     weight = dataclasses.replace(plain, tile=tile)
     grad = dataclasses.replace(plain, format=grad.format)
-    return Recipe(name=name, input=plain, weight=weight, grad=grad)
+    input = dataclasses.replace(plain, rule=cast.rule)
+    return Recipe(name=name, input=input, weight=weight, grad=grad)
 
 
 # The name by which `fp8.layers` asks every adapter for the library's recipe.

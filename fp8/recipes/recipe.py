@@ -285,7 +285,7 @@ def _forward_hp(recipe: Recipe) -> Recipe:
 _E5M2 = {"format": "e5m2"}
 _SQUARE = {"tile": (128, 128)}
 _RANDOM: Keywords = {"rounding": "stochastic", "signs": "random"}
-_BLOCK_EXACT = _all("block_exact", "e4m3", "block", rule="exact", weight=_SQUARE)
+_DEEPSEEK = _all("deepseek_v3", "e4m3", "block", rule="exact", weight=_SQUARE)
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -318,11 +318,15 @@ RECIPES: dict[str, Recipe] = {
         # gradients, 128 x 128 for weights. Scales are powers of two, as section 3.3.3 has them for
         # some activations and DeepGEMM on Blackwell for all.
         _all("block", "e4m3", "block", weight=_SQUARE),
-        # The same, as engines serve it on Hopper: scales are the largest magnitude divided by 448.
-        _BLOCK_EXACT,
-        # As trained there: the scales of "block_exact", and the sums of Hopper's tensor cores,
-        # added in float32 after every 128 products.
-        replace(_BLOCK_EXACT, name="deepseek_v3", accumulate="hopper", promote=128),
+        # The same, as vLLM serves it on Hopper: scales are the largest magnitude divided by 448.
+        replace(
+            _DEEPSEEK,
+            name="block_exact",
+            input=Cast(format="e4m3", scaling="block", rule="exact_block"),
+        ),
+        # As trained there: such scales, and the sums of Hopper's tensor cores, added in float32
+        # after every 128 products.
+        replace(_DEEPSEEK, accumulate="hopper", promote=128),
         # Mishra et al., "Recipes for pre-training LLMs with MXFP8" (arXiv:2506.08027): e4m3 for all
         # three, scales rounded up.
         _all("mxfp8", "e4m3", "mx"),

@@ -85,11 +85,18 @@ class Form:
         return x * factor
 
 
+#: The least magnitude of a group of 128 values in vLLM's and SGLang's
+#: ``per_token_group_quant`` (commits 0f5257e2 and 00568d90).
+LEAST_OF_GROUP = 1e-10
+
+
 def _factor_of_bf16(scale: Tensor) -> Tensor:
-    """448 / amax, for the scale amax * (1 / 448) of a magnitude in bfloat16; the inverse of other
-    scales."""
+    """448 / amax, for the scale amax * (1 / 448) of a magnitude in bfloat16 or the least one of a
+    group; the inverse of other scales."""
     amax = (448.0 * scale).to(torch.bfloat16).to(scale.dtype)
     inverse = divided(scale.new_ones(()), 448.0)
+    least = torch.full_like(amax, LEAST_OF_GROUP)
+    amax = torch.where(least * inverse == scale, least, amax)
     factor = divided(torch.full_like(amax, 448.0), amax)
     return torch.where(amax * inverse == scale, factor, scale.reciprocal())
 
@@ -171,8 +178,12 @@ def _exact_token(amax: Tensor, format: Format) -> Tensor:
     return exact(amax, format).clamp(min=LEAST_OF_TOKEN)
 
 
+def _exact_block(amax: Tensor, format: Format) -> Tensor:
+    return exact(amax.clamp(min=LEAST_OF_GROUP), format)
+
+
 def _exact_group(amax: Tensor, format: Format) -> Tensor:
-    return amax * divided(amax.new_ones(()), format.max)
+    return amax.clamp(min=LEAST_OF_GROUP) * divided(amax.new_ones(()), format.max)
 
 
 _LEAST, _NORMAL = 2.0**-9, 2.0**-6  # the smallest e4m3 values, subnormal and not
@@ -465,6 +476,12 @@ for _rule in (
         about="``exact``, at least 1 / (448 * 512), as vLLM casts the tokens of an input in e4m3.",
     ),
     Rule(
+        name="exact_block",
+        scale=_exact_block,
+        stored="float32",
+        about="``exact`` for an amax of at least 1e-10, as vLLM casts groups of 128 of an input.",
+    ),
+    Rule(
         name="exact_inverse",
         scale=exact,
         stored="inverse",
@@ -475,9 +492,9 @@ for _rule in (
         name="exact_group",
         scale=_exact_group,
         stored="inverse_bf16",
-        about="amax times the rounded inverse of the format's largest value; bfloat16 values are "
-        "multiplied by 448 / amax, as SGLang casts groups of 128 to e4m3. Of them 3 in 10**4 "
-        "differ from ``exact``.",
+        about="amax, at least 1e-10, times the rounded inverse of the format's largest value; "
+        "bfloat16 values are multiplied by 448 / amax, as SGLang casts groups of 128 to e4m3. Of "
+        "them 3 in 10**4 differ from ``exact``.",
     ),
     _nv(
         name="e4m3",

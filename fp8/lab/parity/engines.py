@@ -29,8 +29,8 @@ class Engine:
             recipes with exact sums do.
         source: where the casts and the norm are defined: repository, file and commit.
 
-    The least scale of a token is in its rule. That of a group of 128, for largest magnitudes below
-    1e-10 (4.5e-8 with powers of two), is not: here such groups keep their precision.
+    The least scales of a token and of a group of 128 are in their rules, but for powers of two: a
+    group whose largest magnitude is below 4.5e-8 keeps its precision here.
     """
 
     name: str

@@ -74,7 +74,10 @@ def test_what_the_recipes_say(library):
     assert (recipe.amax_history_len, recipe.amax_compute_algo) == (16, "max")
     assert transformer_engine.te_recipe("unit_e4m3").fp8_format == library.Format.E4M3
     assert not transformer_engine.te_recipe("block").use_f32_scales
-    assert transformer_engine.te_recipe("block_exact").use_f32_scales
+    exact = transformer_engine.te_recipe("block_exact")
+    assert exact.use_f32_scales
+    operands = (exact.fp8_quant_fwd_inp, exact.fp8_quant_fwd_weight)
+    assert [params.amax_epsilon for params in operands] == [1e-10, 0.0]
     assert not transformer_engine.te_recipe("nvfp4_nvidia").disable_rht
     unit, scale = transformer_engine.te_recipe("unit"), torch.tensor([3.0, 0.5])
     algorithm = unit.scaling_factor_compute_algo
