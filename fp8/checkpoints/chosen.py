@@ -21,7 +21,15 @@ from ..layers.select import check_values_set, holds_experts, is_transposed
 from ..recipes.history import history_of, is_history
 from .fusing import is_of_expert
 from .layouts import LAYOUTS, Layout
-from .stacks import Apart, of_experts, of_files, says_outputs, stacks_in
+from .stacks import (
+    Apart,
+    names_in_files,
+    of_experts,
+    of_files,
+    says_outputs,
+    stacks_in,
+    weights_in_files,
+)
 from .writing import layout_of, misfit, needs_input_scale, unfit
 
 
@@ -65,6 +73,7 @@ class Chosen:
         apart: name of a stack -> the function that takes it apart.
         parts: name of a stack -> the names of its layers.
         ignored: the names of layers that engines would else expect in low precision.
+        names: name in the state_dict -> name in files, of tensors that are the same in both.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -73,6 +82,7 @@ class Chosen:
     apart: dict[str, Apart] = field(default_factory=dict)
     parts: dict[str, list[str]] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
 
     def weights_of(self, name: str) -> list[str]:
         """The names of what comes in the place of an entry of the state_dict."""
@@ -117,8 +127,12 @@ class Values:
     def _read(self, name: str) -> Tensor:
         tensor = self.state[name][0]
         if self._is_meta:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            return _meta(tensor)
         return whole(tensor)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def chosen(model: nn.Module, name_of_layout: str | None) -> Chosen:
@@ -128,6 +142,8 @@ def chosen(model: nn.Module, name_of_layout: str | None) -> Chosen:
     _check_plain(model)
     uses = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
     found = Chosen()
+    metas = {name: _meta(tensor) for name, (tensor, _) in state_of(model).items()}
+    found.names.update(names_in_files(model, metas))
     for name, module in modules.items():
         if is_replacement(module):
             raise ValueError(
@@ -146,7 +162,7 @@ def chosen(model: nn.Module, name_of_layout: str | None) -> Chosen:
             what = bare_class(module).__name__
             found.rows.append(Row(name, what, done, why or recipe.name))
         if why:
-            found.ignored.extend(_expected(model, name, module))
+            found.ignored.extend(_expected(found, model, name, module))
     return found
 
 
@@ -154,34 +170,40 @@ def _add(
     found: Chosen,
     model: nn.Module,
     name: str,
-    module: nn.Module,
+    module: Any,
     layout: Layout,
 ) -> str:
     """Adds a module to ``found``; or returns why it stays in high precision."""
     apart, parts, shapes = {}, {}, {}
-    if isinstance(module, nn.Linear):
-        if layout.stacked:
-            return f"layout {layout.name!r} has stacks of experts alone"
+    weight = f"{name}.weight"
+    if holds_experts(module):
+        joined = stacks_in(name, module)
+    elif layout.stacked:
+        return f"layout {layout.name!r} has stacks of experts alone"
+    elif weight in found.names:
+        joined = {}
         shapes[name] = module.weight.shape
     else:
-        for stack, parameter in stacks_in(name, module).items():
-            apart[stack] = partial(of_files, model, stack)
-            if layout.stacked:
-                apart[stack] = partial(of_experts, stack, module)
-            weights = apart[stack](parameter.detach().to("meta"))
-            if stack in weights:
-                return _no_files_of_experts(module, layout)
-            each = {key.removesuffix(".weight"): x.shape for key, x in weights.items()}
-            parts[stack] = list(each)
-            shapes |= each
-    for each_name, shape in shapes.items():
-        if why := misfit(layout, shape, is_whole=not parts):
+        joined = {weight: module.weight}
+    for stack, parameter in joined.items():
+        apart[stack] = partial(weights_in_files, model, stack)
+        if layout.stacked:
+            apart[stack] = partial(of_experts, stack, module)
+        weights = apart[stack](_meta(parameter))
+        if not weights:
+            return _no_such_files(module, layout)
+        each = {key.removesuffix(".weight"): x.shape for key, x in weights.items()}
+        parts[stack] = list(each)
+        shapes |= each
+    has_experts = layout.experts or not layout.fused
+    for part, shape in shapes.items():
+        why = misfit(layout, shape, is_whole=not parts)
+        if why:
             return why
-        if layout.fused and not layout.experts and is_of_expert(each_name):
-            raise ValueError(
-                f"layout {layout.name!r} has no experts, as {each_name} is"
-            )
-    if why := _no_history(module, layout):
+        if not has_experts and is_of_expert(part):
+            raise ValueError(f"layout {layout.name!r} has no experts, as {part} is")
+    why = _no_history(module, layout)
+    if why:
         return why
     other = next(iter(found.layouts.values()), layout)
     if (layout.method, layout.style) != (other.method, other.style):
@@ -194,7 +216,9 @@ def _add(
     return ""
 
 
-def _no_files_of_experts(module: Any, layout: Layout) -> str:
+def _no_such_files(module: Any, layout: Layout) -> str:
+    if isinstance(module, nn.Linear):
+        return "the files of this model have its weight as a part of another one"
     rows = [row for row in LAYOUTS.values() if row.stacked]
     fit = [row.name for row in rows if not unfit(module.fp8_recipe, row)]
     then = f": take layout {fit[0]!r}" if fit else ""
@@ -204,19 +228,26 @@ def _no_files_of_experts(module: Any, layout: Layout) -> str:
     )
 
 
-def _expected(model: nn.Module, name: str, module: nn.Module) -> list[str]:
+def _expected(
+    found: Chosen,
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+) -> list[str]:
     """The layers of a module in high precision which engines expect in low precision, unless a
     configuration names them."""
     if holds_experts(module):
-        found: list[str] = []
-        for stack, parameter in stacks_in(name, module).items():
-            weights = of_files(model, stack, parameter.detach().to("meta"))
-            found += [key.removesuffix(".weight") for key in weights]
-        return found
+        stacks = stacks_in(name, module)
+        in_files = of_files(model, {name: _meta(p) for name, p in stacks.items()})
+        return [key.removesuffix(".weight") for key in in_files]
     weight = getattr(module, "weight", None)
     # Routers, too, which need not be linear layers here.
     is_layer = isinstance(weight, Tensor) and weight.dim() == 2
-    return [name] if is_layer and not isinstance(module, nn.Embedding) else []
+    if not is_layer or isinstance(module, nn.Embedding):
+        return []
+    in_file = found.names.get(f"{name}.weight", name)
+    both = [name, in_file.removesuffix(".weight")]
+    return list(dict.fromkeys(both))
 
 
 def _why_not(

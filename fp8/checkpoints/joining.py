@@ -14,7 +14,7 @@ from ..casts.scaled_tensor import Memory
 from ..recipes.scaling import Tile
 from .layouts import Config
 from .reading import memory_of, names_in, need_scales, tile_in
-from .stacks import of_files, rows_in
+from .stacks import names_in_files, rows_in
 
 
 class Checkpoint(NamedTuple):
@@ -63,18 +63,20 @@ def as_state(
     """A checkpoint in the names of the state_dict. targets: name -> parameter or buffer."""
     tensors, other = dict(checkpoint.tensors), dict(checkpoint.other)
     tiles = dict(checkpoint.tiles)
-    for name, target in targets.items():
-        if name in other or names_in(tensors, name, targets):
+    absent = {
+        name: torch.empty(target.shape, device="meta")
+        for name, target in targets.items()
+        if name not in other and not names_in(tensors, name, targets)
+    }
+    other |= names_in_files(model, absent)
+    for name, shape in absent.items():
+        if name in other or shape.dim() < 2:
             continue
-        shape = torch.empty(target.shape, device="meta")
-        in_file = of_files(model, name, shape)
-        parts = {key: names_in(tensors, key, targets) for key in in_file}
+        target = targets[name]
+        rows = rows_in(model, name, shape)
+        parts = {key: names_in(tensors, key, targets) for key in rows}
         if not all(parts.values()):
             continue
-        if len(in_file) == 1:
-            other[name] = next(iter(in_file))
-            continue
-        rows = rows_in(model, name, shape)
         weights = []
         for key in sorted(rows, key=lambda key: rows[key].start):
             weights.append(_weight(key, parts[key], checkpoint, target))
@@ -107,25 +109,26 @@ def _join(
 ) -> None:
     """Adds a stack to ``tensors``. weights: of which it consists, one after the other."""
     low = [weight for weight in weights if isinstance(weight, Memory)]
-    columns = {weight.tile[1] if weight.tile else shape[-1] for weight in low}
+    # One scale of a weight is that of a tile.
+    sizes = [weight.tile or weight.values.shape for weight in low]
+    columns = {size[1] for size in sizes}
     formats = {weight.format for weight in low}
     if len(low) < len(weights) or len(columns) > 1 or len(formats) > 1:
         plain = [w.numbers() if isinstance(w, Memory) else w for w in weights]
         tensors[name] = torch.cat(plain).view(*shape)
         return
-    # Rows that share a scale in all weights, whose last tile may be smaller.
     heights = [weight.values.shape[0] for weight in low]
-    heights += [weight.tile[0] for weight in low if weight.tile]
-    rows = math.gcd(*heights)
+    # Rows that share a scale in all weights, whose last tile may be smaller.
+    rows = math.gcd(*heights, *(size[0] for size in sizes))
     scales = []
-    for weight in low:
-        height, tile = weight.values.shape[0], weight.tile
+    for weight, height, size in zip(low, heights, sizes, strict=True):
         assert weight.scale is not None
-        scale = weight.scale if tile else weight.scale.reshape(1, 1)
-        scale = scale.repeat_interleave((tile[0] if tile else height) // rows, 0)
+        scale = torch.atleast_2d(weight.scale)
+        scale = scale.repeat_interleave(size[0] // rows, 0)
         scales.append(scale[: height // rows])
     values = [weight.values.view(torch.uint8) for weight in low]
-    joined = torch.cat(values).view(*shape).view(low[0].values.dtype)
-    tensors[name] = joined
-    tensors[f"{name}_scale"] = torch.cat(scales).view(shape[0], shape[1] // rows, -1)
+    joined = torch.cat(values).view(*shape)
+    tensors[name] = joined.view(low[0].values.dtype)
+    grid = (*shape[:-2], shape[-2] // rows, -1)
+    tensors[f"{name}_scale"] = torch.cat(scales).view(grid)
     tiles[name] = (rows, columns.pop())

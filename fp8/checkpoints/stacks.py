@@ -44,13 +44,29 @@ def says_outputs(experts: nn.Module) -> bool:
     return "is_transposed" in vars(experts)
 
 
-def of_files(model: nn.Module, name: str, stack: Tensor) -> dict[str, Tensor]:
-    """What files of a model have for a stack, by what its library says: name -> tensor."""
+def of_files(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What files of a model have for tensors of its state_dict, by what its library says: name ->
+    tensor."""
     models = sys.modules.get("transformers.modeling_utils")
     library: Any = sys.modules.get("transformers.core_model_loading")
     if models is None or not isinstance(model, models.PreTrainedModel):
-        return {name: stack}
-    return library.revert_weight_conversion(model, {name: stack})
+        return tensors
+    return library.revert_weight_conversion(model, tensors)
+
+
+def names_in_files(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Name in the state_dict -> name in files, of tensors that are the same in both."""
+    names = {id(x): name for name, x in tensors.items()}
+    found = of_files(model, tensors)
+    return {names[id(x)]: name for name, x in found.items() if id(x) in names}
+
+
+def weights_in_files(model: nn.Module, name: str, stack: Tensor) -> dict[str, Tensor]:
+    """The weights (outputs, inputs) that files have in place of a stack, or of the weight of layers
+    that a model has as one: name -> tensor; {} if they have no such ones."""
+    found = of_files(model, {name: stack})
+    is_apart = all(key.endswith(".weight") and x.dim() == 2 for key, x in found.items())
+    return found if is_apart and len(found) > 1 else {}
 
 
 def of_experts(name: str, experts: nn.Module, stack: Tensor) -> dict[str, Tensor]:
@@ -61,16 +77,18 @@ def of_experts(name: str, experts: nn.Module, stack: Tensor) -> dict[str, Tensor
 
 def rows_in(model: nn.Module, name: str, stack: Tensor) -> dict[str, range]:
     """Which rows of a stack, counted over all experts, each weight is that files have instead: name
-    -> rows. {} if files have no rows of it."""
+    -> rows. {} if files do not have it in parts."""
     *lead, columns = stack.shape
     rows = torch.arange(math.prod(lead)).view(*lead, 1)
-    found = of_files(model, name, rows)
-    whole = of_files(model, name, torch.empty(stack.shape, device="meta"))
+    found = of_files(model, {name: rows})
+    whole = of_files(model, {name: torch.empty(stack.shape, device="meta")})
+    if len(found) == 1:
+        return {}
     ranges = {}
     for key, part in found.items():
-        first = int(part.flatten()[0])
-        ranges[key] = range(first, first + part.numel())
-        as_is = (part.numel(), columns) == whole[key].shape
-        if not as_is or part.flatten().tolist() != [*ranges[key]]:
+        numbers = part.flatten().tolist()
+        start, count = numbers[0], len(numbers)
+        ranges[key] = range(start, start + count)
+        if numbers != [*ranges[key]] or whole[key].shape != (count, columns):
             return {}
     return ranges

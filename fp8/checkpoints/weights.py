@@ -93,9 +93,10 @@ def _write(
 ) -> None:
     model: Any = stream.model
     if hasattr(model, "save_pretrained"):
+        state = stream.as_state(tensors)
         # Which leaves out the tied names that the model declares, and refuses others.
-        tensors |= {name: tensors[first] for name, first in stream.tied.items()}
-        model.save_pretrained(folder, state_dict=tensors)
+        state |= {name: tensors[first] for name, first in stream.tied.items()}
+        model.save_pretrained(folder, state_dict=state)
         path = folder / "config.json"
         content = json.loads(path.read_text(encoding="utf-8"))
         content |= {"quantization_config": stream.config}
@@ -133,10 +134,10 @@ def weights(model: nn.Module, *, layout: str | None = None) -> Weights:
 class Weights:
     """Iterates over pairs (name, tensor), each time from the current values of the model.
 
-    Names, dtypes and values are those of `fp8.export`, cast one at a time. A tensor that is not
-    stored in low precision is the parameter itself, detached: copy it to keep it. A parameter under
-    several names comes once. A sharded parameter (DTensor) is gathered when its turn comes: all
-    processes of its mesh iterate together, to the end.
+    Names, dtypes and values are those of the files of `fp8.export`, cast one at a time. A tensor
+    that is not stored in low precision is the parameter itself, detached: copy it to keep it. A
+    parameter under several names comes once. A sharded parameter (DTensor) is gathered when its
+    turn comes: all processes of its mesh iterate together, to the end.
 
     Attributes:
         model: the model, without the wrappers of torch.compile and DistributedDataParallel.
@@ -170,18 +171,20 @@ class Weights:
         names = dict.fromkeys([*self._layers, *found.ignored])
         self._fused = targets(names, first_layout)
         self._sharing = sharing(self._layers, first_layout)
+        values = Values(state_of(model), found, is_meta=True)
         for stack, parts in found.parts.items():
             if first_layout.stacked:
-                target = of_stack(stack, parts)
-                self._fused |= dict.fromkeys(parts, target)
-            else:
+                self._fused |= dict.fromkeys(parts, of_stack(stack, parts))
+            elif values[stack].dim() == 3:
                 self._sharing |= of_one_expert(parts)
+            else:
+                self._sharing |= dict.fromkeys(parts, parts)
         self.manifest, self.tied = {}, {}
         first: dict[int, str] = {}
-        values = Values(state_of(model), found, is_meta=True)
+        self._names = {name: name for name in values.state} | found.names
         for name, (_, source) in values.state.items():
-            first_name = first.setdefault(id(source), name)
-            if first_name != name:
+            first_name = first.setdefault(id(source), self._names[name])
+            if first_name != self._names[name]:
                 self.tied[name] = first_name
         for target in self._fused.values():
             biased = [name for name in target.all if f"{name}.bias" in values.state]
@@ -193,6 +196,11 @@ class Weights:
             if name not in self.tied:
                 for part in found.weights_of(name):
                     self.manifest |= self._entries(part, values)
+
+    def as_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the stream under the names of the state_dict, where it has them."""
+        in_state = {in_file: name for name, in_file in self._names.items()}
+        return {in_state.get(name, name): x for name, x in tensors.items()}
 
     @property
     def nbytes(self) -> int:
@@ -215,16 +223,16 @@ class Weights:
     def _target(self, name: str) -> Target | None:
         """What an entry of the state_dict becomes; None: a part of what an earlier one becomes."""
         path, _, last = name.rpartition(".")
-        target = Target(path, last, [[path]])
+        in_file, _, stem = self._names.get(name, name).rpartition(".")
+        target = Target(in_file, stem, [[path]])
         fused = self._fused.get(path)
         if fused is None or last not in ("weight", "bias"):
             return target
         if path != fused.all[0]:
             return None
-        stem = fused.stem
         if last == "bias":
-            stem = stem.replace("weight", "bias")
-        return fused._replace(stem=stem)
+            return fused._replace(stem=fused.stem.replace("weight", "bias"))
+        return fused
 
     def _is_low(self, target: Target, last: str) -> bool:
         """Whether a target is stored in low precision. last: part of the names of its layers'."""
@@ -350,7 +358,10 @@ class Weights:
     def _rounded_stack(self, name: str, values: Values) -> Tensor:
         first = self._chosen.parts[name][0]
         experts, layout = self._layers[first], self._layouts[first]
-        each = as_outputs(experts, values[name].float())
+        stack = values[name].float()
+        if stack.dim() == 2:
+            return _encoded(experts, layout, stack, None).numbers(layout)
+        each = as_outputs(experts, stack)
         found = [_encoded(experts, layout, x, None).numbers(layout) for x in each]
         return as_outputs(experts, torch.stack(found))
 

@@ -103,6 +103,7 @@ def test_files_have_each_expert(model, layout, frozen, tmp_path):
     for name in plain:
         path, _, last = name.rpartition(".")
         assert name in stored or f"{path}.{values.format(last)}" in stored
+    assert stored.keys() == fp8.weights(trained, layout=layout).manifest.keys()
     config = json.loads((tmp_path / "config.json").read_text())
     found = check_layout(stored, layout, config=config["quantization_config"])
     assert (found.why, found.weights) == ("", 4 + 3 * 3)
@@ -262,6 +263,41 @@ def test_left_alone(model, recipe, layout, why, tmp_path):
     ignored = stream.config["ignore"]
     assert f"{EXPERTS}.2.up_proj" in ignored or f"{EXPERTS}.gate_up_proj" in ignored
     assert any(name.endswith((".gate", ".router")) for name in ignored)
+
+
+def test_layers_under_other_names_in_files(tmp_path):
+    """A router that is a linear layer: its scale is beside its weight. The names of the stream are
+    those of the file, and so are the layers that are not cast."""
+    model = make("phimoe", num_local_experts=4)
+    fp8.export(fp8.convert(model, "row", backend="simulate"), tmp_path)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.block_sparse_moe.gate.weight"
+    assert {name, f"{name}_scale"} <= stored.keys()
+    assert fp8.weights(model).manifest.keys() == stored.keys()
+    loaded = fp8.load(make("phimoe", num_local_experts=4), tmp_path)
+    assert_same(loaded.state_dict()["lm_head.weight"] * 1, cast_of(model, "lm_head"))
+    kept = fp8.weights(converted(mixtral(), "row")).config["ignore"]
+    assert {"model.layers.0.mlp.gate", "model.layers.0.block_sparse_moe.gate"} <= {
+        *kept
+    }
+
+
+def test_layers_that_files_have_as_one(tmp_path):
+    """Stay in high precision, as a file would not have their scales."""
+    model = make("hrm_text", head_dim=64)
+    model.save_pretrained(tmp_path / "plain")
+    plain = safetensors.load_file(tmp_path / "plain" / "model.safetensors")
+    report = by_path(
+        fp8.export(fp8.convert(model, "row", backend="simulate"), tmp_path)
+    )
+    path = "model.L_module.layers.0"
+    why = report[f"{path}.self_attn.q_proj"].why
+    assert why == "the files of this model have its weight as a part of another one"
+    assert report[f"{path}.self_attn.o_proj"].done == "FP8"
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    name = f"{path}.attn.gqkv_proj.weight"
+    assert_same(stored[name], plain[name])
+    assert f"{path}.attn.o_proj.weight_scale" in stored
 
 
 def test_stacks_of_a_model_of_ones_own(tmp_path):
