@@ -30,6 +30,8 @@ def _row(row: Layout) -> list[str]:
         fused += ", `w13`, `w2` of experts"
     if fused:
         tensors.append(f"fused: {fused}")
+    if row.stacked:
+        tensors.append("each of all experts, the first dimension")
     return [
         f"`{row.name}`",
         row.place,

@@ -75,8 +75,9 @@ def check_layout(
 
     Args:
         tensors: a state_dict, or tensors on the meta device, whose values are not compared.
-        engine: "vllm", "sglang", "transformers" or "compressed-tensors", for files; or the name of
-            a layout in `fp8.checkpoints.layouts.LAYOUTS`, for the parameters of an engine.
+        engine: "vllm", "sglang", "transformers", "compressed-tensors" or "model-optimizer", for
+            files; or the name of a layout in `fp8.checkpoints.layouts.LAYOUTS`, for the parameters
+            of an engine.
         config: the quantization_config of the files.
         same_as: tensors that these are to be equal to, such as those that were sent to an engine.
             An engine that orders its memory once more after an update changes no shape.

@@ -47,9 +47,9 @@ def export(
     ``model.safetensors`` has the tensors under the names of the state_dict, and ``fp8.json`` the
     quantization_config and, in "tied", the names that share a tensor: other name -> name.
 
-    The weight of a linear layer is stored as its recipe casts it; docs/export.md has the layouts
-    and the scales of inputs. Everything else keeps its dtype. All processes of a sharded model
-    (FSDP2, tensor parallelism) call it; the first one writes.
+    The weights of linear layers and of experts are stored as their recipes cast them;
+    docs/export.md has the layouts and the scales of inputs. Everything else keeps its dtype. All
+    processes of a sharded model (FSDP2, tensor parallelism) call it; the first one writes.
 
     Args:
         model: the converted model.

@@ -7,19 +7,23 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fp8
 from fp8.checkpoints.check import check_layout
 from fp8.checkpoints.layouts import LAYOUTS
 from fp8.warnings import RoundingWarning
 from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
+from tests.fp8.checkpoints.reading import same
 from tests.fp8.checkpoints.test_engines import FILES, WRITTEN, cast_of
+from tests.launch import needs_gloo, run_ranks
 from tests.shared import (
     Net,
     assert_close,
     assert_same,
     by_path,
     normal,
+    pairs,
     parametrize,
     quietly,
     refuses,
@@ -336,3 +340,23 @@ def test_a_lost_update_of_a_stack_is_named(tmp_path):
                 dict(fp8.weights(model))
         else:
             dict(fp8.weights(model))
+
+
+def check_sharded(rank, store):
+    for model, recipe, layout in (
+        (qwen, "tensor", None),
+        (gpt_oss, "mxfp4", "mxfp4_blocks"),
+    ):
+        whole, sharded = (converted(model(), recipe) for _ in range(2))
+        for part in (sharded.get_submodule(EXPERTS), sharded):
+            fully_shard(part)
+        ours, theirs = (
+            dict(fp8.weights(each, layout=layout)) for each in (whole, sharded)
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(same(a, b) for a, b in pairs(ours.values(), theirs.values()))
+
+
+@needs_gloo
+def test_sharded_stacks_are_gathered(tmp_path):
+    run_ranks(check_sharded, 2, tmp_path / "store", warnings="default")
