@@ -27,6 +27,7 @@ from tests.shared import (
     parametrize,
     quietly,
     refuses,
+    sampled,
     theirs,
     warns,
 )
@@ -140,6 +141,65 @@ def test_transformers_reads_each_expert(model, recipe, layout, tmp_path):
     got, want = stacks_of(served), cast_stacks(trained)
     for name in STACKS:
         assert_same(got[name], want[name].bfloat16())
+
+
+#: Of transformers, by the names of their configurations.
+FAMILIES = (
+    "afmoe deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe glm4_moe_lite "
+    "hunyuan_v1_moe jamba minimax minimax_m2 mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_moe "
+    "qwen3_next solar_open"
+).split()
+FEW = {
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 32,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_k": 2,
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    "moe_num_experts": 4,
+}
+
+
+@sampled(4)
+@parametrize("kind", FAMILIES)
+def test_families(kind, tmp_path):
+    """All layers are stored that have a recipe; transformers and `fp8.load` read the same stacks,
+    which are those of the recipe."""
+    trained = fp8.convert(make(kind, **FEW), "row", backend="simulate")
+    stacks = {
+        f"{path}.{name}": path
+        for path, module in trained.named_modules()
+        for name, p in module.named_parameters(recurse=False)
+        if p.dim() == 3 and "experts" in path
+    }
+    assert stacks
+    report = by_path(fp8.export(trained, tmp_path))
+    assert {report[path].done for path in stacks.values()} == {"FP8"}
+    served = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32
+    )
+    loaded = fp8.load(make(kind, **FEW), tmp_path, frozen=False)
+    for name in stacks:
+        weight = trained.get_parameter(name)
+        want = fp8.quantize(weight, "e4m3", scale=row_scales(weight))
+        assert_same(loaded.get_parameter(name).detach(), want)
+        assert_same(served.get_parameter(name).detach(), want)
+
+
+def row_scales(weight):
+    """The smallest powers of two by which no row of e4m3 overflows."""
+    amax = weight.detach().abs().amax(-1, keepdim=True)
+    return (amax / 448).log2().ceil().exp2()
 
 
 def test_gpt_oss(tmp_path):
