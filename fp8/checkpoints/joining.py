@@ -60,9 +60,10 @@ def as_state(
     targets: Mapping[str, Tensor],
     checkpoint: Checkpoint,
 ) -> Checkpoint:
-    """A checkpoint in the names of the state_dict. targets: name -> parameter or buffer."""
-    tensors, other = dict(checkpoint.tensors), dict(checkpoint.other)
-    tiles = dict(checkpoint.tiles)
+    """A checkpoint, changed in place, in the names of the state_dict. targets: name -> parameter or
+    buffer."""
+    tensors, tiles = checkpoint.tensors, dict(checkpoint.tiles)
+    other = dict(checkpoint.other)
     absent = {
         name: torch.empty(target.shape, device="meta")
         for name, target in targets.items()
@@ -84,7 +85,7 @@ def as_state(
                 del tensors[part]
         if weights:
             _join(name, target.shape, weights, tensors, tiles)
-    return checkpoint._replace(tensors=tensors, other=other, tiles=tiles)
+    return checkpoint._replace(other=other, tiles=tiles)
 
 
 def _weight(

@@ -63,7 +63,8 @@ def load(
     layouts). A weight is ``values * scale`` in float32, rounded once to the dtype of its parameter.
     Which values share a scale is what the configuration of the file says; what it does not say
     follows from the shapes, if they admit one answer. Scales of activations are left in the file.
-    Names are those of the model's state_dict; of tied names one is enough.
+    Names are those of the model's state_dict, or those that transformers gives its tensors in
+    files, with a weight for each expert; of tied names one is enough.
 
     Args:
         model: plain or converted, changed in place. Parameters on the meta device get the memory of

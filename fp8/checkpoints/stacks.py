@@ -51,7 +51,11 @@ def of_files(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     library: Any = sys.modules.get("transformers.core_model_loading")
     if models is None or not isinstance(model, models.PreTrainedModel):
         return tensors
-    return library.revert_weight_conversion(model, tensors)
+    try:
+        return library.revert_weight_conversion(model, tensors)
+    except ValueError:
+        # A model whose experts transformers has read in low precision; it cannot save it either.
+        return tensors
 
 
 def names_in_files(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, str]:

@@ -346,6 +346,19 @@ def test_layers_under_other_names_in_files(tmp_path):
     }
 
 
+def test_a_model_that_transformers_cannot_save(tmp_path):
+    """As it does not undo how it has read the experts."""
+    fp8.export(converted(mixtral(), "row"), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with refuses("Undefined Operation"):
+        model.save_pretrained(tmp_path / "again")
+    kept = fp8.Policy("row", rules=[("*.experts", None, None)])
+    model.lm_head = nn.Linear(128, 64, bias=False)
+    stream = fp8.weights(fp8.convert(model, kept))
+    assert [row.path for row in stream.report] == ["lm_head"]
+    assert f"{EXPERTS}.gate_up_proj" in stream.manifest
+
+
 def test_layers_that_files_have_as_one(tmp_path):
     """Stay in high precision, as a file would not have their scales."""
     model = make("hrm_text", head_dim=64)
