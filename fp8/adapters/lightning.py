@@ -15,13 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casts.watch import Watch
 from ..common.libraries import need
 from ..common.validation import check_name
 from ..layers.convert import advance, convert
 from ..layers.select import ADAPTERS, Where
-from ..layers.settings import keep_apart
+from ..layers.settings import converted, keep_apart
 from ..products.active import checked_backend
-from ..recipes.history import add_initial_histories, histories, set_histories
+from ..recipes.history import (
+    Schedule,
+    add_initial_histories,
+    histories,
+    set_histories,
+)
 from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe
 
@@ -179,10 +185,11 @@ class _Converting:
         return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of Lightning's plugin, the recipe and the histories."""
+        """The state of Lightning's plugin, the recipe, the histories and the schedule of looks."""
         ours: dict[str, Any] = {"recipe": self._in_force()}
         if self._model is not None:
             ours["histories"] = _copies(self._model)
+            ours["looks"] = [list(watch.schedule) for watch in _watch_of(self._model)]
         return {**super().state_dict(), "fp8": ours}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,6 +205,9 @@ class _Converting:
                 stacklevel=2,
             )
         self._remember(ours.get("histories", {}))
+        for schedule in ours.get("looks", []):
+            for watch in _watch_of(self._model):
+                watch.resume(Schedule(*schedule))
 
     def _in_force(self) -> dict[str, Any]:
         """The recipe or policy as a dict; under "auto" that of the layers, if all have one."""
@@ -221,6 +231,12 @@ class _Converting:
             # A layer's first pass may create them.
             add_initial_histories(module, dict(saved), path and f"{path}.")
         set_histories(self._model, saved)
+
+
+def _watch_of(model: nn.Module | None) -> list[Watch]:
+    """The watch of a model that is converted as a whole; none if nothing in it is converted."""
+    layers = [] if model is None else list(converted(model).values())
+    return [layer.fp8_watch.watch for layer in layers[:1]]
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from ..common.compiler import eager_only
 from ..common.dtensor import mesh_of
 from ..common.step import in_own_thread, parameters_of
 from ..formats.format import Format, get_format
-from ..recipes.history import histories
+from ..recipes.history import Schedule, histories
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import MOVED, static_rms
 from ..torch_internals.decorators import has_compiler, untraced
@@ -92,7 +92,7 @@ Listener = Callable[[list[Seen]], None]
 
 
 class Watch:
-    """What the converted layers of a model share: when they look. Copies begin anew.
+    """What the converted layers of a model share: when they look. Copies go on like it.
 
     Attributes:
         step: the number of the pass, from 1.
@@ -108,10 +108,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.step, self.looks, self.every, self.frozen = 1, True, 0, False
-        self.measures = True
-        self.checks = False
-        self._asked, self._wait, self._asks_from = False, 1, 0
+        self.every, self.frozen = 0, False
         self.listeners: list[Listener] = []
         self.layers: weakref.WeakKeyDictionary[LayerWatch, int] = (
             weakref.WeakKeyDictionary()
@@ -120,17 +117,36 @@ class Watch:
         self.model: Callable[[], nn.Module | None] = lambda: None
         self._leader: Callable[[], object | None] | None = None
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.resume(Schedule())
         _WATCHES.add(self)
         _count_steps()
 
     def __reduce__(self) -> Any:
-        return _watch, (self.frozen,)
+        return _watch, (self.frozen, *self.schedule)
 
-    def restart(self, step: int = 1) -> None:
-        """Looks at the next pass, of this number. From 1 on, as after a change of recipes, it looks
-        at the first ones."""
-        self.step, self.looks, self._leader = step, True, None
-        self.measures = True
+    @property
+    def schedule(self) -> Schedule:
+        """When the next passes look, for `resume`. An eager pass that no optimizer has ended ends
+        when the next one begins."""
+        step, measures = self.step, self.measures
+        if self._leader is not None:
+            step += 1
+            measures = is_look(step) or self._asked
+        return Schedule(step, measures, self._wait, self._asks_from)
+
+    def resume(self, schedule: Schedule) -> None:
+        """Looks when the run that had this schedule would have looked."""
+        self.step = schedule.step
+        self._wait, self._asks_from = schedule.wait, schedule.asks_from
+        self._begin(bool(schedule.measures))
+
+    def _begin(self, measures: bool) -> None:
+        """Begins the pass of number `step`."""
+        self._leader, self._asked = None, False
+        self.measures = self.looks = measures
+        if self.every and self.step % self.every == 0:
+            self.looks = True
+        self.checks = self.step % CHECKS == 0 and not self.frozen
 
     def runs(self, layer: LayerWatch) -> None:
         """A layer runs in a pass that is looked at."""
@@ -144,11 +160,12 @@ class Watch:
         return any(vars(table)["fp8_read_at"] != table._version for table in tables)
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether one of the parameters is of the model."""
-        model = self.model()
-        if model is None:
-            return False
-        return not set(map(id, parameters)).isdisjoint(map(id, model.parameters()))
+        """Whether one of the parameters is of the model; of a copy, of its layers."""
+        roots = [self.model()]
+        if roots == [None]:
+            roots = [layer.layer() for layer in list(self.layers)]
+        own = {id(p) for root in roots if root is not None for p in root.parameters()}
+        return not own.isdisjoint(map(id, parameters))
 
     def ask(self) -> None:
         """An operand is out of the range of its scale: the next pass is a look. Each time the
@@ -181,16 +198,12 @@ class Watch:
         """A pass has ended, with the step of an optimizer if one has made it."""
         if self.looks or self._asked or self.checks:
             self.read()
-        if is_look(self.step) and not self.frozen and self._is_of(optimizer):
+        # The pass measures if it is a look; the question is one call less in the others.
+        is_agreed = self.measures and is_look(self.step) and not self.frozen
+        if is_agreed and self._is_of(optimizer):
             self.agree()
-        self._leader = None
         self.step += 1
-        self.measures = is_look(self.step) or self._asked
-        self.looks = self.measures
-        if self.every and self.step % self.every == 0:
-            self.looks = True
-        self.checks = self.step % CHECKS == 0 and not self.frozen
-        self._asked = False
+        self._begin(is_look(self.step) or self._asked)
 
     def _is_of(self, optimizer: Optimizer | None) -> bool:
         """Whether an optimizer, if one has made the step, has parameters of the model. Another one
@@ -264,9 +277,10 @@ def is_look(step: int, every: int = 0) -> bool:
     return step < LONGEST and step & (step - 1) == 0
 
 
-def _watch(frozen: bool) -> Watch:
+def _watch(frozen: bool, *schedule: int) -> Watch:
     watch = Watch()
     watch.frozen = frozen
+    watch.resume(Schedule(*schedule))
     return watch
 
 

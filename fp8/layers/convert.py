@@ -83,7 +83,8 @@ def convert(
     ``fp8_amax_input`` and so on, newest entry first; each pass that records gradients adds one
     unless it is zero, Inf or NaN. "static" has scales, ``fp8_scale_input`` and so on, 0 until
     `fp8.calibrate` sets them, or the first training step in which the operand is finite and not all
-    zeros. A layer of several products creates its buffers in its first pass, in eager mode.
+    zeros, and ``fp8_looks``, the pass that measures them next. A layer of several products creates
+    its buffers in its first pass, in eager mode.
 
     Args:
         model: converted in place.

@@ -132,6 +132,10 @@ class Converted(Mixin):
         history.note_scale(self, buffer)
         return True
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        history.write_schedule(self, self.fp8_watch.watch.schedule)  # type: ignore[arg-type]
+        super()._save_to_state_dict(*args)  # type: ignore[misc]
+
     def _load_from_state_dict(
         self: Any, state_dict: Any, prefix: str, *args: Any
     ) -> None:
@@ -142,6 +146,9 @@ class Converted(Mixin):
             history.add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
         history.note_scales(self)
+        schedule = history.read_schedule(self)
+        if schedule is not None and prefix + history.LOOKS in state_dict:
+            self.fp8_watch.watch.resume(schedule)
 
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Leaves the state of scales in float32; zero where the meta device had no values, as
@@ -271,7 +278,7 @@ def watch_layers(model: nn.Module) -> None:
     layers = converted(model)
     found = [vars(layer).get("fp8_watch") for layer in layers.values()]
     watch = next((layer.watch for layer in found if layer is not None), None) or Watch()
-    watch.restart()
+    watch.resume(history.Schedule())
     watch.model = weakref.ref(model)
     for name, layer in layers.items():
         if "fp8_watch" not in vars(layer):

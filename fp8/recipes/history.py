@@ -1,11 +1,11 @@
 """The state of recipes, in buffers of the layers that `fp8.convert` converts: the amax history of
-each operand (scaling "delayed"), or its scale (scaling "static")."""
+each operand (scaling "delayed"), or its scale (scaling "static") and when it is measured again."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,27 @@ from .recipe import Recipe
 
 _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
 _ROLES = ("input", "weight", "grad")
+
+LOOKS = "fp8_looks"
+"""The buffer of a layer with static scales that keeps the schedule of its model's looks: `Schedule`
+in int64, or zeros. It is written when a state_dict is made."""
+
+
+class Schedule(NamedTuple):
+    """When the passes of a model look at its casts, as `fp8.casts.watch.Watch` counts them.
+
+    Attributes:
+        step: the number of the next pass, from 1.
+        measures: whether that pass measures static scales again.
+        wait: the passes from the next look that an operand asks for to the one after it, at least.
+        asks_from: the first pass in which an operand may ask for a look.
+    """
+
+    step: int = 1
+    measures: int = True
+    wait: int = 1
+    asks_from: int = 0
+
 
 ROLES = ("input", "weight", "2")
 """The roles of the operands of a product, in the names of buffers; "2": the values of attention."""
@@ -108,6 +129,7 @@ class LayerState:
             _check_creates(buffer)
             with torch.inference_mode(False):
                 layer.register_buffer(buffer, torch.zeros(shape, device=device))
+                _add_looks(layer, device)
         settled = groups or length or layer.fp8_watch.watch.frozen
         if self.measures and not settled:
             # Measured again, and so independent of what is noted: one graph.
@@ -203,7 +225,15 @@ def add_buffers(layer: Any, recipe: Recipe | None = None) -> None:
             zeros = torch.zeros(shape, device=layer.weight.device)
             if getattr(layer, name, zeros[..., None]).shape != zeros.shape:
                 layer.register_buffer(name, zeros)
+        _add_looks(layer, layer.weight.device)
     vars(layer)["fp8_measured"] = MeasuredScales()
+
+
+def _add_looks(layer: Any, device: torch.device) -> None:
+    """Adds the schedule to a layer with static scales."""
+    if has_scales(layer) and LOOKS not in layer._buffers:
+        zeros = torch.zeros(len(Schedule._fields), dtype=torch.int64, device=device)
+        layer.register_buffer(LOOKS, zeros)
 
 
 def _buffers_of(recipe: Recipe) -> dict[str, int]:
@@ -228,7 +258,7 @@ def is_saved(layer: Layer, recipe: Recipe, state: Keywords, prefix: str) -> bool
 
 def remove_buffers(layer: nn.Module) -> None:
     """Removes the buffers that `add_buffers` adds."""
-    for name in histories(layer, recurse=False):
+    for name in filter(is_history, list(layer._buffers)):
         delattr(layer, name)
     vars(layer).pop("fp8_measured", None)
 
@@ -248,8 +278,8 @@ def add_initial_histories(layer: Layer, state: Keywords, prefix: str) -> None:
     if "fp8_measured" in vars(layer) and layer.fp8_settings.by_call:
         for key in state:
             name = key.removeprefix(prefix)
-            is_state = key.startswith((prefix + _AMAX, prefix + _SCALE))
-            if is_state and name not in layer._buffers:
+            is_state = key.startswith(prefix) and is_history(name)
+            if is_state and "." not in name and name not in layer._buffers:
                 layer.register_buffer(name, torch.zeros_like(state[key]))
     has_parameters = any(prefix + name in state for name, _ in layer.named_parameters())
     if has_parameters and buffers.keys().isdisjoint(state):
@@ -257,6 +287,30 @@ def add_initial_histories(layer: Layer, state: Keywords, prefix: str) -> None:
         for name, buffer in buffers.items():
             device = buffer.device if weight is None else weight.device
             state[name] = torch.zeros_like(buffer, device=device)
+    looks, known = buffers.get(prefix + LOOKS), buffers.keys() & state.keys()
+    if looks is not None and known:
+        # Checkpoints of earlier versions have scales without a schedule.
+        device = state[known.pop()].device
+        state.setdefault(prefix + LOOKS, torch.zeros_like(looks, device=device))
+
+
+def write_schedule(layer: nn.Module, schedule: Schedule) -> None:
+    """Writes the schedule into the buffer of a layer that has one."""
+    looks = layer._buffers.get(LOOKS)
+    if looks is not None and not looks.is_inference():
+        with torch.no_grad():
+            part_of(looks).copy_(torch.tensor(schedule))
+
+
+def read_schedule(layer: nn.Module) -> Schedule | None:
+    """The schedule in the buffer of a layer; None if there is none."""
+    looks = layer._buffers.get(LOOKS)
+    if looks is None or looks.is_meta:
+        return None
+    schedule = Schedule(*part_of(looks).tolist())
+    if schedule.step:
+        return schedule
+    return None
 
 
 def static_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -272,13 +326,16 @@ def static_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def is_history(name: str) -> bool:
     """Whether a buffer of this name is one that `add_buffers` adds."""
-    return name.rpartition(".")[2].startswith((_AMAX, _SCALE))
+    return name.rpartition(".")[2].startswith((_AMAX, _SCALE, LOOKS))
 
 
 def histories(model: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
-    """The buffers that `add_buffers` added to a model, by name; the local parts of DTensors."""
-    buffers = model.named_buffers(recurse=recurse)
-    return {name: part_of(buffer) for name, buffer in buffers if is_history(name)}
+    """The states of the operands of a model, by name; the local parts of DTensors."""
+    found = {}
+    for name, buffer in model.named_buffers(recurse=recurse):
+        if is_history(name) and not name.endswith(LOOKS):
+            found[name] = part_of(buffer)
+    return found
 
 
 def history_of(layer: nn.Module, role: str) -> Tensor | None:

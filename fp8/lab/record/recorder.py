@@ -16,6 +16,7 @@ from ...casts.watch import Seen, is_look, watches_of
 from ...common.ranks import Group, rank, ranks
 from ...common.step import Batch, Loss
 from ...common.validation import check_module, check_whole
+from ...recipes.history import Schedule
 from ...recipes.policy import Policy
 from ...recipes.recipe import Recipe
 from ...version import __version__
@@ -241,8 +242,11 @@ def record(
             if isinstance(other, Recorder):
                 other._end(alone=True)
         # Passes before, as those of a calibration, do not count: steps of two runs are the same.
-        watch.restart(start + 1)
+        schedule = watch.schedule
+        if schedule.step != start + 1:  # not that of a checkpoint of this step
+            schedule = Schedule(start + 1)
         watch.every = every
+        watch.resume(schedule)
     layers: dict[str, str] = {}
     for watch in watches:
         layers.update((layer.name, layer.recipe) for layer in watch.layers)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import fp8
 from fp8.adapters.lightning import FP8FabricPrecision, FP8Precision
+from fp8.casts.watch import watch_of
 from tests.fp8.adapters.loops import adam, batches, loss_of, plain_loop, small
 from tests.shared import (
     Net,
@@ -184,6 +185,7 @@ def test_what_follows_a_fit(recipe, precision, tmp_path):
     for model in models[1:]:
         assert model.losses[-8:] == models[0].losses[-8:]
         assert_same(model.state_dict(), weights)
+        assert watch_of(model).schedule == watch_of(models[0]).schedule
 
 
 @parametrize("recipe", ["unit", "static"])

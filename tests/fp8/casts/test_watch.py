@@ -14,6 +14,7 @@ import fp8
 from fp8.casts.counts import MARGIN, SPOTS, passes, range_of_spots, spots
 from fp8.casts.watch import LONGEST, watch_of
 from fp8.formats.format import get_format
+from fp8.recipes.history import Schedule
 from fp8.warnings import PitfallWarning
 from tests.launch import needs_gloo, run_ranks
 from tests.shared import descend, linears, normal, parametrize, quietly, said, settle
@@ -169,7 +170,7 @@ def sharded(rank, store):
     assert scales[0] == 2.0**8
     # A step of another model asks for no agreement, for which one process alone would wait.
     del optimizer
-    watch_of(net).step = 512 + rank
+    watch_of(net).resume(Schedule(512 + rank))
     train(linears(WIDTH, WIDTH), 1)
 
 
@@ -194,3 +195,28 @@ def test_a_compiled_optimizer_is_one_graph():
         step()
     assert len(graphs) == 1
     assert watch_of(net).step == 5
+
+
+@parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_compiled_evaluation_does_not_look(mode):
+    """In passes of training that look, too: it has one graph, which writes no statistics."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    net = model()
+    run = torch.compile(net, backend=backend)
+    watch = watch_of(net)
+    for looks in (True, False):
+        settle(net, checks=not looks)
+        watch.looks = looks
+        with mode():
+            run(normal(64, WIDTH))
+        assert not watch.is_open
+    assert len(graphs) == 1
+    watch.looks = True
+    run(normal(64, WIDTH))
+    assert len(graphs) == 2
+    assert watch.is_open

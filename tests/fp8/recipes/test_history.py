@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import RECIPES, Cast, Recipe
+from fp8.recipes.history import histories
 from tests.shared import (
     assert_close,
     assert_same,
@@ -217,9 +218,8 @@ def test_the_state_of_scales_keeps_its_dtype(recipe, size):
     model(x).sum().backward()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to(dtype)
-    for name, buffer in model.named_buffers():
-        assert buffer.dtype == torch.float32
-        assert_same(buffer, before[name])
+    assert_same(dict(model.named_buffers()), before)
+    assert {state.dtype for state in histories(model).values()} == {torch.float32}
     model.zero_grad()
     model(x.clamp(-1, 1).to(dtype)).sum().backward()
     assert model.weight.grad.dtype == model.weight.dtype == dtype
@@ -233,9 +233,10 @@ def test_a_layer_of_several_products_has_histories_of_each(recipe):
     for _ in range(2):
         layer(x, x, x)[0].square().sum().backward()
     state = layer.state_dict()
-    histories = [state[name] for name in state if name.startswith("fp8_")]
-    assert len(histories) == 12
-    assert all(history.any() for history in histories)
+    states = histories(layer)
+    assert len(states) == 12
+    assert states.keys() < state.keys()
+    assert all(history.any() for history in states.values())
     other.load_state_dict(state)
     with torch.no_grad():
         assert_same(other(x, x, x)[0], layer(x, x, x)[0])

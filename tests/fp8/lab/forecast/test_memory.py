@@ -16,6 +16,7 @@ from fp8.lab.forecast.card import CARDS, compiling_for, why_not
 from fp8.lab.forecast.forecast import _Converter, _empty, _Step
 from fp8.lab.forecast.hollow import Allocations
 from fp8.lab.forecast.memory import OPTIMIZERS, of_optimizer, of_passes, on_gpu
+from fp8.recipes.history import Schedule
 from tests.fp8.blocks import bytes_of, saved_by
 from tests.shared import Net, filterwarnings, parametrize, refuses
 
@@ -86,7 +87,7 @@ def test_bytes_are_those_of_a_real_step(make, recipe, backend):
 
     def forward():
         for watch in watches_of(model) if recipe else ():
-            watch.restart()
+            watch.resume(Schedule())
             watch.looks = False  # as in nearly all passes
         return model(x)
 
