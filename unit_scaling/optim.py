@@ -421,9 +421,9 @@ class _UnitScaled(torch.optim.Optimizer):
     @untraced
     def _replace_groups(self) -> Any:
         given = self.param_groups
-        stepped = [p for group in given for p in group["params"] if p.grad is not None]
-        if any(map(_is_pending, stepped)):
-            raise RuntimeError(f"step: {_PENDING}")
+        for group in given:
+            if any(_is_pending(p) and p.grad is not None for p in group["params"]):
+                raise RuntimeError(f"step: {_PENDING}")
         self._update_splits()
         self.param_groups = [part for split in self._splits for part in split.parts]
         return given
@@ -460,14 +460,14 @@ class _UnitScaled(torch.optim.Optimizer):
         in ``kept``. is_new_eps: the user has changed that of the group."""
         count = len(group["params"])
         names = group.get("param_names") or [f"number {i}" for i in range(count)]
-        lr_scales = group.get(_LR_SCALES) or [math.nan] * count
-        eps_scales = group.get(_EPS_SCALES) or [1.0] * count
+        lr_scales = group.get(_LR_SCALES, [])
+        eps_scales = group.get(_EPS_SCALES, [1.0] * count)
         allow_untagged = self._settings.allow_untagged
         if len(lr_scales) != count:
-            # As after DeepSpeed has flattened all parameters of a group into one: no rate is known.
+            # DeepSpeed flattens all parameters of a group into one: no rate is known.
+            allow_untagged = allow_untagged and not lr_scales
             lr_scales = [math.nan] * count
             eps_scales = [1.0] * count
-            allow_untagged = False
             kept = set()
         parts: dict[tuple[float, float], Group] = {}
         records: list[tuple[float, float]] = []

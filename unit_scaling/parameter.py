@@ -169,10 +169,9 @@ class TaggedModule(nn.Module):
 
     def tag_parameters(self, kind: MupType) -> None:
         """Tags the module's own parameters, biases as "bias" and others as ``kind``."""
-        self.mup_tags = {
-            name: Tags("bias" if "bias" in name else kind)
-            for name, _ in self.named_parameters(recurse=False)
-        }
+        self.mup_tags = {}
+        for name, _ in self.named_parameters(recurse=False):
+            self.mup_tags[name] = Tags("bias" if "bias" in name else kind)
         self.restore_tags()
         check_weights_at_first_call(self)
 

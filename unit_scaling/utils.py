@@ -35,10 +35,13 @@ class ScalePair:
     backward: float | None = None
 
     def __str__(self) -> str:
-        scales = (self.forward, self.backward)
-        return "(-> {}, <- {})".format(
-            *("n/a" if s is None else f"{s:.3}" for s in scales)
-        )
+        return f"(-> {_short(self.forward)}, <- {_short(self.backward)})"
+
+
+def _short(scale: float | None) -> str:
+    if scale is None:
+        return "n/a"
+    return f"{scale:.3}"
 
 
 class ScaleTracker(Function):

@@ -96,25 +96,33 @@ def _outermost() -> nn.Module | None:
 def _rms_outside(module: nn.Module) -> float | None:
     """The RMS of the module's first weight that is far from 1."""
     for p in module.parameters(recurse=False):
-        weight = getattr(p, "mup_type", "") in ("weight", "output") and p.dim() > 1
-        rms = known_rms(p) if weight and p.numel() >= _FEW else None
-        if rms is not None and not is_near_one(rms):
-            return rms
+        if is_weight(p) and p.numel() >= _FEW:
+            rms = known_rms(p)
+            if rms is not None and not is_near_one(rms):
+                return rms
     return None
 
 
-def is_near_one(rms: float | None) -> bool:
-    """Whether an RMS is that of a unit-scaled weight; False if it is unknown."""
-    return rms is not None and RANGE[0] <= rms <= RANGE[1]
+def is_weight(parameter: Tensor) -> bool:
+    """Whether a parameter is tagged as one whose entries have RMS 1 in a unit-scaled layer."""
+    kind = getattr(parameter, "mup_type", "")
+    return kind in ("weight", "output") and parameter.dim() > 1
+
+
+def is_near_one(rms: float) -> bool:
+    """Whether an RMS is that of a unit-scaled weight."""
+    return RANGE[0] <= rms <= RANGE[1]
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor is dense and has values, all of them in this process."""
+    is_plain = type(tensor.data) is Tensor and not tensor.is_meta
+    return is_plain and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def known_rms(tensor: Tensor) -> float | None:
     """The RMS; None if it is zero or unknown (meta tensors, sharded tensors, inside vmap)."""
-    if (
-        type(tensor) not in (Tensor, nn.Parameter)
-        or tensor.is_meta
-        or not tensor.numel()
-    ):
+    if not is_readable(tensor):
         return None
     with suppress(RuntimeError):  # no values inside torch.func transforms
         norm: float = in_own_thread(_norm, tensor)

@@ -26,7 +26,7 @@ from fp8.common.compiler import eager_only
 from fp8.warnings import OptimizerWarning, warn_once
 
 from ..rules.rates import RATES, TORCHS_EPS, default_rate
-from .first_call import is_near_one, known_rms
+from .first_call import is_near_one, is_weight, known_rms
 
 OFF = 3.0
 """The octaves between a learning rate and that of its rule from which it is reported."""
@@ -100,7 +100,10 @@ def _is_copy_checked(optimizer: Optimizer) -> bool:
     """Whether no further step needs a check. Warns if parameters of copied models are stepped that
     have no gradients, while those of a copy have."""
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    models = [each for each in _COPIED if any(p in each.parameters for p in stepped)]
+    models = []
+    for each in _COPIED:
+        if any(p in each.parameters for p in stepped):
+            models.append(each)
     if not models or any(map(_has_gradient, stepped)):
         return True
     ids = set(map(id, stepped))
@@ -215,7 +218,7 @@ def _rates(optimizer: Optimizer, rule: str) -> Iterator[_Rate]:
         known = ((lr, factor) for lr, factor in rates if lr is not None)
         rate = max((float(lr) / factor for lr, factor in known), default=0.0)
         for p in group["params"]:
-            if getattr(p, "mup_type", "") in ("weight", "output") and p.dim() > 1:
+            if is_weight(p):
                 wanted = RATES[rule] if _has_factors(group) else default_rate(rule, p)
                 yield _Rate(p, rate, math.log2(rate / wanted) if rate > 0 else 0.0)
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from fp8.warnings import ConvertWarning, warn_once
 
+from .first_call import is_readable
+
 ERRORS = 4.0
 """Standard errors from which rows or columns of a weight differ more in size than those of an
 initialization; see `_spread`. Those of torch are at most 0, up to chance: entries are independent,
@@ -41,13 +43,13 @@ def signs_of_training(model: nn.Module) -> str:
     for path, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         gain = parameters.get("weight")  # not as an attribute: that may be computed
-        if gain is None or gain.dim() != 1 or len(gain) < 2 or not _is_readable(gain):
+        if gain is None or gain.dim() != 1 or len(gain) < 2 or not _is_read(gain):
             continue
         if (
             gain.mean().abs() > gain.std() > 0
         ):  # gains that are random at first have both signs
             return f"the gains of {path or type(module).__name__} differ"
-    weights = [p for p in model.parameters() if p.dim() > 1 and _is_readable(p)]
+    weights = [p for p in model.parameters() if p.dim() > 1 and _is_read(p)]
     weights = [p for p in weights if min(len(p), p[0].numel()) >= FEWEST]
     uneven = sum(p.numel() for p in weights if _spread(p) > ERRORS)
     if 2 * uneven > sum(p.numel() for p in weights):
@@ -55,9 +57,8 @@ def signs_of_training(model: nn.Module) -> str:
     return ""
 
 
-def _is_readable(p: Tensor) -> bool:
-    dense = p.layout is torch.strided and type(p.data) is Tensor and not p.is_meta
-    return dense and p.numel() > 0 and p.is_floating_point()
+def _is_read(parameter: Tensor) -> bool:
+    return is_readable(parameter) and parameter.is_floating_point()
 
 
 def _spread(weight: Tensor) -> float:
@@ -67,8 +68,8 @@ def _spread(weight: Tensor) -> float:
     variance = float(squares.var())
     if not variance > 0:
         return 0.0
-    return max(
-        (float(squares.mean(1 - i).var()) * squares.shape[1 - i] / variance - 1)
-        / (2 / squares.shape[i]) ** 0.5
-        for i in (0, 1)
-    )
+    errors = []
+    for means, entries in ((squares, squares.shape[1]), (squares.mT, len(squares))):
+        excess = float(means.mean(1).var()) * entries / variance - 1
+        errors.append(excess / (2 / len(means)) ** 0.5)
+    return max(errors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from functools import partial
 from typing import NoReturn
@@ -71,9 +70,8 @@ MODULES = {
 
 def names(row: str) -> list[str]:
     """The names of a row of `MISSING`."""
-    return re.sub(
-        r"\S*#\S*", lambda x: " ".join(x[0].replace("#", d) for d in "123"), row
-    ).split()
+    found = [name.replace("#", digit) for name in row.split() for digit in "123"]
+    return list(dict.fromkeys(found))
 
 
 def bare_name(name: str) -> str:

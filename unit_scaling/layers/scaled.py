@@ -95,11 +95,8 @@ class Scaled(nn.Module):
         checked_constraint(ours.get("constraint"))
         super().__init__(**arguments)
         vars(self).update(ours)
-        of_op = signature(self.op).parameters
-        self._settings = tuple(name for name in of_op if hasattr(self, name))
-        self._places = tuple(
-            n for n, p in of_op.items() if p.kind is p.POSITIONAL_OR_KEYWORD
-        )
+        self._places = tuple(signature(self.op).parameters)
+        self._settings = tuple(name for name in self._places if hasattr(self, name))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Returns ``op`` of the inputs; settings that follow them are given by position."""

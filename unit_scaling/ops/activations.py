@@ -153,11 +153,12 @@ def _times(
     return (input * activation(gate)).mul_(s["output"] / mult)
 
 
+_GATED = ("output", "input", "gate")
+
+
 def silu_glu_scales(mult: float = 1.0) -> Scales:
     """One scale for all, about 1/RMS of silu."""
-    return dict.fromkeys(
-        ("output", "input", "gate"), _gated_scale(1, mult, _RELU_GRAD_RMS)
-    )
+    return dict.fromkeys(_GATED, _gated_scale(1, mult, _RELU_GRAD_RMS))
 
 
 @row(silu_glu_scales)
@@ -175,7 +176,7 @@ def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
 def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
     """One scale for all, 1/RMS of gelu."""
     s = elementwise_scales(F.gelu, (), {"approximate": approximate}, mult)
-    return dict.fromkeys(("output", "input", "gate"), s["output"])
+    return dict.fromkeys(_GATED, s["output"])
 
 
 @row(geglu_scales)

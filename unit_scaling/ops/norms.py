@@ -19,21 +19,25 @@ from .generated import by_name, defaults_of, described
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     """The output has RMS 1; gradients of weight and bias sum over all rows."""
-    scale = row_scale(input.numel() // (math.prod(normalized_shape) or 1), 0.5)
+    return _scales(input, math.prod(normalized_shape))
+
+
+def _scales(input: Tensor, elements: int) -> Scales:
+    """elements: those of the weight."""
+    scale = row_scale(input.numel() // (elements or 1))
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
 
 
 def rms_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     """Returns the scales of `layer_norm_scales`, without those of a bias."""
-    s = layer_norm_scales(input, normalized_shape)
-    return {name: s[name] for name in ("output", "input", "weight")}
+    scales = layer_norm_scales(input, normalized_shape)
+    del scales["bias"]
+    return scales
 
 
 def channel_norm_scales(input: Tensor) -> Scales:
     """The output has RMS 1; the weight of a channel sums gradients over all other dimensions."""
-    channels = math.prod(input.shape[1:2])
-    scale = row_scale(input.numel() // (channels or 1), 0.5)
-    return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
+    return _scales(input, math.prod(input.shape[1:2]))
 
 
 def _norm(

@@ -189,11 +189,10 @@ def grouped_mm_scales(
     k = left.shape[-1]
     m = left.shape[-2]
     n = right.shape[-1]
-    if offs is None:
-        tied = tie(constraint, output=inverse(k), left=inverse(n))
-        return {"right": row_scale(m), **tied}
-    groups = offs.shape[0] or 1
-    if left.ndim == right.ndim:
+    groups = 1
+    if offs is not None:
+        groups = offs.shape[0] or 1
+    if left.ndim == right.ndim == 2:
         terms = k / groups or 1
         sums = {"output": terms**-0.5, "left": inverse(n), "right": inverse(m)}
         return tie(constraint, **sums)
