@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class CallNode:
     """One call, or an external tensor (function None): a parameter, an input, a buffer.
 
     kind: as in `record.kinds`; "" for one that is not seen. inside: the autograd function in which
-    it, or a module that makes it, runs. written: the arguments that it writes into.
+    it, or a module that makes it, runs. writes: whether it writes into arguments, written: which.
 
     Of its result: parameter: the name of the parameter that it is. origin: also of one that it is a
     view or copy of. live: whether it depends on a parameter or a floating-point input. computed: on
@@ -69,6 +69,7 @@ class CallNode:
     args: Args = ()
     kwargs: Kwargs = field(default_factory=dict)
     inside: str = ""
+    writes: bool = False
     written: tuple[Slot, ...] = ()
     numel: int = 0
     floating: bool = False
@@ -101,10 +102,15 @@ def tensors_in(value: object, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
     """The tensors of arguments with their slots, recursively through lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield slot, value
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    for key, item in value.items() if isinstance(value, dict) else ():
+    for key, item in items_in(value).items():
         yield from tensors_in(item, (*slot, key))
+
+
+def items_in(value: object) -> dict[Any, object]:
+    """The items of a list, tuple or dict; none of other values."""
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else {}
 
 
 def arguments_in(args: Args, kwargs: Kwargs) -> dict[Slot, Tensor]:
@@ -199,6 +205,16 @@ class Pass(Calls):
         super().__init__()
         self._counts: Counter[tuple[str, str]] = Counter()
 
+    @abstractmethod
+    def before(
+        self, place: Place, function: Function, args: Args, kwargs: Kwargs
+    ) -> Any:
+        """Called before a call, with `canonical` arguments. `after` receives what it returns."""
+
+    @abstractmethod
+    def after(self, place: Place, results: list[Tensor], begun: Any) -> None:
+        """Called with the tensors that a call has computed, if there are any."""
+
     def begin(self, arguments: Given) -> None:
         """Called with the arguments of the model before it runs."""
 
@@ -208,26 +224,22 @@ class Pass(Calls):
     def name(self, parameter: Tensor, name: str) -> None:
         """Takes a tensor for a parameter from now on, whatever calls have made it."""
 
-    def place(self, function: Function) -> Place:
-        """The place of a call that is about to run."""
-        path = self.path
-        kind = kind_of(function)
-        return Place(path, kind, self._counts[path, kind])
-
-    def count(self, place: Place) -> None:
-        """Counts a call that has returned a tensor."""
-        self._counts[place.path, place.kind] += 1
-
-
-def results_of(
-    place: Place,
-    args: Args,
-    output: object,
-) -> list[Tensor]:
-    """The tensors that a call computes."""
-    if place.kind == "setitem":
-        return [args[0]]
-    return [t for _, t in tensors_in(output)]
+    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> object:
+        args, kwargs = canonical(function, args, kwargs)
+        # Reading an attribute of a tensor passes through the modes that are active, too.
+        with torch.DisableTorchFunction():
+            path = self.path
+            kind = kind_of(function)
+            place = Place(path, kind, self._counts[path, kind])
+            begun = self.before(place, function, args, kwargs)
+        output = function(*args, **kwargs)
+        with torch.DisableTorchFunction():
+            computed = args[0] if kind == "setitem" else output
+            results = [t for _, t in tensors_in(computed)]
+            if results:
+                self._counts[path, kind] += 1
+                self.after(place, results, begun)
+        return output
 
 
 class Recorder(Pass):
@@ -258,52 +270,38 @@ class Recorder(Pass):
         for t in tensors_within(output):
             is_known = id(t) in self._node_of or t.grad_fn is not None
             if is_known and has_scale(t):
-                self.outputs.append(self._input((), t).node)
+                self.outputs.append(self._index(t))
 
     def name(self, parameter: Tensor, name: str) -> None:
         if id(parameter) not in self._parameters:
             self._parameters[id(parameter)] = name
             self._node_of.pop(id(parameter), None)
 
-    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> object:
-        args, kwargs = canonical(function, args, kwargs)
-        # Reading an attribute of a tensor passes through the modes that are active, too.
-        with torch.DisableTorchFunction():
-            place = self.place(function)
-            node = CallNode(place.kind, name_of(function), place.path, function)
-            node.args = args
-            node.kwargs = kwargs
-            node.inputs = [self._input(*each) for each in node.tensors.items()]
-            if isinstance(function, OPERATORS):
-                node.name = str(function)
-            self._describe(node)
-        output = function(*args, **kwargs)
-        with torch.DisableTorchFunction():
-            results = results_of(place, args, output)
-            if results:
-                self._add(node, function, results)
-                self.index_of[place] = len(self.nodes) - 1
-                self.count(place)
-        return output
-
-    def _describe(self, node: CallNode) -> None:
-        """Describes what a call will compute by its arguments."""
+    def before(
+        self, place: Place, function: Function, args: Args, kwargs: Kwargs
+    ) -> CallNode:
+        name = str(function)
+        if not isinstance(function, OPERATORS):
+            name = name_of(function)
+        node = CallNode(
+            place.kind, name, place.path, function, args=args, kwargs=kwargs
+        )
+        node.writes = writes(function, name, args, kwargs)
+        given = node.tensors.items()
+        node.inputs = [Input(slot, self._index(tensor)) for slot, tensor in given]
         sources = [self.nodes[i.node] for i in node.inputs]
         if node.kind in TRANSPARENT and sources:
             node.origin = sources[0].origin
         node.computed = _is_computed(node.kind, sources)
+        return node
 
-    def _add(
-        self,
-        node: CallNode,
-        function: Function,
-        results: list[Tensor],
-    ) -> None:
-        """Adds a call of a function that has computed ``results``."""
+    def after(self, place: Place, results: list[Tensor], begun: CallNode) -> None:
+        node = begun
+        self.index_of[place] = len(self.nodes)
         node.inside = running_function()
         ids = {id(t) for t in results}
         arguments = node.tensors
-        if writes(function, node.name, node.args, node.kwargs):
+        if node.writes:
             node.written = tuple(s for s, t in arguments.items() if id(t) in ids)
         # Arguments that it returns may be used by themselves.
         returned = ids.intersection(map(id, arguments.values()))
@@ -321,9 +319,10 @@ class Recorder(Pass):
         if is_product and is_strided(results[0]) and not node.inside:
             with torch.no_grad():
                 results[0].div_(rms_of(results[0]))
-        self._remember(results, returned)
+        self._remember([t for t in results if id(t) not in returned])
 
-    def _input(self, slot: Slot, tensor: Tensor) -> Input:
+    def _index(self, tensor: Tensor) -> int:
+        """The node that a tensor comes from, which is added if it is not known."""
         inner = debug_unwrap(tensor)
         if id(inner) in self._parameters:
             tensor = inner  # which torch.func.grad differentiates by
@@ -344,7 +343,7 @@ class Recorder(Pass):
             node.live = node.floating and is_read
             self.nodes.append(node)
             self._remember([tensor])
-        return Input(slot, self._node_of[id(tensor)])
+        return self._node_of[id(tensor)]
 
     def _is_hidden(self, tensor: Tensor, maker: Node) -> bool:
         """Whether autograd derives a tensor from others by more than the calls that were seen."""
@@ -359,12 +358,8 @@ class Recorder(Pass):
 
     def _add_hidden(self, tensor: Tensor, maker: Node) -> None:
         """Adds the function whose gradient ``maker`` computes, as a call that nothing scales."""
-        inputs = []
-        for place, known in enumerate(self._known_before(maker)):
-            if isinstance(known, Tensor):
-                inputs.append(self._input((place,), known))
-            else:
-                inputs.append(Input((place,), known))
+        known = self._known_before(maker)
+        inputs = [Input((place,), index) for place, index in enumerate(known)]
         function_class = getattr(maker, "_forward_cls", None)
         module = getattr(function_class, "__module__", "")
         # The functions of torch.distributed move values between processes.
@@ -377,23 +372,16 @@ class Recorder(Pass):
         elif is_move or module.partition(".")[0] in ("fp8", "unit_scaling"):
             inside = ""
 
-        node = CallNode(
-            kind,
-            name,
-            self.path,
-            type(maker),
-            inputs,
-            inside=inside,
-        )
+        node = CallNode(kind, name, self.path, type(maker), inputs, inside=inside)
         node.numel = tensor.numel()
         node.floating = node.live = True
         node.computed = _is_computed("", [self.nodes[i.node] for i in inputs])
         self.nodes.append(node)
         self._makers[maker] = len(self.nodes) - 1
 
-    def _known_before(self, maker: Node) -> list[int | Tensor]:
-        """What autograd derives a function's arguments from: nodes, and leaves of its graph."""
-        known: dict[int | Tensor, None] = {}
+    def _known_before(self, maker: Node) -> list[int]:
+        """The nodes that autograd derives a function's arguments from."""
+        known: dict[int, None] = {}
         todo = [maker]
         seen = {maker}
         while todo:
@@ -405,19 +393,15 @@ class Recorder(Pass):
                 if function in self._makers:
                     known[self._makers[function]] = None
                 elif leaf is not None:
-                    known[leaf] = None
+                    known[self._index(leaf)] = None
                 else:
                     todo.append(function)
         return list(known)
 
-    def _remember(
-        self,
-        tensors: list[Tensor],
-        others: Collection[int] = (),
-    ) -> None:
-        """Records that the tensors come from the latest node, but for the ids in ``others``."""
+    def _remember(self, tensors: list[Tensor]) -> None:
+        """Records that the tensors come from the latest node."""
         latest = len(self.nodes) - 1
-        for tensor in [t for t in tensors if id(t) not in others]:
+        for tensor in tensors:
             self._node_of[id(tensor)] = latest
             self._alive.append(tensor)
             if tensor.grad_fn is not None:
@@ -432,10 +416,11 @@ within."""
 def _is_computed(kind: str, sources: list[CallNode]) -> bool:
     """Whether the result depends on parameters and not on the model's inputs, which integer tensors
     are too. Products of parameters are values."""
-    computed = all(v.computed if v.live else v.floating for v in sources)
-    return (
-        computed and any(v.live for v in sources) and kind not in PRODUCTS | RECURRENT
-    )
+    live = [source for source in sources if source.live]
+    others = [source for source in sources if not source.live]
+    if not live or kind in PRODUCTS | RECURRENT:
+        return False
+    return all(v.computed for v in live) and all(v.floating for v in others)
 
 
 _PACKAGE = Path(__file__).parents[3]

@@ -68,7 +68,7 @@ def is_added(kind: str, slot: tuple[int | str, ...]) -> bool:
     return kind in ADDED and slot[0] in ADDED[kind]
 
 
-EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
+EMBEDDINGS = named("embedding embedding_bag")
 """Kinds that look up rows of a weight."""
 
 NORMS = named("layer_norm rms_norm group_norm batch_norm instance_norm normalize")
@@ -85,7 +85,7 @@ RECURRENT = named(
 JOINS = named("add sub rsub cat concat concatenate stack where")
 """Kinds that put a parameter beside values, or add it to them, as a layer does its bias."""
 
-ATTENTION = frozenset(["scaled_dot_product_attention"])
+ATTENTION = named("scaled_dot_product_attention")
 """Fused attention."""
 
 _ALIASES = {

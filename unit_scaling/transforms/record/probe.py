@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -17,11 +17,6 @@ from .calls import Calls
 
 unseen = torch.DisableTorchFunction
 """Disables function modes within the block, so that plans do not count its calls."""
-
-
-def unobserved() -> AbstractContextManager[None]:
-    """Within the block, no observer of this thread sees a call."""
-    return framed(observer=False)
 
 
 def is_observed() -> bool:

@@ -56,7 +56,7 @@ class Classes:
         for at in layers.values():
             if at[0] not in before(at[-1:]):
                 once.update(at)
-        return find_branches(self.flow, frozenset(once))
+        return find_branches(self.flow, once)
 
     @cached_property
     def kept(self) -> frozenset[str]:
@@ -163,11 +163,11 @@ class Classes:
         def before(i: int) -> list[int]:
             return [] if self._normalizes(i) else self.flow.sources[i]
 
-        found = reached((i for i in ends if not self._normalizes(i)), before)
-        inner = (self._nodes[i] for i in found - ends)
-        tables = [node.inputs for node in inner if node.kind in EMBEDDINGS]
-        origins = {self.flow.origin(i) for inputs in tables for i in inputs}
-        return {name for name in origins if name is not None}
+        given = set[str]()
+        for index in reached(ends, before) - ends:
+            if self._nodes[index].kind in EMBEDDINGS:
+                given |= self._weights(self._nodes[index])
+        return given
 
     def _normalizes(self, index: int) -> bool:
         is_norm = self._nodes[index].kind in NORMS

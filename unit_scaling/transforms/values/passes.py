@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,8 @@ from fp8.torch_internals.stance import outside_compiler
 
 from ...common.calls import Args, Function, Given, Kwargs
 from ..install import is_in_fsdp
-from ..record.calls import Pass, Place, results_of
-from ..record.kinds import canonical
+from ..record.calls import Pass, Place
 from ..record.values import has_scale, is_any, is_strided, size_of
-
-P = TypeVar("P", bound=Pass)
 
 Before = Callable[[Place, Args, Kwargs], None]
 """Called before a call. It may change parameters, and arguments in place."""
@@ -59,22 +55,17 @@ class Sizes(Pass):
         results = [t for t in tensors_within(output) if has_scale(t) and is_strided(t)]
         self.has_nan = any(is_any(t.isnan()) for t in results)
 
-    def observe(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
-        with torch.DisableTorchFunction():
-            place = self.place(function)
-            if place in self._set_at:
-                args, kwargs = canonical(function, args, kwargs)
-                with torch.no_grad():
-                    self._before(place, args, kwargs)
-        output = function(*args, **kwargs)
-        with torch.DisableTorchFunction():
-            results = results_of(place, args, output)
-            if results:
-                self.count(place)
-                name = self._names.get(place)
-                if name is not None:
-                    self.sizes[name] = read_size(max(results, key=Tensor.numel))
-        return output
+    def before(
+        self, place: Place, function: Function, args: Args, kwargs: Kwargs
+    ) -> None:
+        if place in self._set_at:
+            with torch.no_grad():
+                self._before(place, args, kwargs)
+
+    def after(self, place: Place, results: list[Tensor], begun: None) -> None:
+        name = self._names.get(place)
+        if name is not None:
+            self.sizes[name] = read_size(max(results, key=Tensor.numel))
 
 
 def read_size(tensor: Tensor) -> float:
@@ -94,30 +85,28 @@ def _saving_as_torch() -> AbstractContextManager[object]:
         return saved_tensors_hooks(Tensor.detach, lambda saved: saved)
 
 
-def run_pass(model: nn.Module, given: Given, seen: P) -> P:
-    """Runs the model on a copy of its arguments, in eager mode, observed by ``seen``, and returns
-    that. Parameters that the model writes, their gradients, buffers, counts and random states are
-    as they were afterwards."""
+def run_pass(model: nn.Module, given: Given, seen: Pass) -> None:
+    """Runs the model on a copy of its arguments, in eager mode, observed by ``seen``. Parameters
+    that the model writes, their gradients, buffers, counts and random states are as they were
+    afterwards."""
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
     torch.clear_autocast_cache()  # which has the weights as they were in the last pass
     try:
-        with ExitStack() as stack:
-            stack.enter_context(untouched(model, seed=0))
+        with (
+            untouched(model, seed=0),
+            apart(),
             # Autograd shows functions that make no call of torch; inference mode would not.
-            for context in (
-                apart(),
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                uncast(),
-            ):
-                stack.enter_context(context)
-            stack.enter_context(_saving_as_torch())
-            args, kwargs = detached(given)
-            seen.paths = stack.enter_context(running_modules(model))
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            uncast(),
+            _saving_as_torch(),
+            running_modules(model) as seen.paths,
             # A look-up with max_norm writes into its table.
-            written = stack.enter_context(restored(parameters))
-            stack.enter_context(_gathered(model, seen))
+            restored(parameters) as written,
+            _gathered(model, seen),
+        ):
+            args, kwargs = detached(given)
             seen.begin((args, kwargs))
             with seen:
                 output = outside_compiler(lambda: model(*args, **kwargs))
@@ -126,7 +115,6 @@ def run_pass(model: nn.Module, given: Given, seen: P) -> P:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         torch.clear_autocast_cache()
-    return seen
 
 
 @contextmanager
@@ -134,15 +122,13 @@ def _gathered(model: nn.Module, seen: Pass) -> Iterator[None]:
     """Within the block, ``seen`` knows what FSDP2 gathers of parameters. It gathers what a module
     holds before that runs, and frees it afterwards but for the root's."""
 
-    def enter(module: nn.Module, *_: Any, path: str) -> None:
-        for name, parameter in module.named_parameters(prefix=path):
+    def enter(module: nn.Module, *_: Any) -> None:
+        for name, parameter in module.named_parameters(prefix=seen.path):
             seen.name(parameter, name)
 
     with ExitStack() as hooks:
-        for path, module in model.named_modules() if is_in_fsdp(model) else ():
-            hooks.enter_context(
-                module.register_forward_pre_hook(partial(enter, path=path))
-            )
+        for module in model.modules() if is_in_fsdp(model) else ():
+            hooks.enter_context(module.register_forward_pre_hook(enter))
         try:
             yield
         finally:

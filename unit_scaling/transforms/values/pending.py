@@ -18,7 +18,7 @@ import math
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from threading import RLock
@@ -29,17 +29,18 @@ from torch import Tensor, nn
 
 from fp8.common.report import Report, Row
 from fp8.common.step import kept, unwrapped
+from fp8.frame import framed
 from fp8.torch_internals.decorators import untraced
 from fp8.torch_internals.pipelining import in_shape_inference
 from fp8.warnings import ScaleWarning, warn_once
 
+from ...checks.first_call import is_readable
 from ...common.calls import Args, Given, Kwargs
 from ...parameter import has_parameter_data, remember_tags, retag, tags_of
 from ..install import is_in_fsdp
 from ..record.calls import tensors_in
-from ..record.probe import unobserved
-from ..record.values import has_values, in_double, rms_of
-from .parameters import Change, joined, own_parameters, starts_of
+from ..record.values import has_scale, has_values, in_double, rms_of
+from .parameters import Change, own_parameters, starts_of
 from .ranks import model_name
 from .set_values import REACH, Decision, decide
 
@@ -86,11 +87,7 @@ class _Sample:
 
 @torch.no_grad()
 def _sample(parameter: Tensor) -> _Sample | None:
-    has_data = type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta
-    is_number = parameter.is_floating_point() or parameter.is_complex()
-    if not has_data or not is_number or not parameter.numel():
-        return None
-    if parameter.layout is not torch.strided:
+    if not (is_readable(parameter) and has_scale(parameter)):
         return None
     flat = parameter.detach().flatten()
     step = math.ceil(flat.numel() / PLACES)
@@ -101,6 +98,7 @@ def _sample(parameter: Tensor) -> _Sample | None:
 Samples = dict[str, _Sample | None]
 
 
+@dataclass(eq=False)
 class Record:
     """What a pending model and its copies share.
 
@@ -110,15 +108,14 @@ class Record:
     whether the decision is being made.
     """
 
-    def __init__(self, key: str, title: str, samples: Samples) -> None:
-        self.key = key
-        self.title = title
-        self.samples = samples
-        self.changes: dict[str, Change] | None = None
-        self.rows: list[Row] = []
-        self.lock = RLock()
-        self.runs = False
-        self.copies: weakref.WeakSet[_Copy] = weakref.WeakSet()
+    key: str
+    title: str
+    samples: Samples
+    changes: dict[str, Change] | None = None
+    rows: list[Row] = field(default_factory=list)
+    lock: Any = field(default_factory=RLock)
+    runs: bool = False
+    copies: weakref.WeakSet[_Copy] = field(default_factory=weakref.WeakSet)
 
     def __deepcopy__(self, memo: Any) -> Record:
         return self
@@ -315,8 +312,7 @@ class _Hook:
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own parameters with their keys in the record."""
-        for leaf, parameter in module.named_parameters(recurse=False):
-            yield joined(self.path, leaf), parameter
+        return module.named_parameters(prefix=self.path, recurse=False)
 
     def pending(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters whose values are not set, by name."""
@@ -408,7 +404,8 @@ def _running(
     for part in module.modules():
         for each in _hooks_of(part, record):
             each.join(part)  # those of a pickle do not know it
-    with unobserved():  # a model around this one may be tracked
+    # A model around this one may be tracked.
+    with framed(observer=False):
         if not record.runs:
             _check(module, (args, kwargs))
             record = hook.owner.followed()
@@ -430,7 +427,7 @@ _before_call = untraced(
 def _check(model: nn.Module, given: Given) -> None:
     """Raises RuntimeError for a first call without values or with others than the parameters'."""
     parts = list(model.modules())
-    held = [p for part in parts for p in part._parameters.values() if p is not None]
+    held = [t for part in parts for _, t in tensors_in(part._parameters)]
     tensors = [*held, *(t for _, t in tensors_in(given))]
     replaced = not all(isinstance(p, nn.Parameter) for p in held)
     tagged = any(getattr(part, "mup_tags", None) for part in parts)

@@ -115,7 +115,8 @@ class _Setter:
                 self._row(name, change.done, change.why)
             self.changes[name] = change
             self._write(name)
-        seen = run_pass(model, given, Recorder(model))
+        seen = Recorder(model)
+        run_pass(model, given, seen)
         self.nodes = seen.nodes
         self.index_of = seen.index_of
         self.place_of = {index: place for place, index in seen.index_of.items()}
@@ -428,11 +429,10 @@ class _Setter:
         that."""
         self._set_siblings()
         numbers = {name: change.number for name, change in self.changes.items()}
-        for name, number in agreed(f"{self.name}/values", numbers).items():
-            self.changes[name].number = number
+        numbers = agreed(f"{self.name}/values", numbers)
         results = agreed(f"{self.name}/results", self.sizes)
-        for name, change in self.changes.items():
-            self._finish_one(name, change, results.get(name))
+        for name, number in numbers.items():
+            self._finish_one(name, float(f"{number:.14g}"), results.get(name))
         if has_nan:
             kind = type(self.model).__name__
             raise ValueError(
@@ -440,13 +440,9 @@ class _Setter:
             )
         return Decision(self.changes, list(self.rows.values()))
 
-    def _finish_one(
-        self,
-        name: str,
-        change: Change,
-        result: float | None,
-    ) -> None:
-        change.number = number = float(f"{change.number:.14g}")
+    def _finish_one(self, name: str, number: float, result: float | None) -> None:
+        change = self.changes[name]
+        change.number = number
         values = self.parameters[name]
         if not math.isfinite(number) or is_any(~values.isfinite()):
             raise ValueError(
@@ -473,18 +469,20 @@ class _Setter:
     def _set_siblings(self) -> None:
         """Sets weights that the batch has not reached (an expert) as those of their siblings: the
         same parameter of other items of a list of modules."""
-        read = set(map(self.flow.origin, self.weights.values()))
-        for name in self.classes.kept - read:
-            shape = self.plain[name].shape
-            size = rms_of(self.plain[name])
-            for like in filter(None, read):
-                is_alike = _of_any_item(like) == _of_any_item(name)
-                if is_alike and self.plain[like].shape == shape:
-                    known = self.changes[like]
-                    tags = known.tags._replace(mup_divisor=size)
-                    self.changes[name] = Change(tags, 1 / size, number=known.number)
-                    self._write(name)
-                    break
+        origins = set(map(self.flow.origin, self.weights.values()))
+        read = sorted(filter(None, origins))
+        alike = {self._of_any_item(name): self.changes[name] for name in read}
+        for name in self.classes.kept - origins:
+            known = alike.get(self._of_any_item(name))
+            if known is not None:
+                size = rms_of(self.plain[name])
+                tags = known.tags._replace(mup_divisor=size)
+                self.changes[name] = Change(tags, 1 / size, number=known.number)
+                self._write(name)
+
+    def _of_any_item(self, name: str) -> tuple[str, torch.Size]:
+        """The name of a parameter without the numbers of items in lists, and its shape."""
+        return re.sub(r"\.\d+\.", "..", name), self.plain[name].shape
 
 
 class _Cell(NamedTuple):
@@ -500,11 +498,6 @@ _CELLS = {
     "rnn_tanh": _Cell(TANH_FACTOR, 1),
     "rnn_relu": _Cell(RELU_FACTOR, 1),
 }
-
-
-def _of_any_item(name: str) -> str:
-    """The name of a parameter without the numbers of items in lists."""
-    return re.sub(r"\.\d+\.", "..", name)
 
 
 def _off_one(tensor: Tensor) -> float:

@@ -47,21 +47,14 @@ class Holder:
     shift: float = 0.0
 
 
+@dataclass(frozen=True)
 class Sources:
     """The search in a recording. weights: the index of a product -> the argument that is its
     weight. fixed: names of tables that are weights of products too."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        weights: dict[int, Input],
-        fixed: Collection[str],
-    ) -> None:
-        self._nodes = flow.nodes
-        self._flow = flow
-        self._origin = flow.origin
-        self._weights = weights
-        self._fixed = fixed
+    flow: Flow
+    weights: dict[int, Input]
+    fixed: Collection[str]
 
     def holders(
         self,
@@ -77,7 +70,7 @@ class Sources:
         return None
 
     def _is_shared(self, visited: Collection[int], reader: int) -> bool:
-        readers = (r for index in visited for r in self._flow.readers[index])
+        readers = (r for index in visited for r in self.flow.readers[index])
         return any(
             r not in visited and r != reader and not self._is_absorbed(r)
             for r in readers
@@ -85,10 +78,10 @@ class Sources:
 
     def _is_absorbed(self, index: int) -> bool:
         """Whether the result of a call does not depend on the scale of what it reads."""
-        kind = self._nodes[index].kind
+        kind = self.flow.nodes[index].kind
         if kind in NORMS:
             return True
-        readers = self._flow.readers[index]
+        readers = self.flow.readers[index]
         return (
             kind in PROPORTIONAL
             and bool(readers)
@@ -100,7 +93,7 @@ class Sources:
         index: int,
         visited: set[int],
     ) -> list[Holder] | None:
-        node = self._nodes[index]
+        node = self.flow.nodes[index]
         if node.function is None:
             if node.parameter:
                 return [Holder(node.parameter)]
@@ -108,17 +101,18 @@ class Sources:
         if index in visited:
             return []
         visited.add(index)
-        if index in self._weights:
+        if index in self.weights:
             return self._of_product(index)
         kind = node.kind
-        terms = self._terms(node)
+        numbers = {slot for slot, t in node.tensors.items() if has_scale(t)}
+        terms = [i for i in node.inputs if i.slot in numbers]
         if isinstance(node.function, type) and kind:  # a move between processes
             terms = node.inputs
         if node.inside or kind in RECURRENT or not terms:
             return None
         if kind in EMBEDDINGS:
-            name = self._origin(terms[0])
-            if name and name not in self._fixed:
+            name = self.flow.origin(terms[0])
+            if name and name not in self.fixed:
                 return [Holder(name)]
             return None
         if kind == "add" and len(terms) == 1:
@@ -130,23 +124,19 @@ class Sources:
         if kind in ATTENTION:
             return self._back(terms[2].node, visited)
         if kind in NORMS:
-            gains = [self._nodes[i.node].parameter for i in terms]
+            gains = [self.flow.nodes[i.node].parameter for i in terms]
             return [Holder(name) for name in gains if name] or None
         if kind == "mul" or kind in PRODUCTS:
             return self._of_one(index, terms, visited)
         return None
 
-    def _terms(self, node: CallNode) -> list[Input]:
-        numbers = {slot for slot, t in node.tensors.items() if has_scale(t)}
-        return [i for i in node.inputs if i.slot in numbers]
-
     def _of_product(self, index: int) -> list[Holder] | None:
         """Returns the holders of a product: its weight and its bias."""
-        name = self._origin(self._weights[index])
-        if name is None or name in self._fixed:
+        name = self.flow.origin(self.weights[index])
+        if name is None or name in self.fixed:
             return None
-        node = self._nodes[index]
-        biases = map(self._origin, node.added)
+        node = self.flow.nodes[index]
+        biases = map(self.flow.origin, node.added)
         return [Holder(name), *(Holder(bias) for bias in biases if bias)]
 
     def _shifted(
@@ -155,12 +145,12 @@ class Sources:
         term: Input,
     ) -> list[Holder] | None:
         """Returns the holder of the sum of a parameter and a number."""
-        name = self._origin(term)
+        name = self.flow.origin(term)
+        if name is None:
+            return None
         given = (*node.args, *node.kwargs.values())
         numbers = [value for value in given if isinstance(value, int | float)]
-        if name:
-            return [Holder(name, float(sum(numbers)))]
-        return None
+        return [Holder(name, float(sum(numbers)))]
 
     def _of_all(
         self,
@@ -180,7 +170,7 @@ class Sources:
     ) -> list[Holder] | None:
         """Returns the holders of one factor of a product: the factor that nothing else reads, and
         a computed one rather than a gain."""
-        factors = [i for i in terms if i not in self._nodes[index].added]
+        factors = [i for i in terms if i not in self.flow.nodes[index].added]
         if len({i.node for i in factors}) < len(factors):
             return None  # a square
         ranked = []
@@ -189,7 +179,7 @@ class Sources:
             found = self._back(i.node, own)
             if found:
                 is_shared = self._is_shared(own - visited, index)
-                ranked.append((is_shared, self._origin(i) is not None, found, own))
+                ranked.append((is_shared, self.flow.origin(i) is not None, found, own))
         if not ranked:
             return None
         *_, holders, own = min(ranked, key=lambda each: each[:2])

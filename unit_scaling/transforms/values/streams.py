@@ -14,12 +14,12 @@ The learning rate is that of a residual branch: Adam's first step moves coordina
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...core.functional import completep_residual_scaling_rule
 from ..record.calls import Input
-from ..record.flow import Flow
+from ..record.flow import Flow, reached
 from ..record.kinds import TRANSPARENT, named
 
 _LOGITS = TRANSPARENT | named("add sub mul div masked_fill where clamp")
@@ -55,7 +55,7 @@ class Target:
     keeps: bool = False
 
 
-def find_branches(flow: Flow, layers: frozenset[int]) -> list[Branch]:
+def find_branches(flow: Flow, layers: set[int]) -> list[Branch]:
     """All residual branches of a model. layers: the products with weights of RMS 1."""
     adds: dict[int, Branch] = {}
     for index, node in enumerate(flow.nodes):
@@ -68,7 +68,7 @@ def find_branches(flow: Flow, layers: frozenset[int]) -> list[Branch]:
 
 
 def _branch(
-    flow: Flow, layers: frozenset[int], adds: dict[int, Branch], index: int
+    flow: Flow, layers: set[int], adds: dict[int, Branch], index: int
 ) -> Branch | None:
     terms = flow.values(index)
     if len(terms) != 2:
@@ -117,8 +117,7 @@ def weighted_branches(
     """The ends of the branches but for logits. outputs: the nodes of what the model returns."""
     # CompleteP (arXiv 2505.01618), table 1: the best rate does not depend on the depth.
     tau = completep_residual_scaling_rule()
-    adds = {branch.add: branch for branch in branches}
-    returned = {add for add in adds if _is_returned(flow, add, outputs)}
+    kept = _in_units_of_data(flow, branches, outputs)
     found = []
     for branch in branches:
         if _is_logit(flow, branch.add):
@@ -127,58 +126,45 @@ def weighted_branches(
         weight = tau(branch.number, count)
         end = branch.end.node
         stream = branch.skip.node
-        keeps = _in_units_of_data(flow, branch, adds, returned)
-        found.append(Target(branch.add, end, weight, stream, keeps))
+        found.append(Target(branch.add, end, weight, stream, branch.add in kept))
     return found
 
 
 def _is_logit(flow: Flow, index: int) -> bool:
     """Whether a softmax reads a sum, through moves, sums and masks only."""
-    kinds = {reader: flow.nodes[reader].kind for reader in flow.readers[index]}
-    if "softmax" in kinds.values():
-        return True
-    logits = (reader for reader, kind in kinds.items() if kind in _LOGITS)
-    return any(_is_logit(flow, reader) for reader in logits)
+    moved = _through(flow, [index], _LOGITS)
+    readers = {reader for each in moved for reader in flow.readers[each]}
+    return any(flow.nodes[reader].kind == "softmax" for reader in readers)
 
 
-def _is_returned(
-    flow: Flow,
-    index: int,
-    outputs: Collection[int],
-) -> bool:
-    """Whether a sum, moved or not, is a result of the model."""
-    readers = flow.readers[index]
-    moved = (r for r in readers if flow.nodes[r].kind in TRANSPARENT)
-    return index in outputs or any(_is_returned(flow, r, outputs) for r in moved)
+def _through(flow: Flow, calls: Iterable[int], kinds: Collection[str]) -> set[int]:
+    """Some calls, and what reads their results through calls of these kinds only."""
+
+    def readers(index: int) -> list[int]:
+        return [r for r in flow.readers[index] if flow.nodes[r].kind in kinds]
+
+    return reached(calls, readers)
 
 
 def _in_units_of_data(
-    flow: Flow, branch: Branch, adds: dict[int, Branch], returned: Collection[int]
-) -> bool:
-    """Whether a stream begins at an input of the model and one of its sums is a result."""
-    stream = branch.skip.node
-    is_result = branch.add in returned
-    while flow.nodes[stream].function is not None:
-        if stream in adds:
-            is_result |= stream in returned
-            stream = adds[stream].skip.node
-        elif flow.nodes[stream].kind in TRANSPARENT and len(flow.sources[stream]) == 1:
-            stream = flow.sources[stream][0]
-        else:
-            return False
-    begins = flow.nodes[stream]
-    later = (adds[add] for add in returned)
-    after = any(_follows(other, branch, adds) for other in later)
-    return begins.parameter is None and (is_result or after)
-
-
-def _follows(
-    later: Branch,
-    earlier: Branch,
-    adds: dict[int, Branch],
-) -> bool:
-    """Whether a sum continues the stream of another one."""
-    at: int | None = later.skip.node
-    while at in adds and at != earlier.add:
-        at = adds[at].skip.node
-    return at == earlier.add
+    flow: Flow, branches: Sequence[Branch], outputs: Collection[int]
+) -> set[int]:
+    """The sums of streams that begin at an input of the model, and of which a sum is a result."""
+    skips = {branch.add: branch.skip.node for branch in branches}
+    found = set[int]()
+    for add in skips:
+        sums = set[int]()
+        at = add
+        while flow.nodes[at].function is not None:
+            if at in skips:
+                sums.add(at)
+                at = skips[at]
+            elif flow.nodes[at].kind in TRANSPARENT and len(flow.sources[at]) == 1:
+                at = flow.sources[at][0]
+            else:
+                break
+        is_input = flow.nodes[at].function is None and not flow.nodes[at].parameter
+        moved = _through(flow, sums, TRANSPARENT)
+        if is_input and not moved.isdisjoint(outputs):
+            found |= sums
+    return found
