@@ -44,9 +44,7 @@ class Scope:
         """Whether the next module runs through it: the outermost one, which may be a part."""
         return not self.path.items
 
-    def mode(
-        self, module: nn.Module, path: str, given: Given
-    ) -> AbstractContextManager[object]:
+    def mode(self) -> AbstractContextManager[object]:
         """A new mode for a call of the model."""
         raise NotImplementedError
 
@@ -69,7 +67,7 @@ class Scope:
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
         if not (is_eager or traced):  # also after a graph break
             return outside_compiler(lambda: self.run(call, module, path, given, True))
-        mode = self.mode(module, path, given)
+        mode = self.mode()
         self.path.items.append(path)
         mode.__enter__()
         try:
@@ -161,9 +159,3 @@ def install(model: nn.Module, scope: Scope) -> None:
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
         kept.append((scope, path))
         gained._scopes = tuple(sorted(kept, key=lambda item: item[0].order))
-
-
-def is_exported() -> bool:
-    """Whether `torch.export` traces the model. In torch 2.11, is_exporting is true for every graph
-    that the compiler traces."""
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()

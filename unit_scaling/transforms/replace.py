@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from fp8.common.step import is_in_place
 from fp8.torch_internals.hidden_functions import called
 
-from ..common.calls import Args, Function, Given, Kwargs
+from ..common.calls import Args, Function, Kwargs
 from .install import Scope
 from .record.calls import Calls
 from .record.kinds import name_of, names_of
@@ -31,9 +30,15 @@ class Replace(Scope):
 
     def __init__(self, functions: Replacements) -> None:
         super().__init__()
-        self.rows = [_row(function, other) for function, other in functions.items()]
+        self.rows: list[_Replaced] = []
+        for function, other in functions.items():
+            names = names_of(function)
+            writes = is_in_place(name_of(function), {})
+            place = names.index("inplace") if "inplace" in names else -1
+            row = _Replaced(function, other, writes, place, _takes_inplace(other))
+            self.rows.append(row)
 
-    def mode(self, module: nn.Module, path: str, given: Given) -> _Replacing:
+    def mode(self) -> _Replacing:
         return _Replacing(self.rows)
 
 
@@ -51,13 +56,6 @@ class _Replaced:
     writes: bool
     place: int
     passes: bool
-
-
-def _row(function: Function, other: Function) -> _Replaced:
-    names = names_of(function)
-    writes = is_in_place(name_of(function), {})
-    place = names.index("inplace") if "inplace" in names else -1
-    return _Replaced(function, other, writes, place, _takes_inplace(other))
 
 
 class _Replacing(Calls):

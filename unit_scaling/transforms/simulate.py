@@ -17,7 +17,6 @@ from fp8.recipes.cast import Cast
 from fp8.recipes.recipe import OPERANDS, Recipe
 from fp8.warnings import ConvertWarning
 
-from ..common.calls import Given
 from ..formats import FPFormat
 from .compile import M, copied
 from .install import Scope, find_scope, install
@@ -34,15 +33,11 @@ class Simulate(Scope):
         super().__init__()
         self.casts = casts
         self.recipe = recipe
+        formats = [cast.format for cast in (casts.input, casts.grad) if cast]
+        names = [get_format(format).name for format in formats]
+        self.title = f"simulated casts to {' and '.join(names)}"
 
-    @property
-    def title(self) -> str:
-        casts = (
-            cast for cast in (self.recipe.input, self.recipe.grad) if cast is not None
-        )
-        return f"simulated casts to {' and '.join(get_format(cast.format).name for cast in casts)}"
-
-    def mode(self, module: nn.Module, path: str, given: Given) -> autocast:
+    def mode(self) -> autocast:
         mode = autocast(self.recipe)
         mode.reenters = True  # every module is reentered when it is called
         return mode
@@ -69,7 +64,7 @@ def simulate_format(
     forward = _cast("fwd_format", fwd_format)
     backward = _cast("bwd_format", bwd_format)
     name = f"simulate({fwd_format}, {bwd_format})"
-    return _simulate(module, "simulate_format", _recipe(name, forward, backward))
+    return _simulate(module, "simulate_format", name, forward, backward)
 
 
 def _cast(what: str, format: object) -> Cast:
@@ -98,16 +93,13 @@ def simulate_fp8(module: M) -> M:
 
     Source: OCP 8-bit Floating Point Specification.
     """
-    casts = _recipe("simulate_fp8", Cast(format="e4m3"), Cast(format="e5m2"))
-    return _simulate(module, "simulate_fp8", casts)
+    name = "simulate_fp8"
+    return _simulate(module, name, name, Cast(format="e4m3"), Cast(format="e5m2"))
 
 
-def _recipe(name: str, forward: Cast, backward: Cast) -> Recipe:
-    return Recipe(name=name, input=forward, weight=forward, grad=backward)
-
-
-def _simulate(model: M, transform: str, casts: Recipe) -> M:
+def _simulate(model: M, transform: str, name: str, forward: Cast, backward: Cast) -> M:
     check_module("simulation", model)
+    casts = Recipe(name=name, input=forward, weight=forward, grad=backward)
     result = copied(model, transform)
     _install(unwrapped(result), casts)
     return result

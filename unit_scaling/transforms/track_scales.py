@@ -23,8 +23,8 @@ from fp8.torch_internals.stance import outside_compiler
 
 from ..common.calls import Args, Function, Given, Kwargs
 from .compile import M, copied
-from .install import Call, Scope, install, is_exported
-from .record.calls import mapped, tensors_in
+from .install import Call, Scope, install
+from .record.calls import items_in, mapped, tensors_in
 from .record.kinds import name_of
 from .record.probe import Observer, is_observed, unseen
 from .replace import OPERATORS
@@ -80,10 +80,10 @@ class Metrics:
     def from_tensor(t: Tensor) -> Metrics.Data:
         """Returns the statistics of a floating-point tensor of any shape; inside of a transform of
         `torch.func`, of all that it maps."""
-        t = debug_unwrap(t.detach())
-        x = (t.to_dense() if t.is_sparse else t).to(
-            torch.promote_types(t.dtype, torch.float32)
-        )
+        x = debug_unwrap(t.detach())
+        if x.is_sparse:
+            x = x.to_dense()
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         if x.numel() == 0:
             return Metrics.Data(0.0, 0.0, 0.0, 0.0, 0.0, 0)
         sizes = x.abs()
@@ -238,10 +238,7 @@ class Tap(Observer):
             if floating:
                 # Hooks of a wrapper of torch.func are not called.
                 self._measure(node, debug_unwrap(value))
-            return
-        if isinstance(value, list | tuple):
-            value = dict(enumerate(value))
-        for key, item in value.items() if isinstance(value, dict) else ():
+        for key, item in items_in(value).items():
             if next(tensors_in(item), None) is not None:
                 part = self.graph.call_function(operator.getitem, (node, key))
                 self._record(part, item)
@@ -284,11 +281,12 @@ class Track(Scope):
         given: Given,
         is_eager: bool = False,
     ) -> object:
-        if path or is_observed() or is_exported():
+        # In torch 2.11, is_exporting is true for every graph that the compiler traces.
+        traced = torch.compiler.is_dynamo_compiling()
+        is_exported = torch.compiler.is_exporting() and not traced
+        if path or is_observed() or is_exported:
             return call()
-        eagerly = outside_compiler
-        if torch.compiler.is_dynamo_compiling():
-            eagerly = _in_eager_mode
+        eagerly = _in_eager_mode if traced else outside_compiler
         return eagerly(lambda: self._measured(call, module, given))
 
     def _measured(self, call: Call, module: nn.Module, given: Given) -> object:

@@ -73,7 +73,11 @@ def unit_scale(
             "unit_scale: the model is unit-scaled already: transform the plain model"
         )
     warn_if_trained(unwrapped(module))
-    _refuse_flattened(module)
+    if any(hasattr(part, "summon_full_params") for part in module.modules()):
+        raise ValueError(
+            "unit_scale: FullyShardedDataParallel has flattened the parameters, whose shapes "
+            "decide on their values: call unit_scale before it, or use fully_shard"
+        )
     # A model that processes have divided has no copy.
     result = module if is_sharded(module) else copied(module, "unit_scale")
     inner = unwrapped(result)
@@ -86,15 +90,6 @@ def unit_scale(
     choose_recipes(inner)
     resimulate(inner)
     return result
-
-
-def _refuse_flattened(model: nn.Module) -> None:
-    """Raises ValueError for parameters without shapes."""
-    if any(hasattr(part, "summon_full_params") for part in model.modules()):
-        raise ValueError(
-            "unit_scale: FullyShardedDataParallel has flattened the parameters, whose shapes "
-            "decide on their values: call unit_scale before it, or use fully_shard"
-        )
 
 
 def report(model: nn.Module) -> Report[Row]:

@@ -40,7 +40,7 @@ from ..checks.first_call import skip_checks
 from ..checks.ranges import RANGES, Measurement, diagnosis
 from ..common.calls import Args, Function, Kwargs
 from .install import is_sharded
-from .record.calls import Slot, tensors_in
+from .record.calls import Slot, arguments_in, tensors_in
 from .record.kinds import (
     ATTENTION,
     EMBEDDINGS,
@@ -90,7 +90,9 @@ class Verification(Rows[Measurement]):
         check_name("kind", kind, RANGES)
         found = [row.inside for row in self if row.kind == kind]
         inside = [each for each in found if each is not None]
-        return sum(inside) / len(inside) if inside else math.nan
+        if not inside:
+            return math.nan
+        return sum(inside) / len(inside)
 
     def __str__(self) -> str:
         cells = [("module", "call", "tensor", "kind", "scale", "rms", "")]
@@ -311,8 +313,8 @@ class Watch(Observer):
 
     def observe(self, function: Function, args: Args, kwargs: Kwargs) -> object:
         kind = kind_of(function)
-        arguments = (*tensors_in(args), *tensors_in(kwargs))
-        tensors = [debug_unwrap(t) for _, t in arguments]
+        arguments = arguments_in(args, kwargs)
+        tensors = list(map(debug_unwrap, arguments.values()))
         origins = [self._origin(t) for t in tensors]
         is_product = (
             function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS
@@ -323,12 +325,12 @@ class Watch(Observer):
         known = any(origin.parameter or origin.sources for origin in origins)
         output: object
         if multiplies and (known or any(t.requires_grad for t in tensors)):
-            if any(debug_unwrap(t) is not t for _, t in arguments):
+            if any(debug_unwrap(t) is not t for t in arguments.values()):
                 self.notes.append(f"{self._place(kind)} {_MAPPED}")
             with unseen():
                 product = _Product(self.path, kind, self._casts(kind, tensors))
-                for (slot, tensor), origin in zip(arguments, origins, strict=True):
-                    product.add(slot, tensor, origin)
+                for slot, origin in zip(arguments, origins, strict=True):
+                    product.add(slot, arguments[slot], origin)
             output = function(*args, **kwargs)
             self._products.append(product)
             origin = _Origin(frozenset([product]))
