@@ -188,10 +188,12 @@ def _default_rate(rule: LrScale | str, parameters: Sequence[Any]) -> float:
 
 
 def _tensor(entry: Any) -> Any:
-    """The parameter, also of a (name, parameter) pair."""
-    if isinstance(entry, tuple):
-        return entry[1]
-    return entry
+    """The parameter, also of a (name, parameter) pair. Raises TypeError for anything else."""
+    parameter = entry[1] if isinstance(entry, tuple) else entry
+    if not isinstance(parameter, Tensor):
+        kind = type(parameter).__name__
+        raise TypeError(f"params must be parameters or groups of them, got a {kind}")
+    return parameter
 
 
 def _factors(rule: LrScale | str, lr_mult: LrMult | None) -> LrScale:
@@ -226,14 +228,7 @@ def _as_groups(params: ParamsT) -> list[Group]:
     groups = _as_list(params)
     if not all(isinstance(group, dict) for group in groups):
         groups = [{"params": groups}]
-    groups = [{**group, "params": _as_list(group["params"])} for group in groups]
-    for entry in [_tensor(entry) for group in groups for entry in group["params"]]:
-        if not isinstance(entry, Tensor):
-            kind = type(entry).__name__
-            raise TypeError(
-                f"params must be parameters or groups of them, got a {kind}"
-            )
-    return groups
+    return [{**group, "params": _as_list(group["params"])} for group in groups]
 
 
 def _by_scale(

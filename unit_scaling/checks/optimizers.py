@@ -176,7 +176,8 @@ def _check_rate(optimizer: Optimizer) -> None:
         return
     # Only updates of Adam are known to have entries of about the rate.
     if median.octaves < -OFF or (median.octaves > OFF and "Adam" in name):
-        times = f"{2 ** abs(median.octaves):.0f} times {'above' if median.octaves > 0 else 'below'}"
+        where = "above" if median.octaves > 0 else "below"
+        times = f"{2 ** abs(median.octaves):.0f} times {where}"
         if ours:
             rate = f"lr={median.rate:.4g}, {times} that of the rule"
             advice = "Leave lr out, or find another by a sweep"
@@ -215,8 +216,8 @@ def _rates(optimizer: Optimizer, rule: str) -> Iterator[_Rate]:
         scale = group.get("mup_lr_scale") or 1.0
         rates = [(group.get(key), scale) for key in ("lr", "initial_lr", "max_lr")]
         rates.append((optimizer.defaults.get("lr"), 1.0))
-        known = ((lr, factor) for lr, factor in rates if lr is not None)
-        rate = max((float(lr) / factor for lr, factor in known), default=0.0)
+        known = [float(lr) / factor for lr, factor in rates if lr is not None]
+        rate = max(known, default=0.0)
         for p in group["params"]:
             if is_weight(p):
                 wanted = RATES[rule] if _has_factors(group) else default_rate(rule, p)

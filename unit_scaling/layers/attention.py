@@ -67,8 +67,8 @@ class MHSA(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         # (..., length, heads * width), three kinds of heads -> (..., heads, length, width)
         groups = (self.heads, self.kv_heads, self.kv_heads)
-        qkv = self.linear_qkv(input).unflatten(-1, (sum(groups), -1)).transpose(-3, -2)
-        query, key, value = qkv.split(groups, dim=-3)
+        heads = self.linear_qkv(input).unflatten(-1, (sum(groups), -1))
+        query, key, value = heads.transpose(-3, -2).split(groups, dim=-3)
         if self.rotary_base is not None:
             query = U.rotary(query, base=self.rotary_base)
             key = U.rotary(key, base=self.rotary_base)

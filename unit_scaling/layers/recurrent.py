@@ -34,6 +34,9 @@ class LSTM(_Recurrent, nn.LSTM, like=_LAYER):
     """
 
 
+_RNN = [*_LAYER[:3], _NONLINEARITY, *_LAYER[3:]]
+
+
 # fmt: off
 class GRU(_Recurrent, nn.GRU, like=_LAYER): ...
-class RNN(_Recurrent, nn.RNN, op=U.rnn_tanh, like=[*_LAYER[:3], _NONLINEARITY, *_LAYER[3:]]): ...
+class RNN(_Recurrent, nn.RNN, op=U.rnn_tanh, like=_RNN): ...

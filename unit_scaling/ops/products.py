@@ -384,9 +384,8 @@ def _factors(
     every = math.prod(list(sizes.values()))
     factors = {"output": inverse(every // (math.prod([sizes[c] for c in output]) or 1))}
     for name, term, x in zip(("left", "right"), terms, operands, strict=False):
-        elements = math.prod(
-            [size for i, size in enumerate(x.shape) if term.index(term[i]) == i]
-        )
+        own = dict(zip(term, x.shape, strict=True))
+        elements = math.prod(list(own.values()))
         factors[name] = inverse(every // (elements or 1))
     # The table has no factors for further operands.
     if constraint and len(operands) > 2:

@@ -47,11 +47,13 @@ def is_any(condition: Tensor) -> bool:
 
 def has_values(tensors: Iterable[Tensor]) -> bool:
     """Whether values can be read; those of the examples inside torch.vmap cannot."""
-    dense = (t.detach() for t in tensors if is_strided(t) and not t.is_meta)
     try:
-        return all(part_of(t).flatten()[:1].any().item() is not None for t in dense)
+        for tensor in tensors:
+            if is_strided(tensor) and not tensor.is_meta:
+                part_of(tensor.detach()).flatten()[:1].any().item()
     except RuntimeError:
         return False
+    return True
 
 
 def has_scale(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from fp8.common.mixin import bare_class
 from fp8.common.report import LEFT_ALONE
 from fp8.layers.select import holds_experts, why_quantized
 
-from ...parameter import Tags
+from ...parameter import MupType, Tags
 from ...rules.rates import fan_in
 from ..record.values import in_double, is_any
 
@@ -117,8 +117,7 @@ def _start(
         tags = Tags("weight" if parameter.dim() > 1 else "norm")
         return Change(tags, done="unchanged", why="parametrized: keeps its values")
     if parameter.dim() - stacked > 1 and not _is_gain(parameter):
-        tags = Tags("output" if parameter is readout else "weight")
-        return _of_weight(parameter, tags._replace(mup_stacked=stacked))
+        return _of_weight(parameter, readout, stacked)
     # Recurrent layers have bias_ih_l0.
     if leaf.endswith("bias") or leaf.startswith("bias_"):
         return _of_bias(module, path, leaf, others)
@@ -130,12 +129,15 @@ def _start(
 
 def weight_start(model: nn.Module, parameter: nn.Parameter) -> Change:
     """The first `Change` of a parameter that products read as a weight."""
-    is_readout = parameter is _readout(model)
-    return _of_weight(parameter, Tags("output" if is_readout else "weight"))
+    return _of_weight(parameter, _readout(model))
 
 
-def _of_weight(parameter: nn.Parameter, tags: Tags) -> Change:
+def _of_weight(
+    parameter: nn.Parameter, readout: Tensor | None, stacked: bool = False
+) -> Change:
     """A weight, which is divided by its RMS."""
+    kind: MupType = "output" if parameter is readout else "weight"
+    tags = Tags(kind, mup_stacked=stacked)
     if parameter.is_meta:
         return Change(tags, done=LEFT_ALONE, why="has no values yet (meta device)")
     if not parameter.numel():

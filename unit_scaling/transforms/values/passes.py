@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -34,19 +34,13 @@ Before = Callable[[Place, Args, Kwargs], None]
 class Sizes(Pass):
     """Measures the RMS of results, 0 for zeros, as ``sizes`` by name.
 
-    names: the places whose results are measured. set_at: those of the calls that ``before`` is
-    called before. has_nan: whether the output has NaN.
+    name_of: the name for the result of a call, None for one that is not measured. before: is
+    called before each call. has_nan: whether the output has NaN.
     """
 
-    def __init__(
-        self,
-        names: Mapping[Place, str | None],
-        set_at: Collection[Place],
-        before: Before,
-    ) -> None:
+    def __init__(self, name_of: Callable[[Place], str | None], before: Before) -> None:
         super().__init__()
-        self._names = names
-        self._set_at = set_at
+        self._name_of = name_of
         self._before = before
         self.sizes: dict[str, float] = {}
         self.has_nan = False
@@ -58,12 +52,11 @@ class Sizes(Pass):
     def before(
         self, place: Place, function: Function, args: Args, kwargs: Kwargs
     ) -> None:
-        if place in self._set_at:
-            with torch.no_grad():
-                self._before(place, args, kwargs)
+        with torch.no_grad():
+            self._before(place, args, kwargs)
 
     def after(self, place: Place, results: list[Tensor], begun: None) -> None:
-        name = self._names.get(place)
+        name = self._name_of(place)
         if name is not None:
             self.sizes[name] = read_size(max(results, key=Tensor.numel))
 

@@ -117,9 +117,6 @@ class Record:
     runs: bool = False
     copies: weakref.WeakSet[_Copy] = field(default_factory=weakref.WeakSet)
 
-    def __deepcopy__(self, memo: Any) -> Record:
-        return self
-
     def __reduce__(self) -> Any:
         return _record, (self.key, self.title, self.samples)
 

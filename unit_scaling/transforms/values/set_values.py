@@ -119,7 +119,6 @@ class _Setter:
         run_pass(model, given, seen)
         self.nodes = seen.nodes
         self.index_of = seen.index_of
-        self.place_of = {index: place for place, index in seen.index_of.items()}
         self._correct_gains(Classes(seen, self._tags()).weights)
         self.classes = Classes(seen, self._tags())
         self.flow = self.classes.flow
@@ -131,9 +130,6 @@ class _Setter:
         self._find_targets(seen.outputs)
         self.written = seen.written
         self.passes = 0
-        weights = self.weights.items()
-        self.names = {self.place_of[at]: self.flow.origin(i) for at, i in weights}
-        self.set_at = {self.place_of[index] for index in (*self.first, *self.targets)}
         self.multiplied: set[Holder] = set()  # in the last pass
 
     def _tags(self) -> dict[str, Tags]:
@@ -190,7 +186,7 @@ class _Setter:
         """Sets values in a pass, and measures the results of products with weights. Whether the
         output has NaN."""
         self.multiplied.clear()
-        seen = Sizes(self.names, self.set_at, self.before)
+        seen = Sizes(self.name_of, self.before)
         # The dict alone: ``seen`` refers to this object, and a cycle would keep parameters alive.
         self.sizes = seen.sizes
         run_pass(self.model, self.given, seen)
@@ -199,6 +195,13 @@ class _Setter:
             self._write(name)
         self.passes += 1
         return seen.has_nan
+
+    def name_of(self, place: Place) -> str | None:
+        """The weight of a product."""
+        weight = self.weights.get(self.index_of.get(place, -1))
+        if weight is None:
+            return None
+        return self.flow.origin(weight)
 
     def _agreed(self, what: str, value: T) -> T:
         """The value of the first process: each has a batch of its own, and learning rates follow
@@ -231,9 +234,7 @@ class _Setter:
         """Gives weights that calls read in other ways than as weights their plain values. A readout
         becomes a weight, and what is added to values a bias of their size."""
         classes = self.classes
-        kept = {name: name in classes.kept for name in sorted(classes.scaled)}
-        kept = agreed(f"{self.name}/kept", kept)
-        classes.kept = frozenset(filter(kept.get, kept))
+        classes.kept = frozenset(self._agreed("kept", sorted(classes.kept)))
         inside = classes.inside
         for name in sorted(classes.kept):
             tags = self.changes[name].tags
@@ -289,7 +290,7 @@ class _Setter:
     def before(self, place: Place, args: Args, kwargs: Kwargs) -> None:
         """Sets the weights of a call before it runs, the first time, and what holds the scales of
         its targets."""
-        index = self.index_of[place]
+        index = self.index_of.get(place, -1)
         tensors = arguments_in(args, kwargs)
         for target in self.targets.get(index, ()):
             self._bring_operand(target, tensors)
@@ -429,7 +430,7 @@ class _Setter:
         that."""
         self._set_siblings()
         numbers = {name: change.number for name, change in self.changes.items()}
-        numbers = agreed(f"{self.name}/values", numbers)
+        numbers = self._agreed("values", numbers)
         results = agreed(f"{self.name}/results", self.sizes)
         for name, number in numbers.items():
             self._finish_one(name, float(f"{number:.14g}"), results.get(name))

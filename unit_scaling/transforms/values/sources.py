@@ -18,7 +18,6 @@ from ..record.kinds import (
     EMBEDDINGS,
     NORMS,
     PRODUCTS,
-    RECURRENT,
     TRANSPARENT,
     named,
 )
@@ -108,7 +107,7 @@ class Sources:
         terms = [i for i in node.inputs if i.slot in numbers]
         if isinstance(node.function, type) and kind:  # a move between processes
             terms = node.inputs
-        if node.inside or kind in RECURRENT or not terms:
+        if node.inside or not terms:
             return None
         if kind in EMBEDDINGS:
             name = self.flow.origin(terms[0])
