@@ -335,49 +335,27 @@ def test_a_branch_of_coordinates_begins_with_the_size_that_it_has(gain, pool, sh
         assert not uu.report(ours).left_alone
 
 
-def hidden(m, x):
-    return m.down(m.up(x))
-
-
-def attended(m, x):
-    return F.scaled_dot_product_attention(m.up(x), m.up(x), m.down(x))
-
-
-def squared(m, x):
-    end = hidden(m, x)
-    return end * end
-
-
-ENDS = {
-    "of a product": (hidden, lambda end: None, True),
-    "of attention": (attended, lambda end: None, True),
-    "that a norm reads": (hidden, lambda end: F.layer_norm(end, (64,)), True),
-    "that a norm reads by a relu": (
-        hidden,
-        lambda end: F.layer_norm(F.relu(end), (64,)),
-        True,
-    ),
-    "that a layer reads": (hidden, lambda end: end, False),
-    "of a square": (squared, lambda end: None, False),
+READS = {
+    "norm": lambda end: F.layer_norm(end, (64,)),
+    "norm of a relu": lambda end: F.layer_norm(F.relu(end), (64,)),
+    "layer": F.relu,
 }
-"""The end of a branch, what is read of it beside the sum, and whether its scale is free."""
+"""What is read of a branch beside the sum. Its scale is free where norms alone read it."""
 
 
-@parametrize("name", ENDS)
+@parametrize("name", READS)
 def test_a_branch_has_its_weight_where_its_scale_is_free(name):
-    branch, read, free = ENDS[name]
-
     def forward(m, x):
-        end = branch(m, x)
-        beside = read(end)
-        return m.head(x + end) + m.other(x if beside is None else beside)
+        end = F.scaled_dot_product_attention(x, x, m.down(x))
+        return m.head(x + end) + m.other(READS[name](end))
 
-    layers = {name: square() for name in ("up", "down", "other", "head")}
+    layers = {each: square() for each in ("down", "other", "head")}
     x = torch.randn(32, 8, 64)
     ours = unit_scale(Net(forward, **layers), batch=x)
-    octaves = math.log2(rms(branch(ours, x)) / (2**-0.5 * rms(x)))
-    assert (abs(octaves) < 0.2) == free
-    assert bool(uu.report(ours).left_alone) != free
+    end = F.scaled_dot_product_attention(x, x, ours.down(x))
+    octaves = math.log2(rms(end) / rms(x)) + 0.5
+    is_free = name != "layer"
+    assert (abs(octaves) < 0.2) == is_free == (not uu.report(ours).left_alone)
 
 
 def test_a_bias_that_carries_information_is_kept():
