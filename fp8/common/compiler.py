@@ -45,11 +45,12 @@ def sum_of_none(x: Tensor) -> Tensor:
     return none.sum(dtype=torch.uint8)
 
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the integers that read its bits."""
 
 
 def _bits_after(grad: Tensor, x: Tensor) -> Tensor:
-    bits = x.view(_BITS[x.itemsize])
+    bits = x.view(BITS[x.itemsize])
     return (bits | sum_of_none(grad)).view(x.dtype)
 
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..torch_internals import Keywords, Memo
 from .mixin import check_not_scripted, own_attributes
-from .step import Loss, tensors_within
+from .step import Loss, parameters_of, tensors_within
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -101,7 +101,7 @@ class _Copier:
         parts = {*modules, *self._roots.parameters(), *self._roots.buffers()}
         for other in others:
             if isinstance(other, Optimizer):
-                parts.update(p for group in other.param_groups for p in group["params"])
+                parts.update(parameters_of(other))
         self._attributes = [
             (part, name, value)
             for part in self._roots.modules()
@@ -112,9 +112,8 @@ class _Copier:
         if parameter_hooks:
             self._parameter_hooks = [*_hooks_of_parameters(self._roots)]
         self._leading = _Leading({id(part) for part in parts})
-        self._leading.add(value for *_, value in self._attributes)
-        self._leading.add(hook for *_, hook in (*self._hooks, *self._parameter_hooks))
-        self._leading.add(others)
+        held = (*self._attributes, *self._hooks, *self._parameter_hooks)
+        self._leading.add([*others, *(value for *_, value in held)])
         self._refuse_registries()
         self._made: Memo = {}
         self._rebounds: set[int] = set()  # ids of what has been completed
@@ -138,11 +137,9 @@ class _Copier:
 
     def module(self) -> Any:
         """The copy of the module."""
-        visited: set[int] = set()
-        for *_, value in self._attributes:
-            for tensor in tensors_within(value, visited):
-                if tensor.grad_fn is not None and id(tensor) not in self._memo:
-                    self._memo[id(tensor)] = tensor.detach().clone()
+        for tensor in tensors_within([value for *_, value in self._attributes]):
+            if tensor.grad_fn is not None and id(tensor) not in self._memo:
+                self._memo[id(tensor)] = tensor.detach().clone()
         result = copy.deepcopy(self._roots, self._memo)[0]
         for part, name, value in self._attributes:
             made: Any = self._memo.get(id(part), part)
@@ -364,10 +361,9 @@ def _names(function: FunctionType) -> set[str]:
 def _globals(function: FunctionType) -> Keywords:
     """The globals that a function names, with those of its inner functions: modules, tensors,
     objects, and functions of the same file. Others belong to libraries, which know no model."""
-    names = _names(function)
     values = function.__globals__
     found = {}
-    for name in names & values.keys():
+    for name in _names(function) & values.keys():
         value = values[name]
         if getattr(value, "__globals__", values) is values:
             found[name] = value

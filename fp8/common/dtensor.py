@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals import Keywords
-
 #: A DTensor, whose class a torch without distributed processes lacks, or a plain tensor.
 Sharded = Any
 
@@ -39,11 +37,9 @@ def part_of(x: Sharded) -> Sharded:
 
 def mesh_of(layer: torch.nn.Module) -> Any:
     """The DeviceMesh that the parameters of a layer are divided over; None if they are plain."""
-    for parameter in layer.parameters(recurse=False):
-        if is_dtensor(parameter):
-            divided: Any = parameter
-            return divided.device_mesh
-    return None
+    parameters = layer.parameters(recurse=False)
+    meshes = (getattr(p, "device_mesh", None) for p in parameters)
+    return next(filter(None, meshes), None)
 
 
 def unreduced(x: Sharded) -> Tensor:
@@ -86,12 +82,14 @@ def as_shard(x: Sharded, local: Tensor) -> Tensor:
     stride = x.stride()
     if shape != list(x.shape):
         stride = torch.empty(shape, device="meta").stride()
-    options: Keywords = {
-        "run_check": False,
-        "shape": torch.Size(shape),
-        "stride": stride,
-    }
-    return DTensor.from_local(local, x.device_mesh, x.placements, **options)
+    return DTensor.from_local(
+        local,
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
 
 
 def reduced(
@@ -108,6 +106,7 @@ def reduced(
     spread = [_divides(x, p) in divided for p in x.placements]
     if not any(spread):
         return part
+    # Processes that divide other dimensions have the same part.
     partial = [Partial(how) if yes else Replicate() for yes in spread]
     result: DTensor = DTensor.from_local(part, x.device_mesh, partial, run_check=False)
     return result.redistribute(placements=[Replicate()] * len(partial)).to_local()

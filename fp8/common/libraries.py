@@ -103,7 +103,7 @@ def probe(name: str) -> Found:
         with warnings.catch_warnings():  # a library's warnings about its own internals
             warnings.simplefilter("ignore")
             module = importlib.import_module(library.module)
-    except Exception as error:
+    except Exception as error:  # also of compiled parts, which raise errors of any kind
         top = library.module.partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and error.name == top:
             return Found("missing", "", "not installed", None, error)

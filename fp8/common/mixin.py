@@ -25,9 +25,9 @@ class Mixin:
 
     #: The module's original class, and the mixins added to it, in order. Set by `add_mixin`.
     _original: ClassVar[type[nn.Module]]
-    _mixins: ClassVar[tuple[type[Mixin], ...]]
+    _mixins: ClassVar[Mixins]
     #: The mixins that define ``around``.
-    _active: ClassVar[tuple[type[Mixin], ...]]
+    _active: ClassVar[Mixins]
     #: Instance attributes that copies have, also those that a class's own copy method makes.
     _attributes: ClassVar[tuple[str, ...]] = ()
 
@@ -71,6 +71,8 @@ class Mixin:
         return {name: own[name] for name in names}
 
 
+Mixins = tuple[type[Mixin], ...]
+
 _NO_TORCHSCRIPT = (
     "a {} that was transformed or converted cannot be {}: take torch.export, or "
     "fp8.revert before"
@@ -110,9 +112,7 @@ def _bare(module: Any) -> Any:
 _SUBCLASSES: dict[Arguments, type[nn.Module]] = {}
 
 
-def _subclass(
-    original: type[nn.Module], mixins: tuple[type[Mixin], ...]
-) -> type[nn.Module]:
+def _subclass(original: type[nn.Module], mixins: Mixins) -> type[nn.Module]:
     """The subclass for a class and its mixins; one for each combination."""
     if not mixins:
         return original
@@ -122,9 +122,7 @@ def _subclass(
     return _SUBCLASSES[key]
 
 
-def _make_subclass(
-    original: type[nn.Module], mixins: tuple[type[Mixin], ...]
-) -> type[nn.Module]:
+def _make_subclass(original: type[nn.Module], mixins: Mixins) -> type[nn.Module]:
     base, mixin = _subclass(original, mixins[:-1]), mixins[-1]
 
     @functools.wraps(base.forward)
@@ -199,7 +197,7 @@ def own_attributes(module: nn.Module) -> Keywords:
     return {name: value for name, value in vars(module).items() if name not in others}
 
 
-def _become(module: nn.Module, mixins: tuple[type[Mixin], ...]) -> None:
+def _become(module: nn.Module, mixins: Mixins) -> None:
     module.__class__ = _below(type(module), _subclass(bare_class(module), mixins))
 
 
@@ -212,6 +210,7 @@ def _below(cls: Any, base: type[nn.Module]) -> Any:
     for each in cls.__bases__:
         bases.append(_below(each, base) if issubclass(each, Mixin) else each)
     namespace = dict(vars(cls))
+    # Descriptors of one class, which each class gets anew.
     for name in ("__dict__", "__weakref__"):
         namespace.pop(name, None)
     return type(cls)(cls.__name__, tuple(bases), namespace)

@@ -112,12 +112,12 @@ def notes_on(model: object) -> tuple[str, ...]:
     return vars(model).get(_NOTES, ())
 
 
-def finite(value: Any) -> Any:
-    """The value, for JSON, with None in place of numbers that are not finite."""
+def finite(value: Any, other: Callable[[float], object] = lambda number: None) -> Any:
+    """The value, for JSON, with ``other``, by default None, of numbers that are not finite."""
     if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
+        return {key: finite(part, other) for key, part in value.items()}
     if isinstance(value, list):
-        return [finite(part) for part in value]
+        return [finite(part, other) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return None
+        return other(value)
     return value

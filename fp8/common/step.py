@@ -178,12 +178,12 @@ def loss_value(output: Output, loss: Loss | None) -> Tensor | None:
     if loss is None:
         return find_loss(output)
     value: object = loss(output)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        got = type(value).__name__
-        if isinstance(value, Tensor):
-            got = f"a tensor of shape {tuple(value.shape)}"
-        raise ValueError(f"loss must return a tensor of one element, got {got}")
-    return value
+    got = type(value).__name__
+    if isinstance(value, Tensor):
+        if value.numel() == 1:
+            return value
+        got = f"a tensor of shape {tuple(value.shape)}"
+    raise ValueError(f"loss must return a tensor of one element, got {got}")
 
 
 def starts(
@@ -199,6 +199,14 @@ def starts(
     ends = [t for t in tensors(output) if t.requires_grad]
     generator = torch.Generator().manual_seed(seed)
     return ends, [torch.randn(t.shape, generator=generator).to(t) for t in ends]
+
+
+def differentiate(model: nn.Module, output: Output, loss: Loss | None) -> None:
+    """A backward pass to the parameters, from where it `starts`. It stores no gradient."""
+    ends, gradients = starts(output, loss)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if ends and trained:
+        torch.autograd.grad(ends, trained, gradients, allow_unused=True)
 
 
 @contextmanager
@@ -246,31 +254,29 @@ _PLAIN = (bool, int, float, complex, str, tuple, type(None))
 _CONTAINERS = (list, dict, set, deque)
 
 
-class _Data:
-    """The numbers and strings among the attributes of a module (a count of its calls), and the
-    items of its lists, dicts, sets and deques."""
+def _restorer(module: nn.Module) -> Callable[[], None]:
+    """A function that restores the numbers and strings among the attributes of a module (a count of
+    its calls), and the items of its lists, dicts, sets and deques, as they are now."""
+    kind, attributes = type(module), own_attributes(module)
+    plain = {n: v for n, v in attributes.items() if isinstance(v, _PLAIN)}
+    containers = [v for v in attributes.values() if type(v) in _CONTAINERS]
+    copies = [(container, copy.copy(container)) for container in containers]
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._kind = module, type(module)
-        attributes = own_attributes(module)
-        self._names = set(attributes)
-        self._plain = {n: v for n, v in attributes.items() if isinstance(v, _PLAIN)}
-        containers = [v for v in attributes.values() if type(v) in _CONTAINERS]
-        self._items = [(container, copy.copy(container)) for container in containers]
-
-    def restore(self) -> None:
-        if type(self._module) is not self._kind:
+    def restore() -> None:
+        if type(module) is not kind:
             return  # its first call has initialized it, as that of a lazy module
-        for name, value in own_attributes(self._module).items():
-            if name not in self._names and isinstance(value, _PLAIN):
-                del vars(self._module)[name]
-        vars(self._module).update(self._plain)
-        for container, items in self._items:
+        for name, value in own_attributes(module).items():
+            if name not in attributes and isinstance(value, _PLAIN):
+                del vars(module)[name]
+        vars(module).update(plain)
+        for container, items in copies:
             container.clear()
             if isinstance(container, list | deque):
                 container.extend(items)
             else:
                 container.update(items)
+
+    return restore
 
 
 @contextmanager
@@ -284,13 +290,13 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:
                 buffers.append((module, name, buffer, buffer.clone()))
-    data = [_Data(module) for module in model.modules()]
+    restorers = list(map(_restorer, model.modules()))
     try:
         with seeded(seed, cuda):
             yield
     finally:
-        for each in data:
-            each.restore()
+        for restore in restorers:
+            restore()
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 if getattr(module, name) is not buffer:
@@ -318,6 +324,7 @@ def running_modules(model: nn.Module) -> Iterator[list[str]]:
             hooks.enter_context(
                 module.register_forward_pre_hook(partial(enter, name=name))
             )
+            # After an exception too, as the model may catch it.
             hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield names
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -26,21 +27,17 @@ def check_name(
     """
     names = tuple(allowed)
     if got not in names:
-        near = nearest(got, names)
-        hint = "" if near is None else f"; did you mean {near!r}?"
-        listed = ", ".join(map(repr, names))
-        raise ValueError(f"unknown {what} {got!r}; choose one of {listed}{hint}{note}")
+        listed = ", ".join(map(repr, names)) + nearest(got, names)
+        raise ValueError(f"unknown {what} {got!r}; choose one of {listed}{note}")
 
 
-def nearest(got: object, names: tuple[object, ...]) -> str | None:
-    """The name that is spelled alike; else None."""
-    if not isinstance(got, str):
-        return None
+def nearest(got: object, names: tuple[object, ...]) -> str:
+    """The end of a message: the name that is spelled alike; "" without one."""
     lower = {name.lower(): name for name in names if isinstance(name, str)}
-    matches = get_close_matches(got.lower(), lower, n=1)
-    if matches:
-        return lower[matches[0]]
-    return None
+    if isinstance(got, str):
+        for match in get_close_matches(got.lower(), lower, n=1):
+            return f"; did you mean {lower[match]!r}?"
+    return ""
 
 
 def check_number(what: str, got: Any) -> None:
@@ -89,6 +86,11 @@ def check_between(
     """Raises ValueError unless ``got`` is an int (not a bool) from ``low`` to ``high``."""
     if isinstance(got, bool) or not (isinstance(got, int) and low <= got <= high):
         raise ValueError(f"{what} must be {low} to {high}, got {got!r}")
+
+
+def names_of(kind: type) -> tuple[str, ...]:
+    """The names of the fields of a dataclass."""
+    return tuple(field.name for field in fields(kind))
 
 
 def check_keys(

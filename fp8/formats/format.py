@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from ..common.compiler import compiled_as
-from ..common.validation import check_between, check_name
+from ..common.validation import check_between, check_name, names_of
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "name": str,
@@ -94,11 +94,11 @@ class Format:
         require(fits, f"{self.dtype} lacks its values")
         row = FORMATS.get(self.name, self)
         require(row == self, f"fp8.FORMATS has that name: {row!r}; choose another")
-        *values, dtype = [getattr(self, field.name) for field in fields(self)]
-        texts = [self.name]
-        for value in values[1:]:
-            number = float(value) if isinstance(value, float) else int(value)
-            texts.append(str(number))
+        _, *numbers, dtype = [getattr(self, name) for name in names_of(Format)]
+        texts = [
+            self.name,
+            *(str(number + 0) for number in numbers),
+        ]  # a flag is 0 or 1
         texts.append("" if dtype is None else dtype_name(dtype))
         object.__setattr__(self, "text", "|".join(texts))
 
@@ -161,7 +161,7 @@ class Format:
         return math.nan if self.nan else None
 
 
-_STORED = (*(field.name for field in fields(Format)), "text")
+_STORED = (*names_of(Format), "text")
 """The attributes of a format, in the order of its `text`."""
 
 

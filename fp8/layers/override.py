@@ -15,7 +15,15 @@ from torch.utils.hooks import RemovableHandle
 from ..common.compiler import eager_only
 from ..common.validation import check_module
 from ..frame import FRAMES
-from ..recipes.policy import CASTS, LayerRule, RuleTuple, Source, composed, source_of
+from ..recipes.policy import (
+    CASTS,
+    LayerRule,
+    RuleTuple,
+    Source,
+    Sources,
+    composed,
+    source_of,
+)
 from ..recipes.recipe import Recipe
 from ..torch_internals import Keywords, Layer
 from ..torch_internals.running_calls import python_frames
@@ -147,9 +155,7 @@ def _attributes(layer: Layer) -> Keywords:
     return attributes | {"_buffers": dict(layer._buffers)}
 
 
-def _changed(
-    sources: Iterable[Source], rules: Iterable[LayerRule]
-) -> tuple[Source, ...]:
+def _changed(sources: Iterable[Source], rules: Iterable[LayerRule]) -> Sources:
     changed = list(sources)
     for rule in rules:
         for cast in rule.casts:
@@ -162,7 +168,7 @@ def _apply(layer: Any, record: Overridden) -> list[str]:
     those that have no recipe without a block that was closed, and returns why."""
     dropped: list[str] = []
     recipe: Recipe | None = record.before["fp8_settings"].recipe
-    sources: tuple[Source, ...] = (recipe,) * len(CASTS)
+    sources: Sources = (recipe,) * len(CASTS)
     for number, rules in list(record.rules.items()):
         changed = _changed(sources, rules)
         try:
@@ -187,7 +193,7 @@ def _apply(layer: Any, record: Overridden) -> list[str]:
         set_recipe(made, sources, since="override")
     else:
         del vars(layer)[OVERRIDDEN]
-    after = {key: vars(made)[key] for key in _CHANGED if key in vars(made)}
+    after = _attributes(made)
     vars(layer).update(after)
     if "fp8_measured" not in after:
         vars(layer).pop("fp8_measured", None)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, replace
-from functools import cache
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -17,6 +16,7 @@ from ..recipes.policy import (
     LayerRule,
     Policy,
     Source,
+    Sources,
     blocks_in,
     composed,
     source_of,
@@ -41,7 +41,7 @@ class Decision:
     """
 
     recipe: Recipe | None
-    sources: tuple[Source, ...]
+    sources: Sources
     why: str = ""
     kept: bool = False
     start: float = 0.0
@@ -51,8 +51,7 @@ def decisions_of(policy: Policy, model: nn.Module) -> dict[str, tuple[Decision, 
     """The decisions of ``policy`` for each layer in the order of training: that at its start, and
     one for each entry of ``switch`` after it. Raises as `resolve`."""
     decisions: dict[str, tuple[Decision, ...]] = {}
-    starts = [start for start, _ in policy.switch if start > 0]
-    for start in (0.0, *starts):
+    for start in sorted({0.0, *dict(policy.switch)}):
         for name, decision in resolve(policy.at(start), model).items():
             held = replace(decision, start=start)
             decisions[name] = (*decisions.get(name, ()), held)
@@ -68,6 +67,7 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
             ``first`` and ``last`` blocks than there are, and for a combination of casts that no
             recipe has; the message names the rule and the layer.
     """
+    # With it, the wrapper would be a block around all layers.
     if isinstance(model, DistributedDataParallel | DataParallel):
         decisions = resolve(policy, model.module)
         return {
@@ -123,6 +123,7 @@ def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, s
     if not policy.first and not policy.last:
         return reasons
     every = blocks_of(model, layers)
+    # Without blocks inside of others, such as experts.
     blocks = [b for b in every if not any(within(b, other) for other in every)]
     first = blocks_in(policy.first, len(blocks))
     last = blocks_in(policy.last, len(blocks))
@@ -159,15 +160,9 @@ def matches(pattern: str, name: str) -> bool:
     """Whether a pattern of a `LayerRule` matches a name, with or without the names that wrappers
     put in."""
     name = name or "(model)"  # as in reports
-    compiled = _compiled(pattern)
-    return any(compiled.fullmatch(n) for n in (name, bare_name(name)))
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    # Not `fnmatch`, whose brackets are sets of characters: parts of a name may have brackets.
-    literal = re.escape(pattern)
-    return re.compile(literal.replace(r"\*", ".*").replace(r"\?", "."), re.DOTALL)
+    # Parts of a name may have brackets, which are sets of characters for `fnmatch`.
+    glob = pattern.replace("[", "[[]")
+    return fnmatchcase(name, glob) or fnmatchcase(bare_name(name), glob)
 
 
 #: The names under which torch.compile, FSDP1 and checkpoint_wrapper hold modules.
@@ -187,7 +182,6 @@ def _hint(pattern: str, layers: Layers) -> str:
         return (
             f"; for the layers inside of that module, use {json.dumps(pattern + '.*')}"
         )
-    near = nearest(pattern, names)
-    hint = "" if near is None else f"; did you mean {near!r}?"
+    hint = nearest(pattern, names) or "."
     shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-    return f"{hint or '.'} The {len(names)} layers: {shown or 'none'}"
+    return f"{hint} The {len(names)} layers: {shown or 'none'}"

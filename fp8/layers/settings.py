@@ -19,9 +19,8 @@ from ..modes.autocast import LayerBlock, high_precision, refuse_recomputation
 from ..products.active import is_off
 from ..products.matmul import linear
 from ..recipes import history
-from ..recipes.policy import Policy, Source, composed
+from ..recipes.policy import Policy, Sources, composed
 from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe
-from ..torch_internals import Keywords
 from ..torch_internals.decorators import taken_as_constant
 from .policies import Decision
 from .select import auto_of, has_one_product, is_transposed
@@ -39,7 +38,7 @@ class LayerSettings:
     record. The state of its scales is in buffers.
 
     Attributes:
-        sources: what its casts are taken from, in the order of `CASTS`; "auto" is not resolved.
+        sources: what its casts are taken from; "auto" is not resolved.
         asked: the backend that the user asked for.
         why: the rules of the policy that decided; "" if it was the policy's recipe.
         decisions: those of the policy, as `decisions_of` returns them; ``sources`` and ``why`` are
@@ -54,7 +53,7 @@ class LayerSettings:
         start: the `Decision.start` of the decision in force.
     """
 
-    sources: tuple[Source, ...]
+    sources: Sources
     asked: str = "simulate"
     why: str = ""
     decisions: tuple[Decision, ...] = ()
@@ -90,9 +89,8 @@ class Converted(Mixin):
         frame = FRAMES.items[-1]
         if frame.block is not None and is_off():
             return forward(*args, **kwargs)
-        if (
-            "parametrizations" in self._modules
-        ):  # which may be newer than the conversion
+        # They may be newer than the conversion.
+        if "parametrizations" in self._modules:
             leave_parametrizations(self)
         settings = self.fp8_settings
         recipe, backend = settings.recipe, settings.backend
@@ -106,12 +104,9 @@ class Converted(Mixin):
                 if recipe.changes_scales:
                     refuse_recomputation(recipe)
                 weight = self.weight.mT if settings.is_transposed else self.weight
-                how: dict[str, Any] = {
-                    "recipe": recipe,
-                    "backend": backend,
-                    "state": state,
-                }
-                return linear(x, weight, self.bias, **how)
+                return linear(
+                    x, weight, self.bias, recipe=recipe, backend=backend, state=state
+                )
         with LayerBlock(recipe, backend, state):
             return forward(*args, **kwargs)
 
@@ -141,7 +136,11 @@ class Converted(Mixin):
     ) -> None:
         if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
             choose_static(self)
-        _add_later_buffers(self, state_dict, prefix)
+        # A state_dict that was saved after a switch has the buffers of its recipe.
+        for decision in self.fp8_settings.decisions[1:]:
+            recipe = composed(decision.sources, auto_of(self))
+            if recipe and history.is_saved(self, recipe, state_dict, prefix):
+                history.add_buffers(self, recipe)
         if self.fp8_settings.saves_scales:
             history.add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
@@ -235,7 +234,7 @@ def change_settings(layer: Any, **fields: Any) -> None:
         layer.fp8_watch.under(settings.recipe)
 
 
-def set_recipe(layer: Any, sources: tuple[Source, ...], since: str = "") -> None:
+def set_recipe(layer: Any, sources: Sources, since: str = "") -> None:
     """Sets the recipe of a converted layer, its backend, and the buffers that it needs."""
     recipe = composed(sources, auto_of(layer)) or HIGH_PRECISION
     backend = layer.fp8_settings.asked
@@ -263,14 +262,6 @@ def switch_layer(layer: Any, fraction: float) -> bool:
     return True
 
 
-def _add_later_buffers(layer: Any, state: Keywords, prefix: str) -> None:
-    """Adds the buffers of a recipe that a switch sets, if a state_dict was saved after it."""
-    for decision in layer.fp8_settings.decisions[1:]:
-        recipe = composed(decision.sources, auto_of(layer))
-        if recipe is not None and history.is_saved(layer, recipe, state, prefix):
-            history.add_buffers(layer, recipe)
-
-
 def watch_layers(model: nn.Module) -> None:
     """Gives the converted layers of a model a watch, which looks at the next passes as at the first
     ones, under the recipes that are in force now. Products outside of layers are checked again."""
@@ -279,6 +270,7 @@ def watch_layers(model: nn.Module) -> None:
     found = [vars(layer).get("fp8_watch") for layer in layers.values()]
     watch = next((layer.watch for layer in found if layer is not None), None) or Watch()
     watch.resume(history.Schedule())
+    # Weak, because layers hold their watch.
     watch.model = weakref.ref(model)
     for name, layer in layers.items():
         if "fp8_watch" not in vars(layer):

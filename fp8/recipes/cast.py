@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
-from ..common.validation import check_between, check_choice, check_keys
+from ..common.validation import check_between, check_choice, check_keys, names_of
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
@@ -95,7 +95,7 @@ class Cast:
 
     def _derive(self) -> None:
         """Sets the attributes that follow from the fields."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: getattr(self, name) for name in names_of(Cast)}
         if isinstance(self.format, Format):  # one without a name in FORMATS
             values["format"] = self.format.text
         vars(self).update(
@@ -237,18 +237,12 @@ class Cast:
     def from_dict(values: Mapping[str, Any]) -> Cast:
         """The Cast that `to_dict` wrote; keys other than "format" and "scaling" are optional.
         Raises as Cast, and ValueError for an unknown or missing key."""
-        check_keys(
-            "Cast",
-            values,
-            (field.name for field in fields(Cast)),
-            ("format", "scaling"),
-        )
+        check_keys("Cast", values, names_of(Cast), ("format", "scaling"))
         format = values["format"]
         if isinstance(format, Mapping):
-            check_keys("Format", format, (field.name for field in fields(Format)))
+            check_keys("Format", format, names_of(Format))
             dtype = format.get("dtype")
-            dtype = None if dtype is None else getattr(torch, str(dtype), dtype)
-            format = Format(**{**format, "dtype": dtype})
+            format = Format(**{**format, "dtype": getattr(torch, str(dtype), dtype)})
         return Cast(**{**values, "format": format})
 
 
@@ -267,10 +261,7 @@ def cast_of(text: str, rotated: bool = True) -> Cast:
 
 def lines_of(casts: Iterable[Cast | None]) -> str:
     """The `Cast.text` of each, a line for each; an empty one for None."""
-    lines = []
-    for cast in casts:
-        lines.append("" if cast is None else cast.text)
-    return "\n".join(lines)
+    return "\n".join("" if cast is None else cast.text for cast in casts)
 
 
 def casts_of_lines(lines: Iterable[str], rotated: bool = True) -> list[Cast | None]:

@@ -15,10 +15,9 @@ from ..common.validation import check_module
 from ..torch_internals import Keywords, Layer
 from ..torch_internals.decorators import taken_as_constant
 from ..warnings import PitfallWarning, show
-from .recipe import Recipe
+from .recipe import OPERANDS, Recipe
 
 _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
-_ROLES = ("input", "weight", "grad")
 
 LOOKS = "fp8_looks"
 """The buffer of a layer with static scales that keeps the schedule of its model's looks: `Schedule`
@@ -156,6 +155,7 @@ class LayerState:
 
 
 def _check_creates(name: str) -> None:
+    # Asked again, because eager code may go on with a state that was made in a graph.
     compiling = torch.compiler.is_dynamo_compiling()
     if compiling:  # torch.export raises, and leaves nothing to eager mode
         _warn_eager(name)
@@ -240,7 +240,7 @@ def _buffers_of(recipe: Recipe) -> dict[str, int]:
     """The names of the buffers of a layer of one product -> the length of the history; 0: a static
     scale."""
     buffers = {}
-    for role in _ROLES:
+    for role in OPERANDS:
         cast = getattr(recipe, role)
         if cast is not None and cast.keeps_history:
             buffers[(_AMAX if cast.history else _SCALE) + role] = cast.history

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..common.validation import check_keys, check_name, check_whole
+from ..common.validation import check_keys, check_name, check_whole, names_of
 from ..torch_internals import Arguments, Keywords
 from .cast import Cast
 from .recipe import (
@@ -24,14 +24,7 @@ from .recipe import (
     recipe_unless_auto,
 )
 
-
-def _casts() -> Iterator[str]:
-    for product, operands in PRODUCTS.items():
-        for operand in operands:
-            yield f"{product}.{operand}"
-
-
-CASTS = tuple(_casts())
+CASTS = tuple(f"{name}.{each}" for name, pair in PRODUCTS.items() for each in pair)
 """The casts of a layer: product.operand."""
 
 CONCERNS = tuple(chain(PRODUCTS, OPERANDS, CASTS))
@@ -51,6 +44,9 @@ ROLES: dict[str, str] = {
 
 Source = Recipe | str | None
 """What a cast is taken from: a `Recipe`, "auto", or None for high precision."""
+
+Sources = tuple[Source, ...]
+"""What the casts of a layer are taken from, in the order of `CASTS`."""
 
 
 def source_of(recipe: str | Recipe | None) -> Source:
@@ -133,11 +129,11 @@ class LayerRule:
     @property
     def casts(self) -> tuple[int, ...]:
         """The indices in `CASTS` of the casts that the rule concerns."""
-        casts = []
-        for i, cast in enumerate(CASTS):
-            if self.product in (None, cast, *cast.split(".")):
-                casts.append(i)
-        return tuple(casts)
+        return tuple(
+            i
+            for i, cast in enumerate(CASTS)
+            if self.product in (None, cast, *cast.split("."))
+        )
 
     def __str__(self) -> str:
         return " ".join(filter(None, (repr(self.layers), self.product)))
@@ -244,7 +240,7 @@ class Policy:
         return bool(self.rules or self.first or self.last or self.keep)
 
     @property
-    def recipes(self) -> tuple[Source, ...]:
+    def recipes(self) -> Sources:
         """The recipes of the policy, its rules and its other layers; not of the switch."""
         named = (self.recipe, *(rule.recipe for rule in self.rules), self.others)
         return tuple(map(source_of, named))
@@ -261,40 +257,37 @@ class Policy:
 
     def _under(self, recipe: str | Recipe | None) -> Policy:
         """The policy with ``recipe`` for what is cast: high precision and `others` stay."""
-        rules = []
-        for rule in self.rules:
-            if rule.recipe is not None:
-                rule = replace(rule, recipe=recipe)
-            rules.append(rule)
-        base = None if self.recipe is None else recipe
-        return replace(self, recipe=base, rules=tuple(rules))
+        rules = tuple(replace(r, recipe=r.recipe and recipe) for r in self.rules)
+        return replace(self, recipe=self.recipe and recipe, rules=rules)
 
     def to_dict(self) -> Keywords:
         """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
-        rules = []
-        for rule in self.rules:
-            rules.append(vars(rule) | {"recipe": _as_json(rule.recipe)})
         switch = []
         for start, to in self.switch:
             key = "policy" if isinstance(to, Policy) else "recipe"
             switch.append({"from": start, key: _as_json(to)})
-        values = dict(vars(self), rules=rules, switch=switch, keep=[*self.keep])
-        values["recipe"] = _as_json(self.recipe)
-        values["others"] = _as_json(self.others)
-        return values
+        return dict(
+            vars(self),
+            recipe=_as_json(self.recipe),
+            rules=[dict(vars(r), recipe=_as_json(r.recipe)) for r in self.rules],
+            keep=[*self.keep],
+            others=_as_json(self.others),
+            switch=switch,
+        )
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Policy:
         """The policy that `to_dict` wrote. All keys but "recipe" are optional. Raises as Policy,
         and ValueError for an unknown or missing key."""
-        check_keys("Policy", values, _names(Policy), ("recipe",))
-        read = dict(values)
-        read["others"] = _read(values.get("others"))
-        rules = _sequence("rules", values.get("rules", ()))
-        switch = _sequence("switch", values.get("switch", ()))
-        read["rules"] = [_read_rule(rule) for rule in rules]
-        read["switch"] = [_read_switch(entry) for entry in switch]
-        return Policy(_read(read.pop("recipe")), **read)
+        check_keys("Policy", values, names_of(Policy), ("recipe",))
+        read = dict(
+            values,
+            recipe=_read(values["recipe"]),
+            rules=map(_read_rule, _sequence("rules", values.get("rules", ()))),
+            others=_read(values.get("others")),
+            switch=map(_read_switch, _sequence("switch", values.get("switch", ()))),
+        )
+        return Policy(**read)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The policy as JSON text, also written to the file ``path`` if given."""
@@ -360,19 +353,16 @@ def _switches(pairs: Arguments) -> tuple[Start, ...]:
     starts = [float(start) for start, _ in pairs]
     if any(a >= b for a, b in pairwise(starts)):
         raise ValueError(f"the fractions of Policy.switch must ascend, got {starts}")
-    recipes = [_switched_to(start, to) for start, to in pairs]
-    return tuple(zip(starts, recipes, strict=True))
-
-
-def _switched_to(start: float, to: Any) -> Any:
-    if not isinstance(to, Policy):
-        return _stored(to)
-    if to.switch:
-        raise ValueError(
-            f"the policy from {start:g} in Policy.switch has a switch of its own: list its "
-            "entries in the outer one"
-        )
-    return to
+    switches = []
+    for start, to in pairs:
+        is_policy = isinstance(to, Policy)
+        if is_policy and to.switch:
+            raise ValueError(
+                f"the policy from {start:g} in Policy.switch has a switch of its own: list its "
+                "entries in the outer one"
+            )
+        switches.append((float(start), to if is_policy else _stored(to)))
+    return tuple(switches)
 
 
 def _as_json(recipe: str | Recipe | Policy | None) -> Any:
@@ -387,15 +377,9 @@ def _read(recipe: Any) -> Any:
     return recipe
 
 
-def _names(kind: type) -> list[str]:
-    """The names of the fields of a dataclass."""
-    return [field.name for field in fields(kind)]
-
-
 def _read_rule(values: Any) -> LayerRule:
-    check_keys("rule of a Policy", values, _names(LayerRule), ("layers",))
-    recipe = _read(values.get("recipe"))
-    return LayerRule(values["layers"], recipe, values.get("product"))
+    check_keys("rule of a Policy", values, names_of(LayerRule), ("layers",))
+    return LayerRule(**{**values, "recipe": _read(values.get("recipe"))})
 
 
 def _read_switch(values: Any) -> tuple[Any, Any]:
@@ -414,16 +398,14 @@ def as_policy(policy: Any) -> Policy:
     return Policy(policy)
 
 
-def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
+def composed(sources: Sources, auto: Recipe) -> Recipe | None:
     """The recipe of a layer whose casts come from ``sources``; None if nothing is cast. auto: that
     of "auto", or "tensor" where a rule parts two casts of an operand that share a static scale.
     Raises ValueError for a combination that no `Recipe` can represent."""
     recipes = [auto if isinstance(source, str) else source for source in sources]
     if all(recipe == recipes[0] for recipe in recipes):
         return recipes[0]
-    casts = []
-    for i, recipe in enumerate(recipes):
-        casts.append(recipe.casts[i] if recipe else None)
+    casts = [recipe.casts[i] if recipe else None for i, recipe in enumerate(recipes)]
     x, w, g, w_second, g_second, x_second = casts
     pairs = ((x, x_second), (w, w_second), (g, g_second))
     parted = [b for a, b in pairs if b is not None and a != b]

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from ..common.validation import check_between, check_choice, check_keys, check_name
+from ..common.validation import (
+    check_between,
+    check_choice,
+    check_keys,
+    check_name,
+    names_of,
+)
 from ..torch_internals import Keywords
 from .cast import Cast, lines_of
 from .tensor_cores import FORMATS, SUMS
@@ -132,21 +138,23 @@ class Recipe:
         again_g = second.get("grad_weight_grad", g)
         again_x = second.get("grad_weight_input", x)
         casts = (x, w, g, again_w, again_g, again_x)
-        values = vars(self)
-        values["casts"], values["text"] = casts, lines_of(casts)
-        values["fast_sums"] = tuple(self.fast_sums)
-        values["is_fast"] = tuple(name in self.fast_sums for name in PRODUCTS)
-        values["sums"] = f"{self.accumulate} {self.promote}" if self.accumulate else ""
-        values["forward"] = (x, w)
-        values["grad_input"] = (g, again_w)
-        values["grad_weight"] = (again_g, again_x)
-        for product in PRODUCTS:
-            self._check_product(product, values[product])
         scalings = {cast.scaling for cast in casts if cast is not None}
         first = [cast for cast in (x, w, g) if cast is not None]
-        values["fixed"] = bool(scalings & {"unit", "static"})
-        values["keeps_history"] = any(cast.keeps_history for cast in first)
-        values["changes_scales"] = any(cast.history for cast in first)
+        vars(self).update(
+            fast_sums=tuple(self.fast_sums),
+            forward=(x, w),
+            grad_input=(g, again_w),
+            grad_weight=(again_g, again_x),
+            casts=casts,
+            text=lines_of(casts),
+            sums=f"{self.accumulate} {self.promote}" if self.accumulate else "",
+            is_fast=tuple(name in self.fast_sums for name in PRODUCTS),
+            fixed=not scalings.isdisjoint(("unit", "static")),
+            keeps_history=any(cast.keeps_history for cast in first),
+            changes_scales=any(cast.history for cast in first),
+        )
+        for product in PRODUCTS:
+            self._check_product(product, getattr(self, product))
 
     def _check_cast(self, field: str, cast: object) -> None:
         is_second = field in _OVERRIDES
@@ -196,19 +204,17 @@ class Recipe:
 
     def to_dict(self) -> Keywords:
         """The recipe as a dict of plain values, for ``json.dumps``."""
-        values = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            values[field.name] = value.to_dict() if isinstance(value, Cast) else value
+        values = {name: getattr(self, name) for name in names_of(Recipe)}
+        for name, value in values.items():
+            if isinstance(value, Cast):
+                values[name] = value.to_dict()
         return values
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recipe:
         """The recipe that `to_dict` wrote; only "name" and the operands are required. Raises as
         Recipe, and ValueError for an unknown or missing key."""
-        check_keys(
-            "Recipe", values, (f.name for f in fields(Recipe)), ("name", *OPERANDS)
-        )
+        check_keys("Recipe", values, names_of(Recipe), ("name", *OPERANDS))
         read = dict(values)
         for key, value in values.items():
             if isinstance(value, Mapping):
@@ -221,8 +227,8 @@ def _all(
     format: str,
     scaling: str = "unit",
     *,
-    weight: Mapping[str, Any] | None = None,
-    grad: Mapping[str, Any] | None = None,
+    weight: Keywords | None = None,
+    grad: Keywords | None = None,
     **options: Any,
 ) -> Recipe:
     """A recipe with one cast for every operand. weight, grad: fields that differ in their casts."""
@@ -256,7 +262,7 @@ def _one_way_each(name: str, forward: Cast, back: Cast) -> Recipe:
 def _gw_hp(
     scaling: str,
     *,
-    grad: Mapping[str, Any] | None = None,
+    grad: Keywords | None = None,
     grad_input_weight: Cast | str = SAME,
 ) -> Recipe:
     """e4m3 in the forward product and the input gradient, and the gradient of the weight in high
@@ -267,18 +273,6 @@ def _gw_hp(
         grad_input_weight=grad_input_weight,
         grad_weight_grad=None,
         grad_weight_input=None,
-    )
-
-
-def _forward_hp(recipe: Recipe) -> Recipe:
-    """The forward product in high precision, and both gradients as ``recipe`` casts them."""
-    again_weight, again_input = recipe.grad_input[1], recipe.grad_weight[1]
-    return replace(
-        recipe,
-        input=None,
-        weight=None,
-        grad_input_weight=again_weight,
-        grad_weight_input=again_input,
     )
 
 
@@ -340,7 +334,12 @@ RECIPES: dict[str, Recipe] = {
         _nvfp4("nvfp4_nvidia", "e4m3", "e4m3"),
         # For the end of training, after "nvfp4" (arXiv:2509.25149, appendix D): the forward product
         # in high precision removes most of the gap in loss, the backward ones none of it.
-        _forward_hp(_nvfp4("nvfp4_forward_hp", "e4m3", "e4m3_up")),
+        replace(
+            _nvfp4("nvfp4_forward_hp", "e4m3", "e4m3_up"),
+            input=None,
+            weight=None,
+            grad_input_weight=Cast(format="e2m1", scaling="nv", tile=(16, 16)),
+        ),
         # Cook et al. (arXiv:2512.02010), section 3: "nvfp4" with scales chosen by error in all
         # casts.
         _nvfp4("four_over_six", "e4m3_4_6", "e4m3_4_6_up"),
@@ -404,7 +403,7 @@ def recipe_unless_auto(recipe: str | Recipe) -> Recipe | None:
 
 def needs_unit_scale(recipe: Recipe) -> bool:
     """Whether a cast to 8 bits or fewer has no scale."""
-    casts = (cast for cast in recipe.casts if cast is not None)
-    return any(
-        cast.scaling == "unit" and cast.number_format.bits <= 8 for cast in casts
-    )
+    for cast in recipe.casts:
+        if cast and cast.scaling == "unit" and cast.number_format.bits <= 8:
+            return True
+    return False

@@ -334,15 +334,11 @@ class Rule:
     ) -> Tensor:
         """The scales of tiles with these magnitudes, all finite, as they are stored; 1 for zeros.
         unit: that of `unit_of`. candidate: the index of the factor."""
-        factor = self.candidates[candidate]
+        factor, magnitude = self.candidates[candidate], amax
         if factor != 1.0:
             magnitude = (factor * amax).clamp(max=torch.finfo(amax.dtype).max)
-        else:
-            magnitude = amax
-        if unit is None:
-            scale = self.scale(magnitude, format)
-        else:
-            scale = self.scale(magnitude, format, unit)
+        units = () if unit is None else (unit,)
+        scale = self.scale(magnitude, format, *units)
         if self.form.is_power:
             # As integers: 2**-127 is subnormal, and a float may be flushed to zero.
             low, high = _LIMITS[self.form.largest, scale.dtype]

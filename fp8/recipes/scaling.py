@@ -24,6 +24,9 @@ aten = torch.ops.aten
 Tile = tuple[int, int]
 """The elements that share a scale: (across, along) the axis that a product sums over; 0 is all."""
 
+Dims = tuple[int, ...] | None
+"""The dimensions over which elements share a scale; None: all."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
@@ -53,9 +56,8 @@ class Scaling:
 
     def has(self, rule: Rule) -> bool:
         """Whether the rule may compute the scale."""
-        return rule.stored in self.forms and not (
-            self.keeps_magnitudes and rule.is_simulated
-        )
+        refused = self.keeps_magnitudes and rule.is_simulated
+        return rule.stored in self.forms and not refused
 
     def lowered(self, rule: str | None) -> str | None:
         """The name in LOWERED of a rule of this scaling."""
@@ -116,7 +118,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
-def _largest(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
+def _largest(x: Tensor, dims: Dims) -> Tensor:
     """The largest magnitude over ``dims`` (kept), or of all."""
     if dims is None:
         return largest_magnitude(x)
@@ -132,7 +134,7 @@ def _zero_where_not(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0)
 
 
-def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
+def largest_finite(x: Tensor, dims: Dims) -> Tensor:
     """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none."""
     eager = type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
     if eager and x.device.type == "cpu":
@@ -150,16 +152,14 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     return size.amax(dims, keepdim=True)
 
 
-def scale_of(
-    x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str
-) -> Tensor:
+def scale_of(x: Tensor, dims: Dims, format: Format, rule: str) -> Tensor:
     """The scale factors of `scales_and_unit`, by the name of the rule in LOWERED."""
     return scales_and_unit(x, dims, format, LOWERED[rule])[0]
 
 
 def scales_and_unit(
     x: Tensor,
-    dims: tuple[int, ...] | None,
+    dims: Dims,
     format: Format,
     rule: Rule,
     unit: Tensor | None = None,
@@ -191,7 +191,7 @@ def scales_and_unit(
 
 def _best(
     x: Tensor,
-    dims: tuple[int, ...] | None,
+    dims: Dims,
     format: Format,
     rule: Rule,
     amax: Tensor,
@@ -211,7 +211,7 @@ def _best(
 
 def _by_values(
     x: Tensor,
-    dims: tuple[int, ...] | None,
+    dims: Dims,
     format: Format,
     rule: Rule,
     amax: Tensor,
@@ -237,7 +237,7 @@ def _by_values(
     return torch.where((found > 0) & (found < torch.inf), found, amax)
 
 
-def _as_matrices(x: Tensor, dims: tuple[int, ...] | None, axis: int) -> Tensor:
+def _as_matrices(x: Tensor, dims: Dims, axis: int) -> Tensor:
     """``x``, with tiles along ``dims`` as `scaled_tiles` has them, with the matrix of each tile in
     the last two dimensions, the summed one last."""
     if dims is None:
@@ -253,7 +253,7 @@ def _as_matrices(x: Tensor, dims: tuple[int, ...] | None, axis: int) -> Tensor:
     return x
 
 
-def _as_tiles(x: Tensor, dims: tuple[int, ...] | None, axis: int) -> Tensor:
+def _as_tiles(x: Tensor, dims: Dims, axis: int) -> Tensor:
     """The inverse of `_as_matrices`, for results of size 1 across a tile, and maybe along it."""
     if axis == -2:
         x = x.mT
@@ -266,9 +266,7 @@ def _as_tiles(x: Tensor, dims: tuple[int, ...] | None, axis: int) -> Tensor:
     return x.movedim(-2, dims[1])
 
 
-def _error(
-    x: Tensor, dims: tuple[int, ...] | None, format: Format, scale: Tensor, by: Tensor
-) -> Tensor:
+def _error(x: Tensor, dims: Dims, format: Format, scale: Tensor, by: Tensor) -> Tensor:
     """The squared error of ``x`` over ``dims``, in units of ``by`` and the largest power of two."""
     x, layout = x.detach().to(scale.dtype), LAYOUTS[scale.dtype]
     # In units of a power of two next to ``by``: an error of small numbers may be flushed to zero.
@@ -439,9 +437,7 @@ def history_scale(
     return _delayed_scale(x, history, format, rule, record)
 
 
-def scaled_tiles(
-    x: Tensor, tile: Tile, axis: int
-) -> tuple[Tensor, tuple[int, ...] | None]:
+def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, Dims]:
     """``x``, (..., rows, columns), not empty, with tiles as dimensions of their own, and these;
     None for one tile. Sizes are padded with zeros to a multiple; a smaller size is one tile."""
     if tile == (0, 0):
