@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from ..casts.casting import QuantizedOperand
 from ..casts.operands import casts_of
-from ..common.compiler import compiled_as
+from ..common.compiler import BITS, compiled_as
 from ..common.step import parameters_of, unwrapped
 from ..common.validation import check_module
 from ..kernels import product as native
@@ -168,7 +168,7 @@ def _sums(weight: Tensor) -> Tensor:
     """The sums of the bits of each column and of each row."""
     # Of bits, so that no change cancels in rounding, and of both axes, so that no swap of two
     # elements cancels.
-    bits = weight.detach().view({2: torch.int16, 4: torch.int32}[weight.itemsize])
+    bits = weight.detach().view(BITS[weight.itemsize])
     return torch.cat([bits.sum(axis, dtype=torch.int64) for axis in (0, 1)])
 
 
@@ -179,6 +179,7 @@ def _layouts(weight: Tensor, token: str, scale: Tensor | None) -> Layouts:
         again = first.mT
     else:
         again = store(weight, casts.b_for_grad_a, -2)
+    # FP8 kernels read both operands along the axis that they sum over.
     return first, again._replace(values=again.values.contiguous())
 
 
@@ -203,7 +204,8 @@ def _kernel(
     from ..torch_internals.inductor import compiled  # imports the compiler
 
     def cast(weight: Tensor, scale: Tensor | None) -> list[Tensor]:
-        return [x for y in _layouts(weight, casts, scale) for x in y if x is not None]
+        first, again = _layouts(weight, casts, scale)
+        return [x for x in (*first, *again) if x is not None]
 
     example = torch.empty_strided(size, stride, dtype=dtype, device=device)
     if is_static:
@@ -236,7 +238,7 @@ def _is_cacheable(
     specs = casts.b, casts.b_for_grad_a
     if any(spec is None or spec.is_random or spec.is_simulated for spec in specs):
         return False
-    if weight.is_inference():
+    if weight.is_inference():  # for which torch counts no changes
         return False
     takes = native.takes(layer.fp8_settings.backend, weight, weight)
     if layer.fp8_recipe.accumulate or not takes:

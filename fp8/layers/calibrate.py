@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from ..casts.measuring import Measurement, Moment
 from ..casts.watch import watches_of
 from ..common.ranks import Group, is_started
-from ..common.step import Batch, Loss, call, restored, starts, untouched, unwrapped
+from ..common.step import (
+    Batch,
+    Loss,
+    call,
+    differentiate,
+    restored,
+    untouched,
+    unwrapped,
+)
 from ..common.validation import check_flag, check_module
 from ..frame import framed
 from ..recipes.history import histories, note_scales, share_scales, static_scales
@@ -137,6 +145,7 @@ def _set(states: dict[str, Tensor], scales: Mapping[str, int | None]) -> None:
     if different := sorted(states.keys() ^ scales.keys()):
         what = "is missing" if different[0] in states else "is not in the model"
         raise ValueError(f"scales: {different[0]!r} {what}, one of {len(different)}")
+    # All are checked before one is written.
     for name, e in scales.items():
         whole = isinstance(e, int) and not isinstance(e, bool)
         if e is not None and not (whole and SMALLEST <= e <= LARGEST):
@@ -180,7 +189,4 @@ def _measure(
         torch.enable_grad(),
         framed(measurement=measurement),
     ):
-        ends, gradients = starts(call(model, batch), loss)
-        leaves = [p for p in model.parameters() if p.requires_grad]
-        if ends and leaves:
-            torch.autograd.grad(ends, leaves, gradients, allow_unused=True)
+        differentiate(model, call(model, batch), loss)

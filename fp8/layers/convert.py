@@ -211,16 +211,15 @@ def advance(model: nn.Module, fraction: float) -> bool:
         raise RuntimeError(
             "fp8.advance belongs outside of fp8.override: close the block first"
         )
-    changed = [_advance(owner, fraction) for owner in owners]
-    return any(changed)
-
-
-def _advance(owner: nn.Module, fraction: float) -> bool:
-    policy_of(owner).at(fraction)  # checks the fraction
-    changed = [switch_layer(layer, fraction) for layer in converted(owner).values()]
-    if any(changed):
-        watch_layers(owner)
-    return any(changed)
+    changed = False
+    for owner in owners:
+        policy_of(owner).at(fraction)  # checks the fraction
+        layers = converted(owner).values()
+        switched = [switch_layer(layer, fraction) for layer in layers]
+        if any(switched):
+            watch_layers(owner)
+            changed = True
+    return changed
 
 
 def choose_recipes(model: nn.Module) -> None:
@@ -239,16 +238,18 @@ def choose_recipes(model: nn.Module) -> None:
 def _warn(model: nn.Module) -> None:
     layers = converted(model)
     unscaled = [
-        (layer.fp8_recipe.name, name or "(model)")
+        name
         for name, layer in layers.items()
         if needs_unit_scale(layer.fp8_recipe) and not is_unit_scaled(layer)
     ]
     if unscaled:
-        (recipe, name), count = unscaled[0], f"{len(unscaled)} of {len(layers)}"
+        name, count = unscaled[0], f"{len(unscaled)} of {len(layers)}"
+        recipe = layers[name].fp8_recipe.name
         message = (
             f"recipe {recipe!r}, given by name, casts without scales, and {count} converted layers "
-            f"are not unit-scaled (the first is {name!r}): their small weights and gradients "
-            'become zero. It is for modules of unit_scaling: use "auto" (the default) or "tensor"'
+            f"are not unit-scaled (the first is {name or '(model)'!r}): their small weights and "
+            'gradients become zero. It is for modules of unit_scaling: use "auto" (the default) '
+            'or "tensor"'
         )
         warn_once(RecipeWarning, message, model)
     if all(layer.fp8_settings.decisions[0].kept for layer in layers.values()):

@@ -43,9 +43,12 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class _Layer(NamedTuple):
-    """exponents: of the fixed scales of input, weight and gradient; None: not set."""
+    """pattern: the name, with "*" in place of its first number. exponents: of the fixed scales of
+    input, weight and gradient; None: not set."""
 
     name: str
+    pattern: str
+    number: int
     layer: Layer
     recipe: Recipe
     exponents: tuple[int | None, ...]
@@ -116,7 +119,10 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
     for name, layer in converted(model).items():
         roles = (f"{name}.{role}".lstrip(".") for role in ("input", "weight", "grad"))
         exponents = tuple(scales.get(role, 0) for role in roles)
-        yield _Layer(name, layer, layer.fp8_recipe, exponents)
+        pattern = _NUMBER.sub("*", name, count=1)
+        found = _NUMBER.search(name)
+        number = int(found.group()) if found else 0
+        yield _Layer(name, pattern, number, layer, layer.fp8_recipe, exponents)
 
 
 # What has no code
@@ -130,9 +136,9 @@ def _refused(model: nn.Module, layers: list[_Layer]) -> Iterator[tuple[str, str]
     for name, module in model.named_modules():
         yield name, "its policy has a switch" if policy_of(module).switch else ""
         yield name, "a layer of another library" if is_replacement(module) else ""
-    for name, layer, recipe, exponents in layers:
-        unset = _UNSET if None in exponents else ""
-        yield name, _why_layer(layer) or _why_recipe(recipe) or unset
+    for each in layers:
+        unset = _UNSET if None in each.exponents else ""
+        yield each.name, _why_layer(each.layer) or _why_recipe(each.recipe) or unset
 
 
 _UNSET = "static scales of it are not set: call fp8.calibrate, or train a step, as zeros set none"
@@ -214,6 +220,7 @@ def _text(layers: list[_Layer], stem: str) -> str:
     entries = []
     for recipe in {layer.recipe.text: layer.recipe for layer in layers}.values():
         name = re.sub(r"\W+", "_", recipe.name).strip("_")
+        # Names of recipes may differ in characters alone that are left out.
         while not name or name in names.values():
             name += "_"
         names[recipe.text] = name
@@ -255,19 +262,20 @@ def _word(cast: Cast | None, first: Cast | None = None) -> str:
 def _rows(layers: list[_Layer], names: dict[str, str]) -> Iterator[str]:
     """The rows of LAYERS. Layers of one recipe whose names differ by consecutive numbers, the first
     in the name, share a row."""
-    groups: dict[tuple[str, str], list[tuple[int, _Layer]]] = {}
+    groups: dict[tuple[str, str], list[_Layer]] = {}
     for layer in layers:
-        number = _NUMBER.search(layer.name)
-        member = int(number.group()) if number else 0, layer
-        key = _NUMBER.sub("*", layer.name, count=1), layer.recipe.text
-        groups.setdefault(key, []).append(member)
+        groups.setdefault((layer.pattern, layer.recipe.text), []).append(layer)
     rows: list[tuple[str, list[_Layer]]] = []
-    for (pattern, _), members in groups.items():
-        consecutive = groupby(enumerate(members), lambda item: item[1][0] - item[0])
-        for run in (list(run) for _, run in consecutive):
-            start, of_run = run[0][1][0], [layer for _, (_, layer) in run]
-            span = pattern.replace("*", f"[{start}:{start + len(run)}]")
-            rows.append((span if len(run) > 1 else of_run[0].name or "(model)", of_run))
+    for members in groups.values():
+        consecutive = groupby(enumerate(members), lambda item: item[1].number - item[0])
+        for _, run in consecutive:
+            of_run = [layer for _, layer in run]
+            first = of_run[0]
+            span = first.name or "(model)"
+            if len(of_run) > 1:
+                numbers = f"[{first.number}:{first.number + len(of_run)}]"
+                span = first.pattern.replace("*", numbers)
+            rows.append((span, of_run))
     width = max(len(span) for span, _ in rows)
     for span, of_run in rows:
         words = [span.ljust(width), names[of_run[0].recipe.text], *_exponents(of_run)]

@@ -101,6 +101,7 @@ def _outside(model: nn.Module, layers: Layers, reads: bool) -> dict[str, str]:
     reasons = {}
     for index, name in enumerate(names):
         before, after = (size == width for size in sizes_of(layers[name]))
+        # Of a layer with the width on both sides, or on none, the position decides.
         reading = before if before != after else index > start
         if not inside[index] and reads == reading:
             reasons[name] = why

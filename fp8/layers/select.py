@@ -20,8 +20,14 @@ ADAPTERS = ("transformer_engine", "torchao")
 
 #: The layers that are converted, including subclasses, beside those that `holds_experts` finds.
 LAYERS: tuple[type[nn.Module], ...] = (
-    *(nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    nn.Linear,
+    nn.MultiheadAttention,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
 )
 
 #: Layers with a weight that are never converted -> the reason.
@@ -88,12 +94,12 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
 
 def inside_attention(model: nn.Module) -> dict[int, str]:
     """id -> owner's name, for each module that an nn.MultiheadAttention holds but never calls."""
-    return {
-        id(part): name or type(module).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for part in module.children()
-    }
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            owner = name or type(module).__name__
+            owners |= dict.fromkeys(map(id, module.children()), owner)
+    return owners
 
 
 def is_transposed(module: nn.Module) -> bool:

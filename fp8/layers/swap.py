@@ -54,6 +54,7 @@ def swap(
         _take_over(answer, module, carry=bool(adapter))
         replacements[id(module)] = answer
         rows.append(Row(name, kind, "converted", how(name) if callable(how) else how))
+    # Under all names of a module, so that it stays shared.
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if name and id(module) in replacements:
             parent, _, last = name.rpartition(".")
@@ -71,12 +72,12 @@ def swap(
 
 
 def _take_over(new: nn.Module, old: nn.Module, *, carry: bool) -> None:
+    # Not copies: an optimizer steps them.
     for name, parameter in old.named_parameters(recurse=False):
         setattr(new, name, parameter)
-    vars(new).update({key: vars(old)[key] for key in _HOOKS & vars(old).keys()})
     new.training = old.training
     names = vars(old).keys() - vars(new).keys() if carry else vars(old).get(CARRIED, ())
-    vars(new).update({name: vars(old)[name] for name in names})
+    vars(new).update({name: vars(old)[name] for name in (*_HOOKS, *names)})
     if carry:
         vars(new)[CARRIED] = tuple(sorted(names))
 
