@@ -185,7 +185,8 @@ class autocast:
         #: Whether converted layers inside run in high precision too.
         self.off = not enabled
         if isinstance(recipe, Policy):
-            _check_whole(recipe)
+            if recipe.switch or recipe.selects:
+                raise ValueError(_PARTS)
             enabled = enabled and recipe.recipe is not None
             recipe = source_of(recipe.recipe) or AUTO
         explicit = recipe_unless_auto(recipe)
@@ -277,13 +278,10 @@ def high_precision(off: bool | None = None) -> autocast:
     return block
 
 
-def _check_whole(policy: Policy) -> None:
-    if policy.switch or policy.selects:
-        raise ValueError(
-            "fp8.autocast runs all products under one recipe: a policy that selects layers (rules, "
-            "first, last, keep) is for fp8.convert(model, policy); of one with a switch, pass "
-            "policy.at(fraction)"
-        )
+_PARTS = (
+    "fp8.autocast runs all products under one recipe: a policy that selects layers (rules, first, "
+    "last, keep) is for fp8.convert(model, policy); of one with a switch, pass policy.at(fraction)"
+)
 
 
 def refuse_recomputation(recipe: Recipe) -> None:
@@ -337,6 +335,7 @@ def _again(block: Any) -> autocast:
     """A new autocast with the settings of ``block``, a `Block` or an autocast."""
     if block.recipe is None:
         return high_precision(block.off)
+    # Under "auto" the products of unit-scaled functions have a recipe of their own.
     recipe = block.recipe if block.recipe is block.unit_recipe else AUTO
     return autocast(recipe, backend=block.backend)
 

@@ -130,11 +130,8 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
         *,
         mat2: Tensor | None = None,
         vec: Tensor | None = None,
-        tensor: Tensor | None = None,
     ) -> object:
-        right: Any = next(
-            (t for t in (other, mat2, vec, tensor) if t is not None), None
-        )
+        right: Any = next((t for t in (other, mat2, vec) if t is not None), None)
         if not _is_product(input, right, ranks):
             return NotImplemented
         return matmul.matmul(
