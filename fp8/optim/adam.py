@@ -77,8 +77,13 @@ class LowPrecision(Optimizer):
         seed: int = 0,
         compile: bool = False,
     ) -> None:
-        _refuse(amsgrad=amsgrad, foreach=foreach, fused=fused)
-        _refuse(capturable=capturable, differentiable=differentiable)
+        _refuse(
+            amsgrad=amsgrad,
+            foreach=foreach,
+            fused=fused,
+            capturable=capturable,
+            differentiable=differentiable,
+        )
         if weight_decay is None:
             weight_decay = self.default_decay
         defaults = {
@@ -142,6 +147,7 @@ class LowPrecision(Optimizer):
                 raise RuntimeError(
                     f"{type(self).__name__} needs dense gradients, got {grad.layout}"
                 )
+            # Each process steps its part, for which a gradient may have partial sums.
             if is_dtensor(grad) and grad.placements != parameter.placements:
                 parameter.grad = grad.detach().redistribute(
                     placements=parameter.placements
@@ -178,7 +184,8 @@ class LowPrecision(Optimizer):
         wide = [part_of(p.grad) for p in parameters_of(self) if _is_wide(p)]
         # Not their largest magnitudes, which may be more than float32 represents.
         looks += [torch.where(g.isfinite().all(), 0.0, math.nan) for g in wide]
-        looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
+        for unit in units:
+            looks += unit.amaxes().values()
         numbers = iter(_values(looks))
         largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
         looked = [*largest, *itertools.islice(numbers, len(wide))]
@@ -223,10 +230,9 @@ class LowPrecision(Optimizer):
         The moments of a DTensor are saved as DTensors in float32 without scales, because scales
         belong to one process. `load_state_dict` rounds them again.
         """
-        saved, entries = super().state_dict(), {}
-        parameters = parameters_of(self)
-        for i, entry in saved["state"].items():
-            entries[i] = entry
+        saved = super().state_dict()
+        entries, parameters = dict(saved["state"]), parameters_of(self)
+        for i, entry in entries.items():
             if is_dtensor(parameters[i]):
                 entries[i] = states.portable(parameters[i], entry)
         return {**saved, "state": entries}

@@ -45,9 +45,12 @@ class Encoding:
 
 
 # Not in FORMATS: nothing is cast to them.
-_LARGEST = torch.finfo(torch.float32).max
 _FLOAT32 = Format(
-    name="float32", exponent_bits=8, mantissa_bits=23, bias=127, max=_LARGEST
+    name="float32",
+    exponent_bits=8,
+    mantissa_bits=23,
+    bias=127,
+    max=torch.finfo(torch.float32).max,
 )
 _E5M3 = Format(name="e5m3", exponent_bits=5, mantissa_bits=3, bias=16, max=61440.0)
 _SHIFT = 23 - _E5M3.mantissa_bits

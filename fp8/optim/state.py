@@ -27,11 +27,12 @@ FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 PARTS = ("_values", "_scale", "_amax")
 """Suffixes of these names for a tensor that is stored with a scale."""
 
-_PURPOSE = {FIRST: "first_moment", SECOND: "second_moment", MASTER: "master"}
-PURPOSES = {
-    name + part: purpose for name, purpose in _PURPOSE.items() for part in ("", *PARTS)
-}
+PURPOSES: dict[str, str] = {}
 """Entry of a state, except its step -> what the tensor is for."""
+for _part in ("", *PARTS):
+    PURPOSES[FIRST + _part] = "first_moment"
+    PURPOSES[SECOND + _part] = "second_moment"
+    PURPOSES[MASTER + _part] = "master"
 
 Group = dict[str, Any]
 State = dict[str, Any]

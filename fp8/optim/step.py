@@ -34,6 +34,9 @@ from .state import (
     read,
 )
 
+Scales = list[float | None]
+"""The scales of the weight and the moments, as in `STORED`; None for one without."""
+
 # Random bits for each of the two moments, from one 32-bit word.
 HALF = 15
 
@@ -177,20 +180,21 @@ class Unit:
             grad = grad.to(torch.float32) + decay * decode(self.weight())
         return grad
 
-    def amaxes(self) -> list[Tensor | None]:
-        return [self.states[0].get(name + PARTS[2]) for name in STORED]
+    def amaxes(self) -> dict[int, Tensor]:
+        """The amax of each of `STORED` that has one, by its place there."""
+        state = self.states[0]
+        entries = {i: name + PARTS[2] for i, name in enumerate(STORED)}
+        return {i: state[name] for i, name in entries.items() if name in state}
 
     def scales(
         self,
         largest: float,
         numbers: Iterator[float],
-    ) -> list[float | None]:
+    ) -> Scales:
         """New scale factors for gradients up to ``largest``, whose moment bounds a moment. numbers:
         the values of `amaxes`."""
-        scales: list[float | None] = [None, None, None]
-        for i, amax in enumerate(self.amaxes()):
-            if amax is None:
-                continue
+        scales: Scales = [None, None, None]
+        for i, amax in self.amaxes().items():
             new = next(numbers)
             if STORED[i] == MASTER:
                 new *= encodings.HEADROOM
@@ -201,7 +205,7 @@ class Unit:
             scales[i] = scale_of_number(new, self.how[:3][i].format)
         return scales
 
-    def numbers(self, scales: list[float | None]) -> Tensor:
+    def numbers(self, scales: Scales) -> Tensor:
         """The 8 scalars of a step, computed in float64 and rounded once, then 1 / scales."""
         group, (b1, b2) = self.group, self.group["betas"]
         step, lr = float(self.states[0]["step"]), float(group["lr"])
@@ -308,7 +312,7 @@ def how_of(
 def update(
     unit: Unit,
     largest_grad: float,
-    scales: list[float | None],
+    scales: Scales,
 ) -> None:
     """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
     tensors = _Tensors(unit.weight(), unit.stored(FIRST), unit.stored(SECOND))
