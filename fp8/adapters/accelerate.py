@@ -106,9 +106,7 @@ def prepare(
         for model in models:
             new[id(model)] = _converted(accelerator, model, recipe, backend, where)
         if opt_level is not None:
-            initialize(
-                new[id(models[0])], optimizers[0], opt_level=opt_level, recipe=None
-            )
+            initialize(new[id(models[0])], optimizers[0], opt_level, recipe=None)
     except (TypeError, ValueError):
         for model in new.values():
             revert_layers(model)
@@ -189,11 +187,11 @@ def _ao_where(
     where: Where | None,
 ) -> Where:
     """The layers that Accelerate converts: those selected, else all but the first and last."""
-    if where is not None and chosen is not None:
-        raise ValueError(
-            "give where, or AORecipeKwargs its module_filter_func, not both"
-        )
     if chosen is not None:
+        if where is not None:
+            raise ValueError(
+                "give where, or AORecipeKwargs its module_filter_func, not both"
+            )
         return lambda name, layer: bool(chosen(layer, name))
     names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     return where or (lambda name, layer: name not in (names[0], names[-1]))

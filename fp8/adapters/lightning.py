@@ -30,6 +30,7 @@ from ..recipes.history import (
 )
 from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe
+from ..torch_internals import Keywords
 
 __all__ = ["PRECISIONS", "FP8FabricPrecision", "FP8Precision"]
 
@@ -75,7 +76,7 @@ def FP8Precision(
         TypeError: for other options, and in a Fabric, whose checkpoints would lack the histories.
         ImportError: if Lightning is not installed.
     """
-    make = _kind(_base(True, precision, library), True)
+    make = _plugin(True, precision, library)
     return make(recipe, precision, {"backend": backend, "where": where}, options)
 
 
@@ -94,16 +95,15 @@ def FP8FabricPrecision(
     "delayed" the histories are in the model's state_dict, as in `fp8.convert`. library: "lightning"
     or "lightning_fabric".
     """
-    make = _kind(_base(False, precision, library), False)
+    make = _plugin(False, precision, library)
     return make(recipe, precision, {"backend": backend, "where": where}, options)
 
 
-def _base(of_trainer: bool, precision: str, library: str | None) -> Any:
+def _plugin(of_trainer: bool, precision: str, library: str | None) -> Any:
     check_name("precision", precision, PRECISIONS)
-    plugins = importlib.import_module(
-        f"{library_of(of_trainer, library)}.plugins.precision"
-    )
-    return getattr(plugins, PRECISIONS[precision])
+    package = library_of(of_trainer, library)
+    plugins = importlib.import_module(f"{package}.plugins.precision")
+    return _kind(getattr(plugins, PRECISIONS[precision]), of_trainer)
 
 
 def library_of(of_trainer: bool, library: str | None) -> str:
@@ -135,16 +135,16 @@ class _Converting:
     _base: Any
 
     def __init__(
-        self, recipe: Any, precision: str, how: dict[str, Any], options: Any
+        self, recipe: Any, precision: str, how: Keywords, options: Any
     ) -> None:
-        policy = as_policy(recipe)
-        self.recipe = (
-            recipe if isinstance(recipe, Policy) else source_of(policy.recipe) or AUTO
-        )
+        policy, backend = as_policy(recipe), how["backend"]
+        self.recipe = recipe
+        if recipe is not policy:
+            self.recipe = source_of(policy.recipe)
         self._how = how
         self._model: nn.Module | None = None
-        if how["backend"] not in ADAPTERS:
-            checked_backend(how["backend"], recipe_of(policy.recipe) or PLAIN, ADAPTERS)
+        if backend not in ADAPTERS:
+            checked_backend(backend, recipe_of(policy.recipe) or PLAIN, ADAPTERS)
         if PRECISIONS[precision] == "MixedPrecision":
             device = torch.accelerator.current_accelerator(check_available=True)
             options = {"device": "cpu" if device is None else device.type, **options}
@@ -177,22 +177,20 @@ class _Converting:
         """The step of Lightning's plugin. In a Trainer, first the switch of the policy."""
         if self._of_trainer and isinstance(self.recipe, Policy) and self.recipe.switch:
             model: Any = self._model
-            done, total = (
-                model.trainer.global_step,
-                model.trainer.estimated_stepping_batches,
-            )
-            advance(model, min(done / total, 1.0))
+            trainer = model.trainer
+            done = trainer.global_step / trainer.estimated_stepping_batches
+            advance(model, min(done, 1.0))
         return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Keywords:
         """The state of Lightning's plugin, the recipe, the histories and the schedule of looks."""
-        ours: dict[str, Any] = {"recipe": self._in_force()}
+        ours: Keywords = {"recipe": self._in_force()}
         if self._model is not None:
             ours["histories"] = _copies(self._model)
             ours["looks"] = [list(watch.schedule) for watch in _watch_of(self._model)]
         return {**super().state_dict(), "fp8": ours}  # type: ignore[misc]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Keywords) -> None:
         """Restores the state. Warns if the recipe was a different one."""
         now, base_state = self._in_force(), dict(state_dict)
         ours = base_state.pop("fp8", {})
@@ -209,16 +207,15 @@ class _Converting:
             for watch in _watch_of(self._model):
                 watch.resume(Schedule(*schedule))
 
-    def _in_force(self) -> dict[str, Any]:
+    def _in_force(self) -> Keywords:
         """The recipe or policy as a dict; under "auto" that of the layers, if all have one."""
         recipe = self.recipe
         if isinstance(recipe, Policy):
             return recipe.to_dict() | {"name": name_of(recipe)}
         if recipe == AUTO and self._model is not None:
-            modules = self._model.modules()
-            recipes: set[Any] = {getattr(m, "fp8_recipe", None) for m in modules}
-            recipes.discard(None)
-            recipe = recipes.pop() if len(recipes) == 1 else AUTO
+            recipes = {layer.fp8_recipe for layer in converted(self._model).values()}
+            if len(recipes) == 1:
+                recipe = recipes.pop()
         if isinstance(recipe, Recipe):
             return recipe.to_dict()
         return {"name": AUTO}

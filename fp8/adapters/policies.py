@@ -8,7 +8,7 @@ and Megatron-LM 0.16 (megatron/core/quantization and TransformerEngineMixedPreci
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -53,19 +53,17 @@ def _at_start(policy: Policy, library: str) -> tuple[Policy, list[str]]:
 
 def _translated(
     policy: Policy, model: nn.Module, make: Callable[[Recipe], T]
-) -> dict[str, tuple[Recipe | None, T | None]]:
-    """Layer -> (recipe, ``make(recipe)``), None twice for high precision."""
-    translated: dict[str, tuple[Recipe | None, T | None]] = {}
+) -> Iterator[tuple[str, Recipe | None, T | None]]:
+    """(layer, recipe, ``make(recipe)``), None twice for high precision."""
     for name, decision in resolve(policy, model).items():
         # "auto" is "tensor", as the layers of these libraries are not unit-scaled.
-        recipe = _low(composed(decision.sources, PLAIN))
-        translated[name] = recipe, None
+        recipe, made = _low(composed(decision.sources, PLAIN)), None
         if recipe is not None:
             try:
-                translated[name] = recipe, make(recipe)
+                made = make(recipe)
             except ValueError as error:
                 raise ValueError(f"layer {name!r}: {error}") from None
-    return translated
+        yield name, recipe, made
 
 
 def for_torchao(
@@ -88,7 +86,7 @@ def for_torchao(
     policy, notes = _at_start(policy, "torchao")
     groups: dict[Recipe, tuple[torchao.Config, set[str]]] = {}
     config = partial(torchao.ao_config, emulate=emulate)
-    for name, (recipe, theirs) in _translated(policy, model, config).items():
+    for name, recipe, theirs in _translated(policy, model, config):
         if recipe is not None and isinstance(model.get_submodule(name), nn.Linear):
             groups.setdefault(recipe, (theirs, set()))[1].add(name)
         elif recipe is not None:
@@ -117,9 +115,9 @@ def for_transformer_engine(
     """
     policy, notes = _at_start(policy, "TransformerEngine")
     base = _low(recipe_of(policy.recipe))
-    layers = _translated(policy, model, transformer_engine.te_recipe)
-    contexts = {"": base and transformer_engine.te_recipe(base)}
-    for name, (recipe, theirs) in layers.items():
+    make = transformer_engine.te_recipe
+    contexts = {"": base and make(base)}
+    for name, recipe, theirs in _translated(policy, model, make):
         if recipe != base:
             contexts[name] = theirs
     return contexts, notes
@@ -199,11 +197,12 @@ def for_megatron(policy: Policy, blocks: int | None = None) -> MegatronFiles:
         "start": _count("first", policy.first, blocks),
         "end": _count("last", policy.last, blocks),
     }
-    if any(ends.values()) and scaling == "delayed":
+    has_ends = any(ends.values())
+    if has_ends and scaling == "delayed":
         raise ValueError(
             f"blocks {ends}: Megatron does not combine these with 'delayed'"
         )
-    if any(ends.values()) and not base:
+    if has_ends and not base:
         raise ValueError(
             f"blocks {ends}: Megatron has these only with a recipe for the others"
         )
@@ -225,7 +224,7 @@ def for_megatron(policy: Policy, blocks: int | None = None) -> MegatronFiles:
         flags += ["--fp8-amax-history-len=16", "--fp8-amax-compute-algo=max"]
     if scaling == "tensorwise":
         notes.append("the scales of Megatron's tensorwise recipe are not powers of two")
-    if any(ends.values()):
+    if has_ends:
         flags.append("--first-last-layers-bf16")
         flags += [
             f"--num-layers-at-{end}-in-bf16={count}" for end, count in ends.items()
@@ -330,18 +329,16 @@ def _source(policy: Policy) -> str:
     if any(isinstance(recipe, Recipe) for recipe in recipes):
         return f"fp8.Policy.from_json({json.dumps(json.dumps(values))})"
     arguments = [repr(values.pop("recipe"))]
-    for name, value in values.items():
-        if name == "rules":
-            value = [(r["layers"], r["product"], r["recipe"]) for r in value]
-        source = _switch_source(policy) if name == "switch" else repr(value)
-        if value:
-            arguments.append(f"{name}={source}")
-    return f"fp8.Policy({', '.join(arguments)})"
-
-
-def _switch_source(policy: Policy) -> str:
+    values["rules"] = [(r.layers, r.product, r.recipe) for r in policy.rules]
     entries = []
+    # A policy in a switch has no switch of its own.
     for start, to in policy.switch:
         source = _source(to) if isinstance(to, Policy) else repr(to)
         entries.append(f"({start!r}, {source})")
-    return f"[{', '.join(entries)}]"
+    for name, value in values.items():
+        source = repr(value)
+        if name == "switch":
+            source = f"[{', '.join(entries)}]"
+        if value:
+            arguments.append(f"{name}={source}")
+    return f"fp8.Policy({', '.join(arguments)})"

@@ -10,7 +10,6 @@ from torch import nn
 
 from ..common.libraries import need
 from ..common.mixin import bare_class
-from ..formats.format import get_format
 from ..kernels.kernel import ALIGNMENT, why_not_device
 from ..layers.select import Where, checked_where
 from ..layers.swap import layers_for, swap, why_not_fit
@@ -54,7 +53,7 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Config:
         example = cast or other
         if example is None or example.format not in ("e4m3", "e5m2"):
             raise unknown
-        dtype = get_format(example.format).dtype
+        dtype = example.number_format.dtype
         if cast is None:
             disabled = config.ScalingType.DISABLED
             return config.CastConfig(scaling_type=disabled, target_dtype=dtype)

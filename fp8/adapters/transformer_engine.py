@@ -25,6 +25,7 @@ from ..layers.swap import Make, Padded, layers_for, swap, why_not_fit
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 from ..recipes.rules import LEAST_OF_GROUP
+from ..torch_internals import Keywords
 
 __all__ = ["convert", "delayed_scaling", "revert", "te_recipe"]
 
@@ -152,7 +153,7 @@ def _dynamic(cast: Cast, format: str) -> TERecipe:
     """A recipe with scales of each pass."""
     library, powers, block = _library(), cast.rule == "up", cast.scaling == "block"
     kind = "Float8CurrentScaling"
-    options: dict[str, object] = {"use_power_2_scales": powers}
+    options: Keywords = {"use_power_2_scales": powers}
     if block:
         kind, options = "Float8BlockScaling", {"use_f32_scales": not powers}
         for operand, dimensions in (("x", 1), ("w", 2), ("grad", 1)):
@@ -208,9 +209,9 @@ def te_recipe(recipe: str | Recipe) -> TERecipe:
         )
     cast, grad = chosen.input, chosen.grad
     if cast and grad and chosen == _plain(chosen.name, cast, grad):
-        rules, make = _MAKERS.get(cast.scaling, ((), _mx))
+        make = _MAKERS.get(cast.scaling)
         format = _FORMATS.get((str(cast.format), str(grad.format)))
-        if cast.rule in rules and format is not None:
+        if make and format and cast.rule in (None, "up", "exact"):
             return make(cast, format)
     names = (
         "'unit', 'unit_e4m3', 'delayed', 'tensor', 'block', 'mxfp8' and 'nvfp4_nvidia'"
@@ -244,7 +245,7 @@ class _Autocast(Mixin):
     fp8_in_eval: bool
     training: bool
 
-    def around(self, forward: Forward, args: Args, kwargs: dict[str, object]) -> object:
+    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> object:
         recipe = self.fp8_te_recipe
         enabled = recipe is not None and (self.training or self.fp8_in_eval)
         with need("transformer_engine").autocast(enabled=enabled, recipe=recipe):
@@ -274,7 +275,7 @@ class _Fused(_Linear):
     #: TransformerEngine's name of a parameter -> the module that holds it, and its name there.
     fp8_parameters: dict[str, tuple[nn.Module, str]]
 
-    def around(self, forward: Forward, args: Args, kwargs: dict[str, object]) -> object:
+    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> object:
         for name, (module, parameter) in self.fp8_parameters.items():
             vars(self)[name] = getattr(module, parameter)
         return super().around(forward, args, kwargs)
@@ -283,7 +284,7 @@ class _Fused(_Linear):
 class _Skipped(Mixin):
     """A module whose function a fused layer computes: it returns its input."""
 
-    def around(self, forward: Forward, args: Args, kwargs: dict[str, object]) -> object:
+    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> object:
         return next(iter((*args, *kwargs.values())))
 
 
@@ -343,7 +344,7 @@ def convert(
     kinds: dict[str, str] = {}
     for group in _groups(model, fuse, single, uses):
         fused |= _fused(te, group, multiple)
-        kinds |= dict.fromkeys(group, f", in te.{_fused_kind(group)}")
+        kinds |= dict.fromkeys(group, f", in te.{_FUSED[len(group)]}")
     model = swap(
         model,
         lambda name, module: fused.get(name) or single(name, module),
@@ -369,21 +370,17 @@ def _why_not(module: nn.Module, multiple: int) -> str:
 
 
 def _te_layer(te: ModuleType, module: nn.Module, multiple: int) -> TELayer:
+    """On the meta device, as it gets the parameters of the old layer."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     if isinstance(module, nn.Linear):
         sizes, bias = (module.in_features, module.out_features), module.bias is not None
         layer = te.Linear(*sizes, bias=bias, params_dtype=weight.dtype, device="meta")
         return _padded(layer, _Linear, module, ["bias"], multiple)
-    norm, options = getattr(te, type(module).__name__), _on_meta(weight)
-    layer = norm(tuple(weight.shape), eps=_eps(module), **options)
+    norm, shape = getattr(te, type(module).__name__), tuple(weight.shape)
+    layer = norm(shape, eps=_eps(module), device="meta", dtype=weight.dtype)
     vars(layer)[_EPS] = module.eps
     add_mixin(layer, _Layer)
     return layer
-
-
-def _on_meta(weight: Tensor) -> dict[str, Any]:
-    # The parameters are replaced by those of the old layer.
-    return {"device": "meta", "dtype": weight.dtype}
 
 
 def _eps(norm: Any) -> float:
@@ -410,6 +407,9 @@ def _padded(
 
 # Names and modules that one layer replaces.
 _Group = dict[str, Any]
+
+# Size of a group -> the layer.
+_FUSED = {2: "LayerNormLinear", 4: "LayerNormMLP"}
 
 # Activation -> TransformerEngine's name; its "gelu" is the approximation by tanh.
 _ACTIVATIONS = {nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu"}
@@ -456,7 +456,7 @@ def _why_not_fused(group: _Group, single: Make, uses: Mapping[int, int]) -> str:
     modules = list(group.values())
     kinds = [type(module) for module in modules]
     are_linear = set(kinds[1::2]) == {nn.Linear}
-    if len(group) not in (2, 4) or kinds[0] not in _NORMS or not are_linear:
+    if len(group) not in _FUSED or kinds[0] not in _NORMS or not are_linear:
         return "expected a norm and a linear layer, or these, an activation and a linear layer"
     for name, module in group.items():
         if isinstance(why := single(name, module), str):
@@ -485,12 +485,6 @@ def _why_not_fused(group: _Group, single: Make, uses: Mapping[int, int]) -> str:
     return "one linear layer has a bias"
 
 
-def _fused_kind(group: _Group) -> str:
-    if len(group) == 2:
-        return "LayerNormLinear"
-    return "LayerNormMLP"
-
-
 def _fused(te: ModuleType, group: _Group, multiple: int) -> _Group:
     """Name -> what replaces the module: the fused layer in the place of the first linear one, which
     registers the same parameters as that; the others stay, and return their input."""
@@ -499,7 +493,7 @@ def _fused(te: ModuleType, group: _Group, multiple: int) -> _Group:
     if rest:
         options["activation"] = _ACTIVATIONS[type(rest[0])]
         biases = ["fc1_bias", "fc2_bias"]
-    layer = getattr(te, _fused_kind(group))(
+    layer = getattr(te, _FUSED[len(group)])(
         linear.in_features,
         linear.out_features,
         normalization=type(norm).__name__,
@@ -512,14 +506,13 @@ def _fused(te: ModuleType, group: _Group, multiple: int) -> _Group:
     _padded(layer, _Fused, linear, biases, multiple)
     if rest:
         holders |= {"fc1": layer, "fc2": rest[1]}
-    layer.fp8_parameters = {
-        f"{prefix}_{name}": (holder, name)
-        for prefix, holder in holders.items()
-        for name in ("weight", "bias")
-        if f"{prefix}_{name}" in layer._parameters
-    }
-    for name in layer.fp8_parameters:
-        delattr(layer, name)
+    layer.fp8_parameters = {}
+    for name in list(layer._parameters):
+        prefix, _, own = name.rpartition("_")
+        # Other modules register them; `_Fused.around` reads them there.
+        if prefix in holders:
+            layer.fp8_parameters[name] = holders[prefix], own
+            delattr(layer, name)
     for module in (norm, *rest):
         add_mixin(module, _Skipped)
     return dict(zip(group, (norm, layer, *rest), strict=True))
@@ -544,7 +537,7 @@ def _torch_layer(te: ModuleType, module: nn.Module) -> nn.Module | None:
     weight = parameters.get("weight")
     if weight is None or getattr(module, "zero_centered_gamma", False):
         return None
-    options = _on_meta(weight)
+    options: Keywords = {"device": "meta", "dtype": weight.dtype}
     if kind is te.Linear or isinstance(module, _Fused):
         outputs, inputs = weight.shape
         return nn.Linear(inputs, outputs, bias="bias" in parameters, **options)
