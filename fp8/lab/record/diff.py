@@ -81,26 +81,25 @@ def diff(a: Run, b: Run, tolerance: float = 0.01) -> Difference:
         raise ValueError("no step, layer and operand is in both records")
     found: dict[int, list[tuple[Order, str]]] = {}
     layers = list(dict.fromkeys(place.layer for place in left))
-    numbers = {layer: number for number, layer in enumerate(layers)}
     for place in both:
         by = _row_difference(left[place], right[place], tolerance)
         if by:
             line = f"{place.layer} {place.operand}: {', '.join(by)}"
-            order = _order(numbers[place.layer], place.operand)
+            order = _order(layers.index(place.layer), place.operand)
             found.setdefault(place.step, []).append((order, line))
-    losses = {row.step: row.loss for row in b.losses}
-    for row in a.losses:
-        other = losses.get(row.step, row.loss)
-        if _apart(row.loss, other, _relative) > tolerance:
-            line = f"loss {row.loss:.6g} and {other:.6g}"
-            found.setdefault(row.step, []).append((BETWEEN, line))
+    losses = dict(b.losses)
+    for step, loss in a.losses:
+        other = losses.get(step, loss)
+        if _apart(loss, other, _relative) > tolerance:
+            line = f"loss {loss:.6g} and {other:.6g}"
+            found.setdefault(step, []).append((BETWEEN, line))
     # What differs later follows from the first step.
-    step = min(found, default=None)
+    parts_at = min(found, default=None)
     lines: list[str] = []
-    if step is not None:
-        lines = [line for _, line in sorted(found[step])]
+    if parts_at is not None:
+        lines = [line for _, line in sorted(found[parts_at])]
     return Difference(
-        step=step,
+        step=parts_at,
         lines=lines,
         only=[*_only("first", left, right), *_only("second", right, left)],
         same_casts=_casts(left).keys() == _casts(right).keys(),
@@ -127,10 +126,7 @@ def _order(layer: int, operand: str) -> Order:
 
 
 def _by_place(run: Run) -> dict[Place, Seen]:
-    rows = {}
-    for row in run.rows:
-        rows[Place(row.step, row.layer, row.operand)] = row
-    return rows
+    return {Place(row.step, row.layer, row.operand): row for row in run.rows}
 
 
 def _row_difference(a: Seen, b: Seen, tolerance: float) -> list[str]:
@@ -162,6 +158,7 @@ def _octaves(a: float, b: float) -> float:
 
 
 def _relative(a: float, b: float) -> float:
+    # Not of two zeros, which `_apart` finds equal.
     return abs(a - b) / max(abs(a), abs(b))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from ...casts.watch import Seen
 from ..page import rendered
@@ -24,8 +24,7 @@ TICKS = 5
 """Labels of steps along the map, at most."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
+class Cell(NamedTuple):
     """Neighbouring columns of one colour. level: index of it, -1 without a look. width: in columns.
     title: the numbers of the worst look, in words."""
 
@@ -34,26 +33,26 @@ class Cell:
     title: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
+class Line(NamedTuple):
     """A cast, and its cells."""
 
     operand: str
     cells: list[Cell]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Map:
-    """Casts by columns. heads: text -> columns that it spans. layers: layer -> its casts, in the
-    order of execution."""
+Layers = dict[str, list[Line]]
+"""Layer -> its casts, in the order of execution."""
+
+
+class Map(NamedTuple):
+    """Casts by columns. heads: text -> columns that it spans."""
 
     columns: int
     heads: list[tuple[str, int]]
-    layers: dict[str, list[Line]]
+    layers: Layers
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
+class Curve(NamedTuple):
     """The loss. pieces: points of each finite piece. faults: where it is Inf or NaN, along x."""
 
     pieces: list[str]
@@ -103,21 +102,15 @@ def _over_time(run: Run, first: int, last: int) -> Map:
     for column in range(0, columns, ticks):
         step = first + math.ceil(column * span / columns)
         heads.append((str(step), min(ticks, columns - column)))
-    return Map(
-        columns=columns,
-        heads=heads,
-        layers=_layers(placed, shown),
-    )
+    return Map(columns, heads, _layers(placed, shown))
 
 
 def _what_ifs(run: Run) -> dict[int, Map]:
     """Step -> the recipes that were asked for there, beside the one in force."""
     maps = {}
     for step in dict.fromkeys(asked.step for asked in run.what_ifs):
-        latest = run.rows[0].step
-        for row in run.rows:
-            if row.step <= step:
-                latest = max(latest, row.step)
+        looks = [row.step for row in run.rows if row.step <= step]
+        latest = max(looks, default=run.rows[0].step)
         placed = [(0, row) for row in run.rows if row.step == latest]
         heads = [(f"in force (step {latest})", 1)]
         for asked in run.what_ifs:
@@ -125,29 +118,21 @@ def _what_ifs(run: Run) -> dict[int, Map]:
                 placed += [(len(heads), row) for row in asked.rows]
                 heads.append((asked.recipe, 1))
         columns = len(heads)
-        maps[step] = Map(
-            columns=columns,
-            heads=heads,
-            layers=_layers(placed, range(columns)),
-        )
+        maps[step] = Map(columns, heads, _layers(placed, range(columns)))
     return maps
 
 
-def _layers(
-    placed: Iterable[tuple[int, Seen]], shown: Sequence[int]
-) -> dict[str, list[Line]]:
-    """Layer -> its casts. placed: the column of each row. shown: that of which each column shows
-    the rows."""
+def _layers(placed: Iterable[tuple[int, Seen]], shown: Sequence[int]) -> Layers:
+    """placed: the column of each row. shown: that of which each column shows the rows."""
     worst: dict[str, dict[str, dict[int, Seen]]] = {}
     for column, row in placed:
         cells = worst.setdefault(row.layer, {}).setdefault(row.operand, {})
         if column not in cells or lost(row) > lost(cells[column]):
             cells[column] = row
-    layers: dict[str, list[Line]] = {}
+    layers: Layers = {}
     for layer, operands in worst.items():
-        lines = layers[layer] = []
-        for operand, cells in operands.items():
-            lines.append(Line(operand=operand, cells=_cells(cells, shown)))
+        lines = [Line(name, _cells(cells, shown)) for name, cells in operands.items()]
+        layers[layer] = lines
     return layers
 
 
@@ -161,7 +146,7 @@ def _cells(rows: dict[int, Seen], shown: Sequence[int]) -> list[Cell]:
         title = ""
         if seen:
             title = _title(max(seen, key=lost))
-        cells.append(Cell(level=level, width=len(group), title=title))
+        cells.append(Cell(level, len(group), title))
     return cells
 
 
@@ -187,11 +172,13 @@ def _curve(losses: list[Loss], first: int, last: int) -> Curve | None:
         return None
     low, high = min(finite), max(finite)
     across = WIDTH / (last - first + 1)
+    # Four units above and below, so that no line is cut off; a constant loss is at the bottom.
     up = (HEIGHT - 8) / ((high - low) or 1.0)
     pieces: list[list[str]] = [[]]
     faults = []
     size = math.ceil(len(losses) / POINTS)
     for start in range(0, len(losses), size):
+        # A spike of one step would be lost in a mean.
         row = max(losses[start : start + size], key=_height)
         x = (row.step - first + 0.5) * across
         if math.isfinite(row.loss):
@@ -201,12 +188,7 @@ def _curve(losses: list[Loss], first: int, last: int) -> Curve | None:
             faults.append(round(x, 1))
             pieces.append([])
     lines = [" ".join(piece) for piece in pieces if piece]
-    return Curve(
-        pieces=lines,
-        faults=faults,
-        low=low,
-        high=high,
-    )
+    return Curve(lines, faults, low, high)
 
 
 def _height(row: Loss) -> float:

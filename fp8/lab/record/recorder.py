@@ -172,9 +172,8 @@ class Recorder:
 
     def _write(self, alone: bool = False) -> None:
         """Writes the rows and losses that wait. alone: those of this process."""
-        seen = Part(self._rows, [])
-        for step, loss in self._losses:
-            seen.losses.append(LossRow(step=step, loss=float(loss)))
+        losses = [LossRow(step, float(loss)) for step, loss in self._losses]
+        seen = Part(self._rows, losses)
         self._rows, self._losses = [], []
         parts = [seen]
         if ranks(self._group) > 1 and not alone:
@@ -297,6 +296,7 @@ class Part(NamedTuple):
 def _gathered(part: Part, group: Group) -> list[Part]:
     """The parts of all processes on the first one, none on others."""
     parts: list[Any] | None = None
+    # torch takes a list from the process that receives, and None from others.
     if rank(group) == 0:
         parts = [None] * ranks(group)
     torch.distributed.gather_object(part, parts, group=group, group_dst=0)
@@ -336,7 +336,4 @@ def _means(losses: list[LossRow]) -> dict[int, float]:
     of_step: dict[int, list[float]] = {}
     for row in losses:
         of_step.setdefault(row.step, []).append(row.loss)
-    means = {}
-    for step, values in of_step.items():
-        means[step] = sum(values) / len(values)
-    return means
+    return {step: sum(values) / len(values) for step, values in of_step.items()}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...casts.watch import Seen
-from ...common.report import as_table
+from ...common.report import as_table, finite
 
 Record = dict[str, Any]
 """A line. "kind" is "header" (versions, every, start, layers: layer -> recipe), "rows" (step, rows:
@@ -20,8 +19,7 @@ NUMBERS = ("scale", "rms", "largest", *SHARES, "sqnr")
 """The numbers of a row."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loss:
+class Loss(NamedTuple):
     """The loss of a step."""
 
     step: int
@@ -80,17 +78,7 @@ def rows_record(step: int, rows: list[Seen], kind: str = "rows") -> Record:
 
 def as_line(record: Record) -> str:
     """A line of the file. JSON has no Inf and NaN: they are the strings "inf", "-inf", "nan"."""
-    return json.dumps(_written(record), allow_nan=False) + "\n"
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _written(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_written(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return json.dumps(finite(record, str), allow_nan=False) + "\n"
 
 
 def read(path: str | Path) -> Run:
@@ -113,7 +101,7 @@ def read(path: str | Path) -> Run:
                 _add(run, record)
         except (ValueError, KeyError, TypeError) as error:
             if run is not None and number == len(lines):
-                break
+                break  # of a run that was killed while it wrote
             raise ValueError(
                 f"{path}, line {number}: not a line of fp8.record ({error})"
             ) from error
@@ -139,7 +127,7 @@ def _add(run: Run, record: Record) -> None:
     """Adds what a line has: a look, a loss or a question."""
     step = record["step"]
     if record["kind"] == "loss":
-        run.losses.append(Loss(step=step, loss=float(record["loss"])))
+        run.losses.append(Loss(step, float(record["loss"])))
         return
     rows = [_row(fields) for fields in record["rows"]]
     if record["kind"] == "rows":

@@ -9,7 +9,15 @@ from torch import nn
 
 from ...casts.watch import Seen, watch_of
 from ...common.copies import training_copy
-from ...common.step import Batch, Loss, call, copied, seeded, starts, unwrapped
+from ...common.step import (
+    Batch,
+    Loss,
+    call,
+    copied,
+    differentiate,
+    seeded,
+    unwrapped,
+)
 from ...layers.convert import convert
 from ...layers.settings import converted
 from ...recipes.policy import Policy
@@ -36,18 +44,10 @@ def rows_under(
             where = None
         convert(copy, recipe, backend="simulate", where=where)
         watch = watch_of(copy)
-        ends, gradients = starts(call(copy, copied(batch)), own_loss)
-        leaves = [p for p in copy.parameters() if p.requires_grad]
-        if ends and leaves:
-            torch.autograd.grad(ends, leaves, gradients, allow_unused=True)
+        differentiate(copy, call(copy, copied(batch)), own_loss)
         watch.listeners.append(rows.extend)
         watch.read()
 
-    with (
-        quiet(),
-        seeded(None),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
+    with quiet(), seeded(None), torch.inference_mode(False), torch.enable_grad():
         outside_compiler(look)
     return rows
