@@ -36,11 +36,9 @@ def compile_steps(
     of the finalist, or writes why not."""
     known = [(row, _policies(row, findings)) for row in hardware if row.name in CARDS]
     questions = [(row, policies) for row, policies in known if policies]
-    if not questions:
-        findings.not_forecast = ""
-        return
-    findings.not_forecast = why_not()
-    if findings.not_forecast:
+    if questions:
+        findings.not_forecast = why_not()
+    if findings.not_forecast or not questions:
         return
     answers = _answers(problem, questions, budget.part(FORECAST_PART))
     made = [Forecast.from_dict(a) for a in answers if isinstance(a, dict)]

@@ -38,23 +38,18 @@ class Gap(NamedTuple):
 
     @property
     def half_width(self) -> float:
-        if math.isfinite(self.mean):
-            return (self.high - self.low) / 2
-        return math.inf
+        return (self.high - self.low) / 2
 
 
 def _central(t: float, freedom: int) -> float:
     """The probability that Student's t is within plus and minus ``t``."""
     # Abramowitz and Stegun, 26.7.3 and 26.7.4: finite sums for whole degrees of freedom.
-    angle, odd, term = math.atan(t / math.sqrt(freedom)), freedom % 2, 1.0
-    if odd:
-        term = math.cos(angle)
-    total = term
-    if freedom == 1:
-        total = 0.0
-    for k in range(2 + odd, freedom - 1, 2):
-        term *= (k - 1) / k * math.cos(angle) ** 2
+    angle, odd = math.atan(t / math.sqrt(freedom)), freedom % 2
+    term = math.cos(angle) ** odd
+    total = 0.0
+    for k in range(2 + odd, freedom + 1, 2):
         total += term
+        term *= (k - 1) / k * math.cos(angle) ** 2
     total *= math.sin(angle)
     if odd:
         return 2 / math.pi * (angle + total)
@@ -139,12 +134,13 @@ def _gap(values: Sequence[float], error: float | None) -> Gap | None:
     """error: of each end of the interval; None: it is infinite."""
     if not values:
         return None
+    count = len(values)
     if math.inf in values:
-        return Gap(math.inf, math.inf, math.inf, len(values))
+        return Gap(math.inf, math.inf, math.inf, count)
     mean, half = statistics.fmean(values), math.inf
     if error is not None:
         half = half_width(values, error)
-    return Gap(mean, mean - half, mean + half, len(values))
+    return Gap(mean, mean - half, mean + half, count)
 
 
 def end_difference(run: Run, reference: Run) -> float:
@@ -250,10 +246,6 @@ def train_pairs(
                 return [run for run in pair if run not in trained]
         return []
 
-    def is_open(name: str) -> bool:
-        now = outcome(sequential_gap(runs, name), tolerance)
-        return now in ("not trained", "not decided")
-
     def upper_end(name: str) -> float:
         measured = sequential_gap(runs, name)
         if measured and measured.seeds >= FIRST_LOOK:
@@ -262,7 +254,9 @@ def train_pairs(
 
     def can_go_on(name: str) -> bool:
         needed = [each for each, _ in missing(name)]
-        return is_open(name) and bool(needed) and has_time(needed)
+        now = outcome(sequential_gap(runs, name), tolerance)
+        is_open = now in ("not trained", "not decided")
+        return is_open and bool(needed) and has_time(needed)
 
     while candidates := list(filter(can_go_on, names)):
         for name, seed in missing(min(candidates, key=upper_end)):

@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...formats.format import get_format
 from ...recipes.policy import LayerRule, Policy
 from ...recipes.recipe import PRODUCTS, Recipe
 from ..trace import Product
@@ -28,15 +26,16 @@ AS_GOOD = ("as the reference", "better", "within chance")
 FAILED = ("worse", "diverges")
 
 
-def shares(products: Iterable[Product]) -> dict[str, float]:
+def shares(products: Sequence[Product]) -> dict[str, float]:
     """Layer -> its share of the FLOPs of all products. Layers that cannot be cast count in the
     total and are not listed."""
-    products, share = list(products), defaultdict[str, float](float)
     total = sum(product.flops for product in products)
+    share: dict[str, float] = {}
     for product in products:
         if not product.why_not:
+            share.setdefault(product.layer, 0.0)
             share[product.layer] += product.flops / total
-    return dict(share)
+    return share
 
 
 def keeping(recipe: Recipe | str, kept: Sequence[str]) -> Policy:
@@ -63,11 +62,8 @@ class Selection(NamedTuple):
 
 def frontier(errors: Sequence[LayerError]) -> list[Selection]:
     """All prefixes of the order by squared error per FLOP: from all layers cast to none."""
-
-    def per_flop(error: LayerError) -> float:
-        return error.squared_error / max(error.share, 1e-12)
-
-    order, selections = sorted(errors, key=per_flop, reverse=True), []
+    order = sorted(errors, key=lambda e: -e.squared_error / max(e.share, 1e-12))
+    selections = []
     for count in range(len(order) + 1):
         kept, cast = order[:count], order[count:]
         names, share = [e.layer for e in kept], sum(e.share for e in cast)
@@ -123,7 +119,7 @@ def bits_of(recipe: Recipe, share: float) -> float:
         pair = getattr(recipe, name)
         width = 16
         if None not in pair:
-            width = max(get_format(cast.format).bits for cast in pair)
+            width = max(cast.number_format.bits for cast in pair)
         widths.append(width)
     return share * statistics.fmean(widths) + (1 - share) * 16
 
@@ -163,11 +159,11 @@ def finalists(findings: Findings) -> dict[str, Candidate]:
         finite = [c for c in usable if math.isfinite(worst_error(c))]
         fine = [c for c in usable if worst_error(c) <= FINE]
         order = sorted(fine, key=_cost) or sorted(finite, key=worst_error)
-        for best in order[:1]:
-            # One run then serves several devices.
+        if order:
+            best = order[0]
             same = [c for c in order if _cost(c)[0] == _cost(best)[0]]
-            earlier = [c for c in same if c in chosen.values()]
-            chosen[device] = (earlier or [best])[0]
+            # One run then serves several devices.
+            chosen[device] = next((c for c in same if c in chosen.values()), best)
     return chosen
 
 

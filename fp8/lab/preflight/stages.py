@@ -84,7 +84,8 @@ class Settings:
         check_whole("steps", self.steps, 2)
         check_whole("held_out", self.held_out)
         check_whole("max_seeds", self.max_seeds)
-        for name, value in (("budget", self.budget), ("target", self.target)):
+        for name in ("budget", "target"):
+            value = getattr(self, name)
             check_number(name, value)
             if not value > 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
@@ -94,38 +95,33 @@ class Settings:
             object.__setattr__(self, "recipes", (*self.recipes, PLAIN))
 
 
+@dataclass(eq=False)
 class PreflightRun:
     """One preflight. findings: empty, or those of an interrupted one, which grow. on_change: called
     after each stage and each training run, to save them."""
 
-    def __init__(
-        self,
-        source: Source,
-        settings: Settings,
-        findings: Findings,
-        *,
-        proceed: Continue,
-        on_change: Callable[[], object],
-        shows_progress: bool,
-    ) -> None:
-        self.settings = settings
-        self.findings = findings
-        self.budget = Budget(settings.budget)
-        self._proceed = proceed
-        self._on_change = on_change
-        self._shows_progress = shows_progress and sys.stderr.isatty()
-        self._source = source
+    source: Source
+    settings: Settings
+    findings: Findings
+    proceed: Continue
+    on_change: Callable[[], object]
+    shows_progress: bool
+
+    def __post_init__(self) -> None:
+        self.budget = Budget(self.settings.budget)
         self._probes: list[Probe] = []
         self._step_seconds: dict[str, float] = {}
+        self._recipes = {recipe.name: recipe for recipe in self.settings.recipes}
         # Which a resumption makes again, if they still hold.
         repeated = ("interrupted", "stopped", NOT_TRAINED)
-        findings.notes = [n for n in findings.notes if not n.startswith(repeated)]
+        notes = self.findings.notes
+        self.findings.notes = [n for n in notes if not n.startswith(repeated)]
 
     @cached_property
     def problem(self) -> Problem:
         """The weights and batches of all runs."""
         steps = self.findings.settings.get("steps", self.settings.steps)
-        return Problem(self._source, steps, self.settings.held_out)
+        return Problem(self.source, steps, self.settings.held_out)
 
     def run(self) -> None:
         """All stages that ``findings`` does not have."""
@@ -159,11 +155,11 @@ class PreflightRun:
         findings = self.findings
         findings.settings["chance"] = chance_of(findings.runs)
         compare(findings.candidates, findings.runs, self.settings.target)
-        decide(findings, self._proceed)
-        self._on_change()
+        decide(findings, self.proceed)
+        self.on_change()
 
     def _say(self, what: str) -> None:
-        if self._shows_progress:
+        if self.shows_progress and sys.stderr.isatty():
             print(f"fp8 preflight: {what}", file=sys.stderr)
 
     def _note(self, text: str) -> None:
@@ -284,9 +280,7 @@ class PreflightRun:
         train(timed, REFERENCE, on_step=lambda: ticks.append(time.perf_counter()))
         # Without the first, which initializes, and the last, which evaluates.
         times = [b - a for a, b in pairwise(ticks[:-1])]
-        if times:
-            return statistics.median(times)
-        return 1e-9
+        return statistics.median(times or [1e-9])
 
     def _trained(self, name: str, seed: int) -> Run:
         """A run, of which the reference's first one is stored, with its probes. Raises OutOfTime
@@ -434,7 +428,13 @@ class PreflightRun:
                 )
 
     def _train_transforms(self, pairs: int) -> None:
-        for name in self._with_transforms():
+        known = {candidate.name for candidate in self.findings.candidates}
+        share = sum(shares(self.findings.products).values())
+        for name, transform in self.settings.transforms.items():
+            if name not in known:
+                recipe = getattr(transform, "recipe", AUTO)
+                self.findings.candidates.append(Candidate(name, recipe, share=share))
+        for name in self.settings.transforms:
             # A transform is another package's, and need not take this model.
             try:
                 self._train([name], pairs)
@@ -469,16 +469,6 @@ class PreflightRun:
             self._note(f"{NOT_TRAINED} {', '.join(left)}")
         compare(findings.candidates, findings.runs, self.settings.target)
 
-    def _with_transforms(self) -> list[str]:
-        """The names of the transforms, which become candidates."""
-        known = {candidate.name for candidate in self.findings.candidates}
-        for name, transform in self.settings.transforms.items():
-            if name not in known:
-                share = sum(shares(self.findings.products).values())
-                recipe = getattr(transform, "recipe", AUTO)
-                self.findings.candidates.append(Candidate(name, recipe, share=share))
-        return list(self.settings.transforms)
-
     def _has_time(self, names: Collection[str]) -> bool:
         return self.budget.allows(sum(map(self._run_seconds, names)))
 
@@ -501,7 +491,3 @@ class PreflightRun:
             return transformed(self.settings.transforms[name])
         policy = next(c.policy for c in self.findings.candidates if c.name == name)
         return under(Policy.from_dict(policy))
-
-    @property
-    def _recipes(self) -> dict[str, Recipe]:
-        return {recipe.name: recipe for recipe in self.settings.recipes}

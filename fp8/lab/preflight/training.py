@@ -96,10 +96,8 @@ class Setup:
         if not isinstance(self.optimizer, Optimizer):
             kind = type(self.optimizer).__name__
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {kind}")
-        members = {id(p) for p in self.model.parameters()}
-        if not any(
-            id(p) in members for g in self.optimizer.param_groups for p in g["params"]
-        ):
+        members = set(map(id, self.model.parameters()))
+        if members.isdisjoint(map(id, parameters_of(self.optimizer))):
             raise ValueError("the optimizer has none of the model's parameters")
 
 
@@ -221,14 +219,14 @@ class Problem:
         return _Start(model, optimizer, loss, train, held_out)
 
     def _draw(self, seed: int) -> _Drawn:
-        if not callable(self._source):
+        anew = callable(self._source)
+        if not anew:
             seed = 0
         if seed not in self._drawn:
-            anew, value = callable(self._source), self._source
             with seeded(seed):
+                given = value = self._source
                 if anew:  # once, as another call may return something else
-                    value = with_seed(self._source, seed)
-                given = value
+                    given = value = with_seed(value, seed)
                 if isinstance(value, tuple | list) and 2 <= len(value) <= 4:
                     given = Setup(*value)
                 if not isinstance(given, Setup):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...adapters.policies import as_code
-from ...formats.format import get_format
 from ...recipes.policy import Policy
 from ...recipes.recipe import RECIPES
 from ..forecast.result import Forecast
@@ -36,8 +35,8 @@ def recipe_in_words(name: str) -> str:
     cast = RECIPES[name].input if name in RECIPES else None
     if cast is None:
         return f"recipe {name}"
-    words = [f"{get_format(cast.format).bits}-bit numbers", SCALES.get(cast.scaling)]
-    return f"recipe {name} ({' '.join(filter(None, words))})"
+    bits = cast.number_format.bits
+    return f"recipe {name} ({bits}-bit numbers {SCALES[cast.scaling]})"
 
 
 def decide(findings: Findings, proceed: Continue) -> None:
@@ -51,12 +50,24 @@ def decide(findings: Findings, proceed: Continue) -> None:
         verdict.reasons = _reasons(findings, candidate)
     verdict.reasons += _transforms(findings)
     verdict.savings = _savings(findings, best or untried, bool(best))
+    failed = [c for c in findings.candidates if c.outcome in FAILED]
     if best and candidate is not None:
         verdict.answer = _yes(findings, candidate)
-    elif candidate is None and any(c.outcome in FAILED for c in findings.candidates):
-        verdict.answer = _no(findings)
+    elif candidate is None and failed:
+        gaps = []
+        for row in failed:
+            gap = "diverges" if row.gap is None else f"{row.gap:+.4f}"
+            gaps.append(f"{row.name} {gap}")
+        verdict.answer = (
+            f"No, {_runs(findings)}: every recipe that was trained ends with a higher loss "
+            f"({', '.join(gaps)})."
+        )
     else:
-        verdict.answer = _not_decided(findings, untried.values(), proceed)
+        seeds, seconds = _missing(findings, untried.values())
+        minutes = max(math.ceil(seconds / 60), 1)
+        time = "1 more minute" if minutes == 1 else f"{minutes} more minutes"
+        command = proceed(60.0 * minutes, seeds)
+        verdict.answer = f"Not decided: run {time} with this command: {command}"
 
 
 def _precision(findings: Findings) -> str:
@@ -76,40 +87,15 @@ def _yes(findings: Findings, candidate: Candidate) -> str:
 
 def _runs(findings: Findings) -> str:
     """How long the runs are that a verdict rests on."""
-    steps = findings.settings["steps"]
-    asked = findings.settings["steps_asked"]
-    if steps < asked:
-        return f"in runs of {steps} of {asked} steps"
-    return f"in runs of {steps} steps"
+    steps, asked = findings.settings["steps"], findings.settings["steps_asked"]
+    of_asked = f" of {asked}" if steps < asked else ""
+    return f"in runs of {steps}{of_asked} steps"
 
 
 def _layers(names: Sequence[str]) -> str:
     if len(names) > 3:
         names = [*names[:3], f"{len(names) - 3} more"]
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-def _no(findings: Findings) -> str:
-    gaps = []
-    for row in findings.candidates:
-        if row.outcome in FAILED:
-            gap = "diverges" if row.gap is None else f"{row.gap:+.4f}"
-            gaps.append(f"{row.name} {gap}")
-    return (
-        f"No, {_runs(findings)}: every recipe that was trained ends with a higher loss "
-        f"({', '.join(gaps)})."
-    )
-
-
-def _not_decided(
-    findings: Findings, untried: Iterable[Candidate], proceed: Continue
-) -> str:
-    seeds, seconds = _missing(findings, untried)
-    minutes = max(math.ceil(seconds / 60), 1)
-    time, command = f"{minutes} more minute", proceed(60.0 * minutes, seeds)
-    if minutes > 1:
-        time += "s"
-    return f"Not decided: run {time} with this command: {command}"
 
 
 def _missing(findings: Findings, untried: Iterable[Candidate]) -> tuple[int, float]:
