@@ -170,30 +170,26 @@ def is_faulty(step: Step, high: Step, threshold: float = 2.0) -> bool:
     )
 
 
+@dataclass(eq=False)
 class Replay:
     """Replays steps under rules, on copies of the model and optimizer.
 
     Attributes:
-        layers: the name of each converted layer -> its recipe.
-        count: of the replays.
-
-    Args:
         batches: one for each step. The result is that of the last one.
         begin: called before the first step of each replay.
+        count: of the replays.
+        layers: the name of each converted layer -> its recipe.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Sequence[Batch],
-        policy: Policy | Recipe | str | None,
-        loss: Loss | None,
-        optimizer: Optimizer | None,
-        begin: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._model, self._batches, self._policy = model, batches, policy
-        self._loss, self._optimizer, self._begin = loss, optimizer, begin
-        self.count = 0
+    model: nn.Module
+    batches: Sequence[Batch]
+    policy: Policy | Recipe | str | None
+    loss: Loss | None
+    optimizer: Optimizer | None
+    begin: Callable[[], None] = lambda: None
+    count: int = 0
+
+    def __post_init__(self) -> None:
         copied, *_ = self._copies()
         self.layers = {
             name: layer.fp8_recipe for name, layer in converted(copied).items()
@@ -204,18 +200,18 @@ class Replay:
         model, optimizer, loss = self._copies()
         rules_in_force = override(model, *rules) if rules else nullcontext()
         with seeded(None), torch.enable_grad(), quiet(), rules_in_force:
-            self._begin()
-            for batch in self._batches:
+            self.begin()
+            for batch in self.batches:
                 step = _step(model, batch, loss, optimizer)
                 if not math.isfinite(step.loss):
                     break
         return step
 
     def _copies(self) -> tuple[nn.Module, Optimizer | None, Loss | None]:
-        model, optimizer, loss = training_copy(self._model, self._optimizer, self._loss)
-        if self._policy is not None:
+        model, optimizer, loss = training_copy(self.model, self.optimizer, self.loss)
+        if self.policy is not None:
             with quiet():
-                model = convert(model, self._policy)
+                model = convert(model, self.policy)
         return model, optimizer, loss
 
 

@@ -25,15 +25,16 @@ def examine() -> dict[str, Section]:
     recipes: how products run by default on each device: "native", if it is a GPU whose kernels pass
     the self-test (`fp8.kernels.selftest`, with results in bfloat16), or "simulated", and why.
     """
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     devices = _devices()
+    recipes = []
+    for device in devices:
+        recipes += [_recipe(name, device) for name in RECIPES]
     return {
-        "system": [
-            {"what": "python", "version": platform.python_version()},
-            {"what": "torch", "version": torch.__version__},
-        ],
-        "devices": [_device(device) for device in devices],
-        "recipes": [_recipe(name, device) for device in devices for name in RECIPES],
-        "libraries": [_library(name) for name in LIBRARIES],
+        "system": [{"what": name, "version": versions[name]} for name in versions],
+        "devices": list(map(_device, devices)),
+        "recipes": recipes,
+        "libraries": list(map(_library, LIBRARIES)),
     }
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 from torch import nn
 
 from ..casts.counts import COUNTS, CastRecorder, Recording, decibels
 from ..common.report import as_table
-from ..common.validation import check_module, check_whole
+from ..common.validation import check_module, check_whole, names_of
 from ..frame import Stack, close_frame, open_frame
 from ..torch_internals.stance import STANCE
 
@@ -85,9 +85,8 @@ class Stats:
         if not self.passes:
             return _NO_PASS
         rows = self.rows()
-        names = [field.name for field in fields(StatsRow)]
         if rows:
-            return as_table([names, *map(_cells, rows)])
+            return as_table([names_of(StatsRow), *map(_cells, rows)])
         return _NO_CAST
 
     __repr__ = __str__
@@ -148,7 +147,7 @@ def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> Stats
 
 
 def _cells(row: StatsRow) -> list[str]:
-    values = asdict(row)
-    shown = {name: f"{values[name]:.3%}" for name in ("zero", "subnormal", "saturated")}
-    shown["sqnr"] = f"{row.sqnr:.1f} dB"
-    return [shown.get(name, str(value)) for name, value in values.items()]
+    values = dict(vars(row), sqnr=f"{row.sqnr:.1f} dB")
+    for name in ("zero", "subnormal", "saturated"):
+        values[name] = f"{values[name]:.3%}"
+    return list(map(str, values.values()))

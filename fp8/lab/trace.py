@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import Counter
@@ -59,13 +60,6 @@ class Product:
         """Floating-point operations of the forward product; a training step has three times as
         many."""
         return 2 * self.m * self.k * self.n * self.calls
-
-
-def _of_matrices(a: Tensor, b: Tensor) -> Product:
-    calls = 1
-    if a.dim() == b.dim() == 3:
-        calls = a.shape[0]
-    return Product("", "linear", a.shape[-2], a.shape[-1], b.shape[-1], calls)
 
 
 def _of_convolution(
@@ -170,7 +164,8 @@ class _Trace(TorchDispatchMode):
         op = function.overloadpacket
         if op in _MATRICES:
             a, b = args[_MATRICES[op] :][:2]
-            self._add(_of_matrices(a, b), b)
+            (*batch, m, k), n = a.shape, b.shape[-1]
+            self._add(Product("", "linear", m, k, n, math.prod(batch)), b)
         elif op is aten.convolution:
             # (x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
             x, w, transposed, groups = args[0], args[1], args[6], args[8]

@@ -111,7 +111,14 @@ def _sums(
 ) -> Tensor:
     """`dot` with zeros for Inf and NaN, tile by tile."""
     (m, k), n = a.shape, b.shape[0]
-    add, whole = _adder(how, m * n * k, a.device)
+    products = m * n * k
+    add: Add = add_step
+    # Compiled functions take whole tiles only, so that one graph serves all.
+    whole = a.is_cpu and _DONE[how] + products >= EAGER
+    if whole:
+        add = _compiled(add_step)
+    else:
+        _DONE[how] += products
     tiles = _tiles(b, TILE[1], whole)
     right = [_parts(tile, lows[1], how.step) for tile in tiles]
     bands = []
@@ -158,19 +165,6 @@ def _parts(
 _DONE: Counter[Instruction] = Counter()
 
 Add = Callable[[Part, Part, Tensor, Instruction], Tensor]
-
-
-def _adder(
-    how: Instruction,
-    products: int,
-    device: torch.device,
-) -> tuple[Add, bool]:
-    """The function that adds a step, and whether it takes whole tiles only, so that one graph
-    serves all. It is compiled once `EAGER` products were summed on a CPU."""
-    if device.type != "cpu" or _DONE[how] + products < EAGER:
-        _DONE[how] += products
-        return add_step, False
-    return _compiled(add_step), True
 
 
 @cache

@@ -256,9 +256,7 @@ def _product(
         return total
     chip, promote = sums.split()
     lows = of_a.number_format.min_exponent, of_b.number_format.min_exponent
-    part = math.gcd(int(promote), of_a.tile[1], of_b.tile[1])
-    if not part:
-        part = x.shape[1]
+    part = math.gcd(int(promote), of_a.tile[1], of_b.tile[1]) or x.shape[1]
     for start in range(0, x.shape[1], part):
         columns = slice(start, start + part)
         left, right = x[:, columns], w[:, columns]
