@@ -84,9 +84,17 @@ def prepare(
         TypeError: if no object is a model.
         ImportError: without the libraries.
     """
-    _check(accelerator, objects)
-    backend = _checked_backend(backend, recipe)
+    need("accelerate")
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
+    if not models:
+        kinds = ", ".join(type(thing).__name__ for thing in objects) or "nothing"
+        raise TypeError(f"prepare needs an nn.Module among its objects, got {kinds}")
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            "Accelerator(mixed_precision='fp8') converts the model itself: make it with 'no' or "
+            "'bf16', and give its recipe object to this function"
+        )
+    backend = _checked_backend(backend, recipe)
     optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
     if backend == "msamp":
         opt_level = opt_level or getattr(recipe, "opt_level", None) or "O2"
@@ -112,18 +120,6 @@ def prepare(
             revert_layers(model)
         raise
     return accelerator.prepare(*(new.get(id(thing), thing) for thing in objects))
-
-
-def _check(accelerator: Accelerator, objects: tuple[object, ...]) -> None:
-    need("accelerate")
-    if not any(isinstance(thing, nn.Module) for thing in objects):
-        kinds = ", ".join(type(thing).__name__ for thing in objects) or "nothing"
-        raise TypeError(f"prepare needs an nn.Module among its objects, got {kinds}")
-    if accelerator.mixed_precision == "fp8":
-        raise ValueError(
-            "Accelerator(mixed_precision='fp8') converts the model itself: make it with 'no' or "
-            "'bf16', and give its recipe object to this function"
-        )
 
 
 def _checked_backend(backend: str, recipe: Kwargs) -> str:

@@ -63,15 +63,14 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Config:
         granularity = config.ScalingGranularity[_GRANULARITIES[cast.scaling]]
         return config.CastConfig(scaling_granularity=granularity, target_dtype=dtype)
 
-    weight, weight_again = chosen.weight, chosen.grad_input[1]
-    grad_again, input_again = chosen.grad_weight
+    x, w, g, again_w, again_g, again_x = chosen.casts
     return lib.Float8LinearConfig(
-        cast_config_input=in_product(chosen.input, input_again),
-        cast_config_input_for_grad_weight=in_product(input_again, chosen.input),
-        cast_config_weight=in_product(weight, weight_again),
-        cast_config_weight_for_grad_input=in_product(weight_again, weight),
-        cast_config_grad_output=in_product(chosen.grad, grad_again),
-        cast_config_grad_output_for_grad_weight=in_product(grad_again, chosen.grad),
+        cast_config_input=in_product(x, again_x),
+        cast_config_input_for_grad_weight=in_product(again_x, x),
+        cast_config_weight=in_product(w, again_w),
+        cast_config_weight_for_grad_input=in_product(again_w, w),
+        cast_config_grad_output=in_product(g, again_g),
+        cast_config_grad_output_for_grad_weight=in_product(again_g, g),
         round_scales_to_power_of_2="up" in rules,
         pad_inner_dim=True,  # scaled_mm takes multiples of 16
         emulate=emulate,

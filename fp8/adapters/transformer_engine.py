@@ -29,9 +29,8 @@ from ..torch_internals import Keywords
 
 __all__ = ["convert", "delayed_scaling", "revert", "te_recipe"]
 
-# A recipe of TransformerEngine, its Format, and a layer: the library may not be installed.
+# A recipe of TransformerEngine, and a layer: the library may not be installed.
 TERecipe = Any
-TEFormat = Any
 TELayer = Any
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -72,7 +71,7 @@ def _make(kind: str, **options: object) -> TERecipe:
     return cls(**options, **neutral)
 
 
-def format_of(name: str) -> TEFormat:
+def format_of(name: str) -> Any:
     """TransformerEngine's Format. Raises ValueError for "E5M2", with which it does not train."""
     check_name("fp8_format", name, _FORMATS.values())
     return getattr(_library().Format, name)

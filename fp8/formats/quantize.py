@@ -334,7 +334,14 @@ def round_values(
     rounding. start: the index of the first element. at_once: not in chunks, which in a graph would
     be a guard on the size."""
     usual = type(x) is Tensor or type(x) is torch.nn.Parameter
-    if usual and not at_once and x.numel() > CHUNK and _fits_chunks(x, scale):
+    # Larger than the cache, and with one scale.
+    if (
+        usual
+        and not at_once
+        and x.is_cpu
+        and (scale is None or not scale.ndim)
+        and x.numel() > CHUNK * torch.get_num_threads()
+    ):
         return _in_chunks(x, grid, scale, inverse, key)
     y, bits = x, None
     if x.dtype not in LAYOUTS:
@@ -352,13 +359,6 @@ def round_values(
     if x.dtype in LAYOUTS:
         return y
     return y.to(x.dtype)
-
-
-def _fits_chunks(x: Tensor, scale: Tensor | None) -> bool:
-    """Whether ``x`` is larger than the cache and has one scale."""
-    if x.device.type != "cpu" or (scale is not None and scale.ndim):
-        return False
-    return x.numel() > CHUNK * torch.get_num_threads()
 
 
 def _in_chunks(

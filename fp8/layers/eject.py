@@ -235,8 +235,7 @@ def _text(layers: list[_Layer], stem: str) -> str:
 
 def _entry(name: str, recipe: Recipe) -> str:
     """An entry of RECIPES: the casts of each product in words."""
-    x, w, g = recipe.input, recipe.weight, recipe.grad
-    again_w, (again_g, again_x) = recipe.grad_input[1], recipe.grad_weight
+    x, w, g, again_w, again_g, again_x = recipe.casts
     shown = [
         f'("{_word(x)}", "{_word(w)}")',
         f'("{_word(g)}", "{_word(again_w, w)}")',

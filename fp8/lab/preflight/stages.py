@@ -132,7 +132,9 @@ class PreflightRun:
             "update errors": self._errors,
             "search": self._search,
             "estimates": self._estimate,
-            "forecast": self._forecast,
+            "forecast": lambda: compile_steps(
+                self.problem, self.settings.hardware, self.findings, self.budget
+            ),
             "training": self._train_finalists,
         }
         try:
@@ -407,10 +409,6 @@ class PreflightRun:
                 variants.append(estimate(products, recipes, device, candidate.name))
             forecasts.append(Forecast(device.name, "estimate", tuple(variants)))
         self.findings.forecasts = forecasts
-
-    def _forecast(self) -> None:
-        hardware = self.settings.hardware
-        compile_steps(self.problem, hardware, self.findings, self.budget)
 
     def _train_finalists(self) -> None:
         """Trains the transforms, the recipe of `fp8.convert` and the finalists: all to the first
