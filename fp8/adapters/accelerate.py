@@ -98,7 +98,8 @@ def prepare(
     optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
     if backend == "msamp":
         opt_level = opt_level or getattr(recipe, "opt_level", None) or "O2"
-        recipe, backend = recipe if isinstance(recipe, _OURS) else "tensor", "auto"
+        recipe = recipe if isinstance(recipe, _OURS) else "tensor"
+        backend = "auto"
     if opt_level is not None and not len(models) == len(optimizers) == 1:
         raise ValueError(
             f"opt_level {opt_level!r} needs one model and its optimizer, got {len(models)} and "

@@ -137,7 +137,8 @@ class _Converting:
     def __init__(
         self, recipe: Any, precision: str, how: Keywords, options: Any
     ) -> None:
-        policy, backend = as_policy(recipe), how["backend"]
+        policy = as_policy(recipe)
+        backend = how["backend"]
         self.recipe = recipe
         if recipe is not policy:
             self.recipe = source_of(policy.recipe)
@@ -192,7 +193,8 @@ class _Converting:
 
     def load_state_dict(self, state_dict: Keywords) -> None:
         """Restores the state. Warns if the recipe was a different one."""
-        now, base_state = self._in_force(), dict(state_dict)
+        now = self._in_force()
+        base_state = dict(state_dict)
         ours = base_state.pop("fp8", {})
         super().load_state_dict(base_state)  # type: ignore[misc]
         trained = ours.get("recipe", now)

@@ -56,7 +56,8 @@ def initialize(
 
 def _rows(model: nn.Module) -> Iterator[Row]:
     for name, module in model.named_modules():
-        kind, own = bare_class(module).__name__, list(module.parameters(recurse=False))
+        kind = bare_class(module).__name__
+        own = list(module.parameters(recurse=False))
         # MS-AMP's parameters are no tensors.
         if not all(isinstance(p, Tensor) for p in own):
             yield Row(name, kind, "converted", "MS-AMP")

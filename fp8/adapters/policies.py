@@ -57,7 +57,8 @@ def _translated(
     """(layer, recipe, ``make(recipe)``), None twice for high precision."""
     for name, decision in resolve(policy, model).items():
         # "auto" is "tensor", as the layers of these libraries are not unit-scaled.
-        recipe, made = _low(composed(decision.sources, PLAIN)), None
+        recipe = _low(composed(decision.sources, PLAIN))
+        made = None
         if recipe is not None:
             try:
                 made = make(recipe)
@@ -286,7 +287,8 @@ def as_code(policy: Policy) -> dict[str, str]:
         "fp8", "torchao", "transformer_engine" and "megatron" -> the lines; a comment with the
         reason where the library cannot express the policy.
     """
-    made, step = f"policy = {_source(policy)}\n", ""
+    made = f"policy = {_source(policy)}\n"
+    step = ""
     if policy.switch:
         step = "\nfp8.advance(model, step / steps)  # before each step"
     return {

@@ -116,9 +116,11 @@ def convert(
             "enable_fsdp_float8_all_gather must be False: it replaces parameters, which neither "
             "ties nor optimizers follow; fp8.training.fsdp.gather_in_fp8 gathers weights in FP8"
         )
-    multiple, how = ALIGNMENT, "torchao, Float8Linear"
+    multiple = ALIGNMENT
+    how = "torchao, Float8Linear"
     if config.emulate:
-        multiple, how = 1, f"{how}, emulated"
+        multiple = 1
+        how = f"{how}, emulated"
 
     def make(module: nn.Module) -> nn.Module | str:
         layer = need("torchao").convert_to_float8_training

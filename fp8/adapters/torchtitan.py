@@ -88,7 +88,8 @@ def _converting(base: Kind, how: dict[str, Any]) -> Kind:
             _module("tools.logging").logger.info("%s", report(model))
             return model
 
-    Converting.__name__, Converting.__qualname__ = base.__name__, base.__qualname__
+    Converting.__name__ = base.__name__
+    Converting.__qualname__ = base.__qualname__
     return Converting
 
 

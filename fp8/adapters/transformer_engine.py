@@ -130,7 +130,8 @@ def _scale_of_one(
 
 def _delayed(cast: Cast, format: str) -> TERecipe:
     """A recipe with scales of earlier passes, or of 1 under "unit"."""
-    history, of_one = cast.history or 1, None
+    history = cast.history or 1
+    of_one = None
     if cast.rule is None:
         of_one = _scale_of_one
     return _make(
@@ -150,11 +151,14 @@ _LEAST: dict[str | None, float] = {"exact_block": LEAST_OF_GROUP}
 
 def _dynamic(cast: Cast, format: str) -> TERecipe:
     """A recipe with scales of each pass."""
-    library, powers, block = _library(), cast.rule == "up", cast.scaling == "block"
+    library = _library()
+    powers = cast.rule == "up"
+    block = cast.scaling == "block"
     kind = "Float8CurrentScaling"
     options: Keywords = {"use_power_2_scales": powers}
     if block:
-        kind, options = "Float8BlockScaling", {"use_f32_scales": not powers}
+        kind = "Float8BlockScaling"
+        options = {"use_f32_scales": not powers}
         for operand, dimensions in (("x", 1), ("w", 2), ("grad", 1)):
             options[f"{operand}_block_scaling_dim"] = dimensions
     # The defaults of its recipes: fast accumulation in the forward product of Float8CurrentScaling
@@ -206,7 +210,8 @@ def te_recipe(recipe: str | Recipe) -> TERecipe:
             disable_stochastic_rounding=False,
             disable_2d_quantization=False,
         )
-    cast, grad = chosen.input, chosen.grad
+    cast = chosen.input
+    grad = chosen.grad
     if cast and grad and chosen == _plain(chosen.name, cast, grad):
         make = _MAKERS.get(cast.scaling)
         format = _FORMATS.get((str(cast.format), str(grad.format)))
@@ -322,7 +327,8 @@ def convert(
         ValueError: as `te_recipe`, and for a named group that has no such layer.
         AttributeError: for a name in ``fuse`` that the model does not have.
     """
-    te, where = need("transformer_engine"), checked_where(where)
+    te = need("transformer_engine")
+    where = checked_where(where)
     if isinstance(recipe, str | Recipe):
         recipe = te_recipe(recipe)
     kind = type(recipe).__name__
@@ -372,10 +378,12 @@ def _te_layer(te: ModuleType, module: nn.Module, multiple: int) -> TELayer:
     """On the meta device, as it gets the parameters of the old layer."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     if isinstance(module, nn.Linear):
-        sizes, bias = (module.in_features, module.out_features), module.bias is not None
+        sizes = (module.in_features, module.out_features)
+        bias = module.bias is not None
         layer = te.Linear(*sizes, bias=bias, params_dtype=weight.dtype, device="meta")
         return _padded(layer, _Linear, module, ["bias"], multiple)
-    norm, shape = getattr(te, type(module).__name__), tuple(weight.shape)
+    norm = getattr(te, type(module).__name__)
+    shape = tuple(weight.shape)
     layer = norm(shape, eps=_eps(module), device="meta", dtype=weight.dtype)
     vars(layer)[_EPS] = module.eps
     add_mixin(layer, _Layer)
@@ -488,7 +496,9 @@ def _fused(te: ModuleType, group: _Group, multiple: int) -> _Group:
     """Name -> what replaces the module: the fused layer in the place of the first linear one, which
     registers the same parameters as that; the others stay, and return their input."""
     norm, linear, *rest = group.values()
-    options, biases, holders = {}, ["bias"], {"layer_norm": norm}
+    options = {}
+    biases = ["bias"]
+    holders = {"layer_norm": norm}
     if rest:
         options["activation"] = _ACTIVATIONS[type(rest[0])]
         biases = ["fc1_bias", "fc2_bias"]
@@ -532,7 +542,8 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _torch_layer(te: ModuleType, module: nn.Module) -> nn.Module | None:
-    kind, parameters = bare_class(module), dict(module.named_parameters(recurse=False))
+    kind = bare_class(module)
+    parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
     if weight is None or getattr(module, "zero_centered_gamma", False):
         return None

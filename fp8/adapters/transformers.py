@@ -76,7 +76,8 @@ def rounding_cache(model: Any, scaling: str) -> dict[str, Any]:
     def update(
         self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        keys, values = row.rounded(keys, row.key), row.rounded(values, row.value)
+        keys = row.rounded(keys, row.key)
+        values = row.rounded(values, row.value)
         return base.update(self, keys, values, *args, **kwargs)
 
     cache = type("RoundingCache", (base,), {"update": update})(config=model.config)

@@ -235,7 +235,8 @@ class _Copier:
     def _declare(self, function: FunctionType) -> None:
         """Makes the copy of a function, which `_fill` completes: it may refer to itself."""
         cells = tuple(CellType() for _ in function.__closure__ or ())
-        code, names = function.__code__, function.__globals__
+        code = function.__code__
+        names = function.__globals__
         if any(map(self._leading.includes, _globals(function).values())):
             names = self._globals.setdefault(id(names), dict(names))
             # torch.compile reads the globals of the module of that name instead of these, and adds
@@ -296,7 +297,8 @@ class _Leading:
 
     def add(self, values: Iterable[object]) -> None:
         """Visits values and what they refer to."""
-        todo, found = [*values], list[int]()
+        todo = [*values]
+        found = list[int]()
         for value in todo:
             self._visited.setdefault(id(value), value)
         while todo:
@@ -350,7 +352,8 @@ def _read_of_class(kind: type) -> Keywords:
 
 def _names(function: FunctionType) -> set[str]:
     """The names of globals and attributes in a function and its inner functions."""
-    names, codes = set[str](), [function.__code__]
+    names = set[str]()
+    codes = [function.__code__]
     while codes:
         code = codes.pop()
         names.update(code.co_names)

@@ -123,7 +123,8 @@ def _subclass(original: type[nn.Module], mixins: Mixins) -> type[nn.Module]:
 
 
 def _make_subclass(original: type[nn.Module], mixins: Mixins) -> type[nn.Module]:
-    base, mixin = _subclass(original, mixins[:-1]), mixins[-1]
+    base = _subclass(original, mixins[:-1])
+    mixin = mixins[-1]
 
     @functools.wraps(base.forward)
     def forward(

@@ -154,7 +154,8 @@ def _named_loss(output: Output) -> Output:
 
 def leaves(results: Iterable[Tensor]) -> set[Output]:
     """The nodes of a graph that accumulate the gradients of leaves, their ``variable``."""
-    todo, visited = [t.grad_fn for t in results], set[Node]()
+    todo = [t.grad_fn for t in results]
+    visited = set[Node]()
     while todo:
         node = todo.pop()
         if node is not None and node not in visited:
@@ -257,7 +258,8 @@ _CONTAINERS = (list, dict, set, deque)
 def _restorer(module: nn.Module) -> Callable[[], None]:
     """A function that restores the numbers and strings among the attributes of a module (a count of
     its calls), and the items of its lists, dicts, sets and deques, as they are now."""
-    kind, attributes = type(module), own_attributes(module)
+    kind = type(module)
+    attributes = own_attributes(module)
     plain = {n: v for n, v in attributes.items() if isinstance(v, _PLAIN)}
     containers = [v for v in attributes.values() if type(v) in _CONTAINERS]
     copies = [(container, copy.copy(container)) for container in containers]

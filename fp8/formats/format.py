@@ -84,7 +84,8 @@ class Format:
         check_between(f"{what}: exponent_bits", self.exponent_bits, 1, 8)
         check_between(f"{what}: mantissa_bits", self.mantissa_bits, 0, 23)
         require(0 < self.max < math.inf, f"max is {self.max}, not finite and positive")
-        low, bits = self.min_exponent, self.mantissa_bits
+        low = self.min_exponent
+        bits = self.mantissa_bits
         high = min(2**self.exponent_bits - 1 - self.bias, 127)
         check_between(f"{what}: the exponent of min normal", low, -127, high)
         check_between(f"{what}: the exponent of max", self.max_exponent, low, high)
@@ -106,7 +107,8 @@ class Format:
         """Whether a dtype has the range and precision of the format."""
         if not dtype.is_floating_point:
             return False
-        limits, step = torch.finfo(dtype), 2.0**-self.mantissa_bits
+        limits = torch.finfo(dtype)
+        step = 2.0**-self.mantissa_bits
         if limits.eps > step or limits.smallest_normal * step > self.min_subnormal:
             return False
         return limits.min <= -self.max and limits.max >= self.max

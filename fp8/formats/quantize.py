@@ -159,11 +159,14 @@ class _Backward(torch.autograd.Function):
     def setup_context(ctx: Context, inputs: Arguments, output: Tensor) -> None:
         _, ctx.grid, scale, key = inputs
         # Tensors only: in compiled code saved_tensors omits None.
-        ctx.scaled, ctx.keyed, ctx.key = scale is not None, False, key
+        ctx.scaled = scale is not None
+        ctx.keyed = False
+        ctx.key = key
         tensors = [] if scale is None else [scale]
         if isinstance(key, Tensor):
             tensors.append(key)
-            ctx.keyed, ctx.key = True, None
+            ctx.keyed = True
+            ctx.key = None
         ctx.save_for_backward(*tensors)
 
     @staticmethod
@@ -343,7 +346,8 @@ def round_values(
         and x.numel() > CHUNK * torch.get_num_threads()
     ):
         return _in_chunks(x, grid, scale, inverse, key)
-    y, bits = x, None
+    y = x
+    bits = None
     if x.dtype not in LAYOUTS:
         y = x.float()
     if inverse is not None:

@@ -102,9 +102,11 @@ def bits_from_key(
 ) -> Tensor:
     """int32 random bits: a hash of `key` and the row-major index, from `start`."""
     count = math.prod(shape)
-    first, second = (key + 2**31) % 2**32 - 2**31, key >> 32
+    first = (key + 2**31) % 2**32 - 2**31
+    second = key >> 32
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        first, second = first.to(torch.int32), second.to(torch.int32)
+        first = first.to(torch.int32)
+        second = second.to(torch.int32)
     if start + count <= 1 << INDEX_BITS:
         z = torch.arange(start, start + count, dtype=torch.int32, device=device)
     else:

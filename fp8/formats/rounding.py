@@ -205,7 +205,8 @@ def _finish_bits(
     layout: Layout,
 ) -> Tensor:
     """The bits of the result: applies overflow, NaN and sign to the rounded magnitude."""
-    largest, beyond = layout.encode(grid.largest), layout.encode(grid.beyond)
+    largest = layout.encode(grid.largest)
+    beyond = layout.encode(grid.beyond)
     if grid.truncates:  # only Inf overflows
         rounded = rounded.clamp_(max=largest)
         rounded = torch.where(magnitude < layout.infinity, rounded, beyond)

@@ -155,7 +155,8 @@ def blame(
 def blamed(replay: Replay, is_faulty: Callable[[Step, Step], bool]) -> Blame:
     """The `Blame` of replays of converted layers. is_faulty: whether a replay has a fault that the
     one in high precision, which is finite, has not."""
-    low, high = replay([]), replay([LayerRule("*")])
+    low = replay([])
+    high = replay([LayerRule("*")])
     if not all(map(math.isfinite, high.judged)) or not is_faulty(low, high):
         return Blame(low, high, (), None, replay.count)
     rules = _at_fault(replay, lambda step: not is_faulty(step, high))
@@ -275,7 +276,8 @@ def _split(
     """For each of ``pieces`` in a part, the fewest casts that include it and may be in high
     precision alone: both operands of a product that are rotated alike, both casts of an operand
     with a history. Small ones first, which `_smallest` prefers."""
-    recipe, casts = replay.layers[whole.layer], sorted(whole.casts)
+    recipe = replay.layers[whole.layer]
+    casts = sorted(whole.casts)
     sets = [
         frozenset(some)
         for n in range(len(casts))
@@ -309,7 +311,8 @@ def _smallest(
     """A smallest list of parts that repairs, where more parts never repair less; None if all of
     them do not. The last part of the shortest prefix that repairs, beside those known to be needed,
     is needed too."""
-    rest, needed = list(parts), list[T]()
+    rest = list(parts)
+    needed = list[T]()
     if not repairs(rest):
         return None
     while rest and not (needed and repairs(needed)):

@@ -44,11 +44,13 @@ def _devices() -> list[torch.device]:
 
 
 def _device(device: torch.device) -> dict[str, str]:
-    name, capability = platform.machine(), ""
+    name = platform.machine()
+    capability = ""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-    fp8, why_not = "yes", why_not_device(device)
+    fp8 = "yes"
+    why_not = why_not_device(device)
     if why_not:
         fp8 = f"no: {why_not}"
     return {

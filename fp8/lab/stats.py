@@ -130,7 +130,8 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
 
 
 def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> StatsRow:
-    sampled, sqnr = sums["sampled"], math.nan
+    sampled = sums["sampled"]
+    sqnr = math.nan
     if sums["signal"]:
         sqnr = decibels(sums["signal"], sums["noise"])
     return StatsRow(

@@ -66,7 +66,9 @@ def _of_convolution(
     x: Tensor, w: Tensor, output: Tensor, transposed: bool, groups: int
 ) -> Product:
     """A convolution is the product of unfolded patches and the kernel, once per group."""
-    pixels, k, n = output[:, 0].numel(), w[0].numel(), w.shape[0] // groups
+    pixels = output[:, 0].numel()
+    k = w[0].numel()
+    n = w.shape[0] // groups
     if transposed:  # the other way round
         pixels, k, n = x[:, 0].numel(), n, k
     inputs = x.numel() // groups
@@ -168,14 +170,18 @@ class _Trace(TorchDispatchMode):
             self._add(Product("", "linear", m, k, n, math.prod(batch)), b)
         elif op is aten.convolution:
             # (x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
-            x, w, transposed, groups = args[0], args[1], args[6], args[8]
+            x = args[0]
+            w = args[1]
+            transposed = args[6]
+            groups = args[8]
             self._add(_of_convolution(x, w, output, transposed, groups), w)
         elif op in _GROUPED:
             # Each row of a matrix is multiplied by the weight of one group.
             a, b = args[:2]
             if a.dim() == 3 and b.dim() == 2:
                 a, b = b.mT, a.mT
-            rows, inner = a.shape[:-1].numel(), a.shape[-1]
+            rows = a.shape[:-1].numel()
+            inner = a.shape[-1]
             self._add(Product("", "linear", rows, inner, b.shape[-1]), b)
         else:
             self._weights.compute(args, output)

@@ -113,7 +113,9 @@ class WeightCast:
     def __init__(self, weight: Tensor, casts: str, scale: Tensor | None) -> None:
         """Casts the weight. casts: the token of those of its products. scale: its static scale, if
         it has one."""
-        self._casts, self._scale, self.in_graph = casts, scale, False
+        self._casts = casts
+        self._scale = scale
+        self.in_graph = False
         self.cast(weight)
 
     def __reduce__(self) -> Arguments:
@@ -123,14 +125,16 @@ class WeightCast:
     def cast(self, weight: Tensor) -> None:
         """Casts the weight, which may be another one now."""
         self._alias = weight.detach()  # so that no other tensor gets its memory
-        self._versions, self._sums = self._versions_of(weight), _sums(weight)
+        self._versions = self._versions_of(weight)
+        self._sums = _sums(weight)
         layouts = _compiled if self.in_graph else _layouts
         self.operands: Any = layouts(self._alias, self._casts, self._scale)
         self.token = native.weight_token(self._casts)
 
     def drop(self) -> None:
         """Forgets the operands; products cast the weight themselves."""
-        self.token, self.operands = "", ()
+        self.token = ""
+        self.operands = ()
 
     def is_stale(self, weight: Tensor) -> bool:
         """Whether torch has counted a change of the weight or its scale."""

@@ -126,7 +126,8 @@ def convert(
     """
     check_module("convert", model)
     check_ready(model)
-    policy, where = as_policy(recipe), checked_where(where)
+    policy = as_policy(recipe)
+    where = checked_where(where)
     is_library = backend in ADAPTERS
     if is_library:
         check_base(backend, policy)  # raises before anything changes
@@ -243,7 +244,8 @@ def _warn(model: nn.Module) -> None:
         if needs_unit_scale(layer.fp8_recipe) and not is_unit_scaled(layer)
     ]
     if unscaled:
-        name, count = unscaled[0], f"{len(unscaled)} of {len(layers)}"
+        name = unscaled[0]
+        count = f"{len(unscaled)} of {len(layers)}"
         recipe = layers[name].fp8_recipe.name
         message = (
             f"recipe {recipe!r}, given by name, casts without scales, and {count} converted layers "

@@ -122,7 +122,8 @@ class override:
                 "layers run in high precision: open it outside of such blocks",
             )
         with _LOCK:
-            number, hooks = next(_NUMBERS), {}
+            number = next(_NUMBERS)
+            hooks = {}
             for layer, rules in self._by_layer().items():
                 record = vars(layer).setdefault(
                     OVERRIDDEN, Overridden(_attributes(layer), {})

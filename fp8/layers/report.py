@@ -32,10 +32,12 @@ def report(model: nn.Module) -> Report[Row]:
         A report with one row per layer. A layer with several names appears under the first.
     """
     check_module("report", model)
-    note, others = adapted(model), [row for c in CHANGES for row in c.rows(model)]
+    note = adapted(model)
+    others = [row for c in CHANGES for row in c.rows(model)]
     if note is not None:
         return Report([*note.report, *others], notes_on(model))
-    notes, policy = [*notes_on(model)], policy_of(model)
+    notes = [*notes_on(model)]
+    policy = policy_of(model)
     starts = [
         f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch
     ]

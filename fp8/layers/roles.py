@@ -90,7 +90,8 @@ def _parts(path: str, block: nn.Module, layers: Layers) -> list[list[str]]:
 def _outside(model: nn.Module, layers: Layers, reads: bool) -> dict[str, str]:
     """The layers outside of all blocks that read the residual stream, or those that do not: by the
     side that has its width, or else by their position, after the first block or before."""
-    names, blocks = list(layers), blocks_of(model, layers)
+    names = list(layers)
+    blocks = blocks_of(model, layers)
     if not blocks:
         last = names[-1:] if reads else []
         return dict.fromkeys(last, "the last layer of a model that repeats no block")

@@ -112,7 +112,8 @@ def holds_experts(module: nn.Module) -> bool:
     """Whether all parameters of a module are its own stacks of matrices (experts, ., .) and biases
     (experts, .). Not a class of torch: those are layers of one weight. Not one vector for each head
     (heads, 1, width), as of positions and gains."""
-    own, parameters = list(module.parameters(recurse=False)), list(module.parameters())
+    own = list(module.parameters(recurse=False))
+    parameters = list(module.parameters())
     of_torch = bare_class(module).__module__.startswith("torch.")
     if of_torch or any(map(is_lazy, parameters)):
         return False

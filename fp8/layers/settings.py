@@ -93,7 +93,8 @@ class Converted(Mixin):
         if "parametrizations" in self._modules:
             leave_parametrizations(self)
         settings = self.fp8_settings
-        recipe, backend = settings.recipe, settings.backend
+        recipe = settings.recipe
+        backend = settings.backend
         state = history.LayerState(self)
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.

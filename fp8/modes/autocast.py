@@ -198,7 +198,8 @@ class autocast:
         self.unit_recipe: Recipe | None = None
         self.backend = "simulate"
         if enabled:
-            self.recipe, self.unit_recipe = base, explicit or UNIT
+            self.recipe = base
+            self.unit_recipe = explicit or UNIT
             self.backend = checked_backend(backend, base)
         #: Whether a recomputation in the backward pass opens the block again by itself.
         self.reenters = False

@@ -231,7 +231,8 @@ class LowPrecision(Optimizer):
         belong to one process. `load_state_dict` rounds them again.
         """
         saved = super().state_dict()
-        entries, parameters = dict(saved["state"]), parameters_of(self)
+        entries = dict(saved["state"])
+        parameters = parameters_of(self)
         for i, entry in entries.items():
             if is_dtensor(parameters[i]):
                 entries[i] = states.portable(parameters[i], entry)
@@ -246,7 +247,8 @@ class LowPrecision(Optimizer):
         another kind of optimizer, shapes that do not match, settings out of range, missing entries,
         moments that are not finite, negative second moments and an invalid step count.
         """
-        groups, state = self.param_groups, self.state
+        groups = self.param_groups
+        state = self.state
         hold = self.register_load_state_dict_pre_hook(_hold)
         # Ahead of the user's hooks, which see the converted state.
         release = self.register_load_state_dict_post_hook(

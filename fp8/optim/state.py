@@ -73,7 +73,8 @@ def rounded_stochastically(
 ) -> Tensor:
     """``x``, float32, in values that copying it to ``weight`` does not change: a power of two is
     its scale, if it has one, as the largest magnitude of ``x`` requires."""
-    format, scale = format_of(weight), None
+    format = format_of(weight)
+    scale = None
     if isinstance(weight, ScaledTensor) and x.numel():
         scale = scale_of(x, None, format, "up")
     return quantize(x, format, scale=scale, rounding="stochastic", seed=seed)
@@ -274,7 +275,8 @@ def _convert(
     numbers = source.values
     if not wide or source.scale is not None:
         numbers = decode(source)
-    parts, low = numbers, -math.inf
+    parts = numbers
+    low = -math.inf
     if numbers.is_complex():
         parts = torch.view_as_real(numbers)
     if name == SECOND:

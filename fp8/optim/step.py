@@ -171,7 +171,8 @@ class Unit:
             if not is_plain(flat):
                 flat = flat.to(torch.float32)
             flats.append(flat.reshape(-1))
-        grad, decay = flats[0], self.group["weight_decay"]
+        grad = flats[0]
+        decay = self.group["weight_decay"]
         if len(flats) > 1:
             grad = torch.cat(flats)
         if self.group["maximize"]:
@@ -208,7 +209,8 @@ class Unit:
     def numbers(self, scales: Scales) -> Tensor:
         """The 8 scalars of a step, computed in float64 and rounded once, then 1 / scales."""
         group, (b1, b2) = self.group, self.group["betas"]
-        step, lr = float(self.states[0]["step"]), float(group["lr"])
+        step = float(self.states[0]["step"])
+        lr = float(group["lr"])
         decay = 1.0
         if self.decoupled:
             decay = 1 - lr * group["weight_decay"]
@@ -238,7 +240,8 @@ class Unit:
         here = self.here()
         joined = len(here) > 1
         if joined or self.master or not is_plain(here[0]):
-            values, random = weight.values, self.rounds_copies()
+            values = weight.values
+            random = self.rounds_copies()
             if self.master:
                 values = decode(weight)
             for stream, (x, part) in enumerate(_parts(values, here), 2):
@@ -300,7 +303,8 @@ def how_of(
     if in_dtype(here):
         weight = WEIGHTS[here.dtype]
     weight = stored_as.get(MASTER, weight)
-    first, second = stored_as[FIRST], stored_as[SECOND]
+    first = stored_as[FIRST]
+    second = stored_as[SECOND]
     stochastic = (
         group["stochastic_weights"] and weight.dtype != torch.float32,
         first.rounds_stochastically(b1),
@@ -321,7 +325,9 @@ def update(
     how = unit.how
     if largest_grad > LARGEST:
         grad = grad.to(torch.float32).clamp(-LARGEST, LARGEST)
-    count, keys, dynamic = len(grad), [], None
+    count = len(grad)
+    keys = []
+    dynamic = None
     if any(how.stochastic):
         keys = [random_key(unit.seed(stream)) for stream in range(2)]
     compiled = unit.group["compile"] and len(unit.states) == 1

@@ -85,7 +85,8 @@ class Cast:
             raise ValueError(
                 f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'"
             )
-        rule, tile = self._complete_rule(), self._complete_tile()
+        rule = self._complete_rule()
+        tile = self._complete_tile()
         usual, *bounds = (16, 1, 4096) if self.scaling == "delayed" else (0, 0, 0)
         history = usual if self.history is None else self.history
         check_between(f"history of scaling {self.scaling!r}", history, *bounds)
@@ -111,7 +112,8 @@ class Cast:
         self._derive()
 
     def _complete_rule(self) -> str | None:
-        rules, rule = SCALINGS[self.scaling].rules, self.rule
+        rules = SCALINGS[self.scaling].rules
+        rule = self.rule
         check_between("margin", self.margin, -32, 32)
         if self.margin and not rules:
             raise ValueError(f"scaling {self.scaling!r} has no margin")
@@ -126,7 +128,8 @@ class Cast:
         return rule
 
     def _complete_tile(self) -> Tile:
-        row, tile = SCALINGS[self.scaling], self.tile
+        row = SCALINGS[self.scaling]
+        tile = self.tile
         if tile is None:
             return row.tile
         if not isinstance(tile, tuple | list) or len(tile) != 2:

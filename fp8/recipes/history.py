@@ -61,7 +61,8 @@ class LayerState:
     or its stack of weights: fp8_amax_001_matmul_input, fp8_amax_down_proj_3_linear_input."""
 
     def __init__(self, layer: Layer) -> None:
-        self._layer, self._products = layer, 0
+        self._layer = layer
+        self._products = 0
         self._traced = torch.compiler.is_dynamo_compiling()
         watched = layer.fp8_watch
         # Scales and statistics are those of training.
@@ -120,7 +121,8 @@ class LayerState:
         """The state of an operand: float32, (length,) for a history, () for a static scale; with a
         first dimension of 1 if it is not set, and of the groups of a grouped product. Raises
         ValueError for another shape."""
-        layer, buffer = self._layer, (_AMAX if length else _SCALE) + name
+        layer = self._layer
+        buffer = (_AMAX if length else _SCALE) + name
         shape: tuple[int, ...] = (length,) if length else ()
         if groups:
             shape = (groups, *shape)

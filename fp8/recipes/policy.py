@@ -442,7 +442,8 @@ def _name(recipes: list[Recipe | None]) -> str:
     base = max((r.name for r in recipes if r), key=[*names.values()].count)
     others: dict[str, str] = {}
     for product, (a, b) in PRODUCTS.items():
-        first, second = f"{product}.{a}", f"{product}.{b}"
+        first = f"{product}.{a}"
+        second = f"{product}.{b}"
         if names[first] == names[second]:
             others[product] = names[first]
         else:

@@ -132,7 +132,9 @@ class Recipe:
 
     def _derive(self) -> None:
         """Sets the attributes that follow from the fields."""
-        x, w, g = self.input, self.weight, self.grad
+        x = self.input
+        w = self.weight
+        g = self.grad
         second = self.overrides
         again_w = second.get("grad_input_weight", w)
         again_g = second.get("grad_weight_grad", g)
@@ -233,7 +235,8 @@ def _all(
 ) -> Recipe:
     """A recipe with one cast for every operand. weight, grad: fields that differ in their casts."""
     cast = Cast(format=format, scaling=scaling, **options)
-    of_weight, of_grad = replace(cast, **weight or {}), replace(cast, **grad or {})
+    of_weight = replace(cast, **weight or {})
+    of_grad = replace(cast, **grad or {})
     return Recipe(name=name, input=cast, weight=of_weight, grad=of_grad)
 
 

@@ -197,7 +197,8 @@ def _e4m3(amax: Tensor, format: Format, unit: Tensor, guard: float = 1.0) -> Ten
 
 
 def _e4m3_up(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
-    steps, layout = divided(divided(amax, format.max), unit), LAYOUTS[amax.dtype]
+    steps = divided(divided(amax, format.max), unit)
+    layout = LAYOUTS[amax.dtype]
     # An e4m3 value is not rounded up for the errors of these divisions.
     steps = steps * (1 - 4 * torch.finfo(steps.dtype).eps)
     power = (steps.view(layout.integer) & layout.infinity).view(steps.dtype)
@@ -224,7 +225,8 @@ def eden(
     """The scales of rule "e4m3_eden", unbiased along ``x``: times c = <x, x> / <x, Q(x)> of the
     ``count`` tiles that are rotated together (EDEN, arXiv:2108.08842), rounded stochastically to
     e4m3. x, values: in units of ``scale``, before and after rounding. dims: the one of a tile."""
-    steps, along = scale / unit, dims[0] - 1
+    steps = scale / unit
+    along = dims[0] - 1
 
     def inner_product(y: Tensor) -> Tensor:
         products = (y * x).sum(dims, keepdim=True) * steps.square()
@@ -237,7 +239,8 @@ def eden(
             .flatten(along - 1, along)
         )
 
-    whole, projected = inner_product(x), inner_product(values)
+    whole = inner_product(x)
+    projected = inner_product(values)
     factor = torch.where(projected > 0, whole / projected, 1.0)
     return (
         quantize_operand(steps * factor, get_format("e4m3"), rounding="stochastic")
@@ -334,7 +337,8 @@ class Rule:
     ) -> Tensor:
         """The scales of tiles with these magnitudes, all finite, as they are stored; 1 for zeros.
         unit: that of `unit_of`. candidate: the index of the factor."""
-        factor, magnitude = self.candidates[candidate], amax
+        factor = self.candidates[candidate]
+        magnitude = amax
         if factor != 1.0:
             magnitude = (factor * amax).clamp(max=torch.finfo(amax.dtype).max)
         units = () if unit is None else (unit,)

@@ -170,7 +170,8 @@ def scales_and_unit(
     Those of a narrow `Form` are NaN for a tile with Inf or NaN, and those in E8M0 begin at 2**-127.
     axis: the one that a product sums over, for a rule that reads values."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    x, finite = x.detach(), None
+    x = x.detach()
+    finite = None
     if rule.form.is_narrow:
         amax = _largest(x, dims).to(dtype)
         finite = amax < torch.inf
@@ -199,7 +200,8 @@ def _best(
     first: Tensor,
 ) -> Tensor:
     """The scale of the candidate with the smallest error in each tile. first: of the first one."""
-    best, least = first, _error(x, dims, format, first, first)
+    best = first
+    least = _error(x, dims, format, first, first)
     for candidate in range(1, len(rule.candidates)):
         scale = rule.scale_of(amax, format, unit, candidate)
         error = _error(x, dims, format, scale, first)
@@ -268,10 +270,13 @@ def _as_tiles(x: Tensor, dims: Dims, axis: int) -> Tensor:
 
 def _error(x: Tensor, dims: Dims, format: Format, scale: Tensor, by: Tensor) -> Tensor:
     """The squared error of ``x`` over ``dims``, in units of ``by`` and the largest power of two."""
-    x, layout = x.detach().to(scale.dtype), LAYOUTS[scale.dtype]
+    x = x.detach().to(scale.dtype)
+    layout = LAYOUTS[scale.dtype]
     # In units of a power of two next to ``by``: an error of small numbers may be flushed to zero.
     unit = (by.view(layout.integer) & layout.infinity).view(by.dtype).reciprocal()
-    x, scale, by = x * unit, scale * unit, by * unit * 2.0**format.max_exponent
+    x = x * unit
+    scale = scale * unit
+    by = by * unit * 2.0**format.max_exponent
     square = ((quantize_operand(x, format, scale=scale) - x) / by).square()
     if dims is None:
         return square.sum()
@@ -445,7 +450,8 @@ def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, Dims]:
     sides = tile if axis == -1 else tile[::-1]
     height, width = x.shape[-2:]
     # At least 2 if a tile has more than one element, because the set of dimensions depends on it.
-    rows, columns = min(sides[0], max(height, 2)), min(sides[1], max(width, 2))
+    rows = min(sides[0], max(height, 2))
+    columns = min(sides[1], max(width, 2))
     # As counts times sizes: a compiler can then prove divisibility under dynamic shapes.
     down = across = more_rows = more_columns = 0
     if rows:

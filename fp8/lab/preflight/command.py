@@ -61,11 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """Runs a preflight, writes the page and the figures. Returns the verdict and the exit code."""
-    out, code = Path(options.out), 0
+    out = Path(options.out)
+    code = 0
     figures = out.with_suffix(".json")
-    setup, budget = demo, DEMO_BUDGET
+    setup = demo
+    budget = DEMO_BUDGET
     if not options.demo:
-        setup, budget = from_function(options.setup), BUDGET
+        setup = from_function(options.setup)
+        budget = BUDGET
     if options.budget is not None:
         budget = options.budget
     try:
@@ -82,7 +85,8 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             progress=not options.quiet,
         )
     except PreflightError as raised:
-        result, code = raised.report, 1
+        result = raised.report
+        code = 1
         print(
             f"fp8 preflight: {raised}{place(raised.__cause__ or raised)}",
             file=sys.stderr,

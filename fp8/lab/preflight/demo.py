@@ -23,9 +23,12 @@ class _Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1))
@@ -49,7 +52,8 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """The mean cross entropy of each token after the first. ids: (batch, length + 1), int64."""
-        inputs, targets = ids[:, :-1], ids[:, 1:]
+        inputs = ids[:, :-1]
+        targets = ids[:, 1:]
         x = self.tokens(inputs) + self.positions[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)

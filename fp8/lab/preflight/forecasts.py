@@ -93,7 +93,9 @@ def _answer(
     sender: Connection, problem: Problem, questions: Sequence[Question]
 ) -> None:
     torch.set_num_threads(1)  # the threads of a process do not survive a fork
-    model, batch, loss = problem.setup.model, problem.batch, problem.setup.loss
+    model = problem.setup.model
+    batch = problem.batch
+    loss = problem.setup.loss
     for hardware, policies in questions:
         try:
             result = forecast(model, batch, loss, recipes=policies, hardware=hardware)

@@ -44,7 +44,8 @@ class Gap(NamedTuple):
 def _central(t: float, freedom: int) -> float:
     """The probability that Student's t is within plus and minus ``t``."""
     # Abramowitz and Stegun, 26.7.3 and 26.7.4: finite sums for whole degrees of freedom.
-    angle, odd = math.atan(t / math.sqrt(freedom)), freedom % 2
+    angle = math.atan(t / math.sqrt(freedom))
+    odd = freedom % 2
     term = math.cos(angle) ** odd
     total = 0.0
     for k in range(2 + odd, freedom + 1, 2):
@@ -59,7 +60,8 @@ def _central(t: float, freedom: int) -> float:
 def student(freedom: int, error: float) -> float:
     """The value that Student's t with this many degrees of freedom exceeds with probability
     ``error``, below 1/2."""
-    low, high = 0.0, 1e4
+    low = 0.0
+    high = 1e4
     for _ in range(60):  # to the last bit
         middle = (low + high) / 2
         if 1 - _central(middle, freedom) > 2 * error:
@@ -137,7 +139,8 @@ def _gap(values: Sequence[float], error: float | None) -> Gap | None:
     count = len(values)
     if math.inf in values:
         return Gap(math.inf, math.inf, math.inf, count)
-    mean, half = statistics.fmean(values), math.inf
+    mean = statistics.fmean(values)
+    half = math.inf
     if error is not None:
         half = half_width(values, error)
     return Gap(mean, mean - half, mean + half, count)
@@ -189,7 +192,9 @@ def compare(
         candidate.outcome = outcome(measured, tolerance, chance)
         if measured is not None:
             mean, low, high = (x if math.isfinite(x) else None for x in measured[:3])
-            candidate.gap, candidate.low, candidate.high = mean, low, high
+            candidate.gap = mean
+            candidate.low = low
+            candidate.high = high
             candidate.seeds = measured.seeds
 
 

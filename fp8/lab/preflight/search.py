@@ -65,8 +65,10 @@ def frontier(errors: Sequence[LayerError]) -> list[Selection]:
     order = sorted(errors, key=lambda e: -e.squared_error / max(e.share, 1e-12))
     selections = []
     for count in range(len(order) + 1):
-        kept, cast = order[:count], order[count:]
-        names, share = [e.layer for e in kept], sum(e.share for e in cast)
+        kept = order[:count]
+        cast = order[count:]
+        names = [e.layer for e in kept]
+        share = sum(e.share for e in cast)
         error = sum(e.squared_error for e in cast)
         selections.append(Selection(names, share, error))
     return selections
@@ -77,7 +79,8 @@ def knee(selections: Sequence[Selection]) -> Selection:
     error, both from 0 to 1."""
     # Satopaa et al. 2011, "Finding a kneedle in a haystack".
     first = selections[0]
-    height, width = first.squared_error or 1.0, first.share or 1.0
+    height = first.squared_error or 1.0
+    width = first.share or 1.0
     return max(selections, key=lambda s: s.share / width - s.squared_error / height)
 
 
@@ -177,7 +180,8 @@ def recommended(findings: Findings) -> dict[str, Candidate]:
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, float, float]:
-    is_chance, high = candidate.outcome == "within chance", 0.0
+    is_chance = candidate.outcome == "within chance"
+    high = 0.0
     if is_chance:
         high = candidate.high or 0.0
     return is_chance, high, *_cost(candidate)

@@ -172,7 +172,8 @@ class PreflightRun:
 
     def _describe(self) -> None:
         """Raises ValueError if the findings to resume are of another preflight."""
-        settings, findings = self.settings, self.findings
+        settings = self.settings
+        findings = self.findings
         model = self.problem.setup.model
         first = next(model.parameters(), torch.empty(0))
         described = {
@@ -263,7 +264,8 @@ class PreflightRun:
 
     def _fit(self) -> None:
         """Sets the number of threads and of steps, by timing a few steps."""
-        problem, chosen = self.problem, torch.get_num_threads()
+        problem = self.problem
+        chosen = torch.get_num_threads()
         times = {count: self._step_time(count) for count in {1, chosen}}
         if times[1] < ONE_THREAD * times[chosen]:
             chosen = 1
@@ -288,7 +290,9 @@ class PreflightRun:
         """A run, of which the reference's first one is stored, with its probes. Raises OutOfTime
         for another that does not end in time."""
         self._check_paired(seed)
-        steps, first, at = self.problem.steps, (name, seed) == (REFERENCE, 0), []
+        steps = self.problem.steps
+        first = (name, seed) == (REFERENCE, 0)
+        at = []
         if first:
             at = sorted({max(steps // 4, 1), steps})
 
@@ -350,7 +354,8 @@ class PreflightRun:
         self, recipe: Recipe, kept: Sequence[str], share: float
     ) -> Candidate:
         """The candidate that keeps some layers, with its update error at each snapshot."""
-        policy, name = keeping(recipe, kept), name_of(recipe.name, kept)
+        policy = keeping(recipe, kept)
+        name = name_of(recipe.name, kept)
         candidate = Candidate(
             name,
             recipe.name,
@@ -367,7 +372,8 @@ class PreflightRun:
 
     def _search(self) -> None:
         """Searches the layers to keep for every recipe that is too coarse for all layers."""
-        findings, budget = self.findings, self.budget.part(SEARCH_PART)
+        findings = self.findings
+        budget = self.budget.part(SEARCH_PART)
         coarse = [c for c in findings.candidates if worst_error(c) > FINE]
         finite = [c for c in coarse if math.isfinite(worst_error(c))]
         new = []
@@ -384,7 +390,8 @@ class PreflightRun:
 
     def _layer_errors(self, recipe: Recipe, budget: Budget) -> list[LayerError]:
         """Returns the error of casting each layer alone; empty if the budget does not allow all."""
-        errors, share = list[LayerError](), shares(self.findings.products)
+        errors = list[LayerError]()
+        share = shares(self.findings.products)
         for layer, part in share.items():
             if budget.left <= 0:
                 self._note(
@@ -398,7 +405,8 @@ class PreflightRun:
         return errors
 
     def _estimate(self) -> None:
-        products, forecasts = self.findings.products, []
+        products = self.findings.products
+        forecasts = []
         for device in self.settings.hardware:
             variants = [estimate(products, {}, device)]
             for candidate in self.findings.candidates:
@@ -452,7 +460,8 @@ class PreflightRun:
 
     def _train(self, names: Sequence[str], pairs: int) -> None:
         """Trains candidates beside the reference until they are decided, and compares."""
-        findings, names = self.findings, list(dict.fromkeys(names))
+        findings = self.findings
+        names = list(dict.fromkeys(names))
         train_pairs(
             names,
             findings.runs,

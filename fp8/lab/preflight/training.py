@@ -193,7 +193,8 @@ class Problem:
     def start(self, seed: int, prepare: Prepare | None = None) -> _Start:
         """A fresh copy of everything. Raises ValueError for a batch that has other values than when
         it was drawn."""
-        drawn, count = self._draw(seed), self.steps + self.held_out
+        drawn = self._draw(seed)
+        count = self.steps + self.held_out
         batches = drawn.batches[:count]
         if drawn.sums[:count] != list(map(_checksum, batches)):
             raise ValueError(
@@ -211,7 +212,8 @@ class Problem:
             optimizer = torch.optim.AdamW(parameters)
         if prepare is not None:
             model, optimizer = prepare(model, optimizer)
-        train, held_out = batches[: -self.held_out], batches[-self.held_out :]
+        train = batches[: -self.held_out]
+        held_out = batches[-self.held_out :]
         if seed and not callable(self._source):
             generator = torch.Generator().manual_seed(seed)
             order = torch.randperm(len(train), generator=generator)
@@ -269,7 +271,8 @@ class Problem:
             )
 
     def _take(self, batches: Iterable[Batch]) -> tuple[list[Batch], list[int]]:
-        drawn, sums = list[Batch](), list[int]()
+        drawn = list[Batch]()
+        sums = list[int]()
         for batch in islice(batches, self.steps + self.held_out):
             # Summed as it comes, as a loader may fill one buffer again.
             drawn.append(batch)
@@ -361,9 +364,11 @@ def train(
     that is not finite; its held-out loss is then NaN. snapshots: the steps after which to take
     one."""
     start = problem.start(seed, prepare)
-    model, optimizer = start.model, start.optimizer
+    model = start.model
+    optimizer = start.optimizer
     run = Run(name, seed, [], math.nan, data=problem.data(seed))
-    taken, held = [], []
+    taken = []
+    held = []
     steps = len(start.batches)
     last_fifth = max(steps // 5, 1)
     evaluated = {steps - last_fifth * i // EVALUATIONS for i in range(EVALUATIONS)}
@@ -403,7 +408,8 @@ def modules_of(*parts: object) -> nn.ModuleList:
 
 
 def _snapshot(step: int, start: _Start, batch: Batch) -> Snapshot:
-    model, optimizer = start.model, start.optimizer
+    model = start.model
+    optimizer = start.optimizer
     copied_model, _, loss = training_copy(model, None, start.loss)
     stepped = set(map(id, parameters_of(optimizer)))
     trained = {name: p for name, p in model.named_parameters() if id(p) in stepped}

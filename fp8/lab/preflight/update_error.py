@@ -33,7 +33,8 @@ class Probe:
     def __init__(self, snapshot: Snapshot) -> None:
         self.step = snapshot.step
         self.batch = snapshot.batch
-        self.model, self._loss = snapshot.model, snapshot.loss
+        self.model = snapshot.model
+        self._loss = snapshot.loss
         self._modules = modules_of(self.model, self._loss)
         self.model.train()
         self._leaves = {

@@ -41,7 +41,8 @@ def recipe_in_words(name: str) -> str:
 
 def decide(findings: Findings, proceed: Continue) -> None:
     """Writes the verdict: of the recommended candidates or, without one, of those to try."""
-    untried, best = finalists(findings), recommended(findings)
+    untried = finalists(findings)
+    best = recommended(findings)
     candidate = next(iter((best or untried).values()), None)
     findings.verdict = verdict = Verdict(recommended=bool(best))
     if candidate is not None:
@@ -76,18 +77,21 @@ def _precision(findings: Findings) -> str:
 
 
 def _yes(findings: Findings, candidate: Candidate) -> str:
-    answer, chance = "Yes, with", ""
+    answer = "Yes, with"
+    chance = ""
     if candidate.outcome == "within chance":
         chance = "; the loss differs by less than from seed to seed"
     if candidate.kept:
-        kept, precision = _layers(candidate.kept), _precision(findings)
+        kept = _layers(candidate.kept)
+        precision = _precision(findings)
         answer = f"Yes, but keep {kept} in {precision}; all other layers with"
     return f"{answer} {recipe_in_words(candidate.recipe)}, {_runs(findings)}{chance}."
 
 
 def _runs(findings: Findings) -> str:
     """How long the runs are that a verdict rests on."""
-    steps, asked = findings.settings["steps"], findings.settings["steps_asked"]
+    steps = findings.settings["steps"]
+    asked = findings.settings["steps_asked"]
     of_asked = f" of {asked}" if steps < asked else ""
     return f"in runs of {steps}{of_asked} steps"
 
@@ -107,7 +111,8 @@ def _missing(findings: Findings, untried: Iterable[Candidate]) -> tuple[int, flo
     started = [row for row in findings.candidates if row.outcome == "not decided"]
     least = max(settings["target"], settings["chance"])
     reference = seconds[REFERENCE]
-    seeds, missing = FIRST_LOOK, list[float]()
+    seeds = FIRST_LOOK
+    missing = list[float]()
     for row in (*started, *untried):
         if row.outcome not in AS_GOOD:
             needed = _seeds(row, least)
@@ -152,13 +157,16 @@ def _saving(forecast: Forecast, name: str, several: bool) -> str:
     policy = saves = memory = ""
     if several:
         policy = f" with {name}"
-    step, basis = "the matrix products of a training step are", "estimate"
+    step = "the matrix products of a training step are"
+    basis = "estimate"
     if forecast.source == "compiler":
-        step, basis = "a training step is", "forecast from the compiler's code"
+        step = "a training step is"
+        basis = "forecast from the compiler's code"
     speedup = 1 / forecast.ratio(name)
     if speedup <= 1:
         saves = "no time is saved: "
-    low, high = forecast[name].saved, forecast.variants[0].saved
+    low = forecast[name].saved
+    high = forecast.variants[0].saved
     if low < high:
         memory = (
             "; what it saves for the backward pass takes "
@@ -177,11 +185,13 @@ def bytes_in_words(count: float) -> str:
 
 
 def _reasons(findings: Findings, candidate: Candidate) -> list[str]:
-    lines, name = [_by_training(findings, candidate)], candidate.name
+    lines = [_by_training(findings, candidate)]
+    name = candidate.name
     slower = {}
     for row in findings.forecasts:
         if name in row and row.slower(name):
-            count, total = len(row.slower(name)), len(row[name].layers)
+            count = len(row.slower(name))
+            total = len(row[name].layers)
             slower[row.hardware] = f"{count} of {total} layers on {row.hardware}"
     if slower:
         lines.append(
@@ -231,7 +241,8 @@ def _by_training(findings: Findings, candidate: Candidate) -> str:
     )
     if candidate.low is None or candidate.high is None:
         return f"{text} Fewer than {FIRST_LOOK} pairs do not tell a difference from chance."
-    target, chance = findings.settings["target"], findings.settings["chance"]
+    target = findings.settings["target"]
+    chance = findings.settings["chance"]
     text += (
         f" It lies between {candidate.low:+.4f} and {candidate.high:+.4f} with {1 - 2 * ERROR:.0%} "
         f"confidence; a difference below {target:g} counts as none."

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """What to print, and the exit code: 1 where two records part. Raises as `read` and `diff`."""
     if options.action == "diff":
-        first, second = read(options.first), read(options.second)
+        first = read(options.first)
+        second = read(options.second)
         found = diff(first, second, options.tolerance)
         return str(found), int(found.parts)
     source = Path(options.record)

@@ -74,7 +74,8 @@ def diff(a: Run, b: Run, tolerance: float = 0.01) -> Difference:
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance is {tolerance}: expected a number from 0")
-    left, right = _by_place(a), _by_place(b)
+    left = _by_place(a)
+    right = _by_place(b)
     # Records may have other steps: they are compared where both have looked.
     both = [place for place in left if place in right]
     if not both:

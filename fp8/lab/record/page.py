@@ -170,7 +170,8 @@ def _curve(losses: list[Loss], first: int, last: int) -> Curve | None:
     finite = [row.loss for row in losses if math.isfinite(row.loss)]
     if not finite:
         return None
-    low, high = min(finite), max(finite)
+    low = min(finite)
+    high = max(finite)
     across = WIDTH / (last - first + 1)
     # Four units above and below, so that no line is cut off; a constant loss is at the bottom.
     up = (HEIGHT - 8) / ((high - low) or 1.0)

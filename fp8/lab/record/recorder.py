@@ -40,12 +40,15 @@ class Recorder:
 
     def __init__(self, model: nn.Module, sink: Sink, group: Group, start: int) -> None:
         self.steps = start
-        self._model, self._sink, self._group = model, sink, group
+        self._model = model
+        self._sink = sink
+        self._group = group
         self._watches = watches_of(model)
         self._rows: list[Seen] = []
         self._losses: list[tuple[int, Tensor | float]] = []
         # The last pass that was looked at, and the step that it belongs to.
-        self._pass, self._step_of_pass = 0, 0
+        self._pass = 0
+        self._step_of_pass = 0
         # The passes at the last call of `step`.
         self._called: list[int] = []
         # A pass may end in another thread than the one that calls `step`.
@@ -152,7 +155,8 @@ class Recorder:
         for watch in self._watches:
             # Otherwise an optimizer has ended the pass of this step, and its look has been read.
             if watch.looks and watch.is_open:
-                self._pass, self._step_of_pass = watch.step, self.steps
+                self._pass = watch.step
+                self._step_of_pass = self.steps
             # Neither eager code nor an optimizer of torch has ended a pass since the last step.
             if now == self._called:
                 watch.next()
@@ -161,7 +165,8 @@ class Recorder:
     def _listen(self, rows: list[Seen]) -> None:
         with self._lock:
             if rows[0].step != self._pass:
-                self._pass, self._step_of_pass = rows[0].step, self.steps + 1
+                self._pass = rows[0].step
+                self._step_of_pass = self.steps + 1
             step = self._step_of_pass
             if not self._called:  # the first step may have several passes
                 step = self._pass
@@ -174,7 +179,8 @@ class Recorder:
         """Writes the rows and losses that wait. alone: those of this process."""
         losses = [LossRow(step, float(loss)) for step, loss in self._losses]
         seen = Part(self._rows, losses)
-        self._rows, self._losses = [], []
+        self._rows = []
+        self._losses = []
         parts = [seen]
         if ranks(self._group) > 1 and not alone:
             parts = _gathered(seen, self._group)

@@ -47,7 +47,8 @@ def product(
     A product of which an operand is not cast sums as torch
     does. bias has the dtype of the output, and is added after the result is rounded to it.
     """
-    casts, record = casts_of(how.casts), updates_states()
+    casts = casts_of(how.casts)
+    record = updates_states()
     with torch.no_grad():
         signs = rotation_signs(casts.a, a)
         label = how.label("input")
@@ -100,7 +101,9 @@ class _Summed(Function):
             raise RuntimeError(
                 "create_graph=True: products with accumulate= have no second derivative"
             )
-        how, history, saved = ctx.how, ctx.history, saved_tensors(ctx)
+        how = ctx.how
+        history = ctx.history
+        saved = saved_tensors(ctx)
         casts = casts_of(how.casts)
         _, s_a, s_b = how.scales
         da = db = dbias = None
@@ -172,7 +175,8 @@ def multiply(
         dtype = b.values.dtype
         if of_a is None:
             dtype = a.values.dtype
-        first, second = _decoded(a, of_a), _decoded(b, of_b)
+        first = _decoded(a, of_a)
+        second = _decoded(b, of_b)
         return torch.matmul(first.to(dtype), second.to(dtype).mT)
     transposed = [x.values.mT.is_contiguous() for x in (a, b)]
     left, right = _as_used(a.values, b.values, transposed)
@@ -250,7 +254,8 @@ def _product(
         if not batches:
             return a.values.new_zeros(0, a.values.shape[1], b.values.shape[1]).float()
         return torch.stack(batches)
-    x, w = a.values.float(), b.values.float()
+    x = a.values.float()
+    w = b.values.float()
     total = torch.zeros(x.shape[0], w.shape[0], device=x.device)
     if not (x.numel() and w.numel()):  # what has no elements has no scales of tiles
         return total
@@ -259,7 +264,8 @@ def _product(
     part = math.gcd(int(promote), of_a.tile[1], of_b.tile[1]) or x.shape[1]
     for start in range(0, x.shape[1], part):
         columns = slice(start, start + part)
-        left, right = x[:, columns], w[:, columns]
+        left = x[:, columns]
+        right = w[:, columns]
         if chip == EXACT:
             piece = torch.mm(left.double(), right.double().mT).float()
         else:
