@@ -98,8 +98,9 @@ def prepare(
     optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
     if backend == "msamp":
         opt_level = opt_level or getattr(recipe, "opt_level", None) or "O2"
-        recipe = recipe if isinstance(recipe, _OURS) else "tensor"
         backend = "auto"
+        if not isinstance(recipe, _OURS):
+            recipe = "tensor"
     if opt_level is not None and not len(models) == len(optimizers) == 1:
         raise ValueError(
             f"opt_level {opt_level!r} needs one model and its optimizer, got {len(models)} and "

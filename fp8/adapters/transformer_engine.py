@@ -378,7 +378,7 @@ def _te_layer(te: ModuleType, module: nn.Module, multiple: int) -> TELayer:
     """On the meta device, as it gets the parameters of the old layer."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     if isinstance(module, nn.Linear):
-        sizes = (module.in_features, module.out_features)
+        sizes = module.in_features, module.out_features
         bias = module.bias is not None
         layer = te.Linear(*sizes, bias=bias, params_dtype=weight.dtype, device="meta")
         return _padded(layer, _Linear, module, ["bias"], multiple)

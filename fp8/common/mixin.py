@@ -207,9 +207,8 @@ def _below(cls: Any, base: type[nn.Module]) -> Any:
     mixins."""
     if not issubclass(cls, Mixin) or "_original" in vars(cls):
         return base
-    bases = []
-    for each in cls.__bases__:
-        bases.append(_below(each, base) if issubclass(each, Mixin) else each)
+    parts = cls.__bases__
+    bases = [_below(each, base) if issubclass(each, Mixin) else each for each in parts]
     namespace = dict(vars(cls))
     # Descriptors of one class, which each class gets anew.
     for name in ("__dict__", "__weakref__"):

@@ -79,6 +79,7 @@ class Report(Rows[R]):
     def __str__(self) -> str:
         cells = [("module", self.heading, "done", "why")]
         for row in self:
+            # Rows of other reports have more fields.
             path, *others = list(vars(row).values())[:4]
             cells.append((path or "(model)", *others))
         counts = Counter(row.done for row in self).most_common()

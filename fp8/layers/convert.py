@@ -216,6 +216,7 @@ def advance(model: nn.Module, fraction: float) -> bool:
     for owner in owners:
         policy_of(owner).at(fraction)  # checks the fraction
         layers = converted(owner).values()
+        # All are switched, whatever the first one returns.
         switched = [switch_layer(layer, fraction) for layer in layers]
         if any(switched):
             watch_layers(owner)

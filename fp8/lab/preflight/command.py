@@ -95,6 +95,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     def proceed(seconds: float, seeds: int) -> str:
         return _command(options, seconds, max(seeds, options.seeds))
 
+    # Again, as the verdict names a call of Python until here.
     decide(result.findings, proceed)
     result.save(figures)
     written = _written(result, out, figures)

@@ -212,6 +212,7 @@ class Problem:
             optimizer = torch.optim.AdamW(parameters)
         if prepare is not None:
             model, optimizer = prepare(model, optimizer)
+        # The last of the steps in use: a shortened problem holds out other batches.
         train = batches[: -self.held_out]
         held_out = batches[-self.held_out :]
         if seed and not callable(self._source):
@@ -395,10 +396,9 @@ def train(
 
 
 def _evaluate(start: _Start) -> float:
-    losses = []
-    with evaluating(start.model), untouched(modules_of(start.model, start.loss)):
-        for batch in start.held_out:
-            losses.append(float(loss_of(start.model, batch, start.loss).detach()))
+    model = start.model
+    with evaluating(model), untouched(modules_of(model, start.loss)):
+        losses = [loss_of(model, b, start.loss).item() for b in start.held_out]
     return sum(losses) / len(losses)
 
 

@@ -52,6 +52,7 @@ def decide(findings: Findings, proceed: Continue) -> None:
     verdict.reasons += _transforms(findings)
     verdict.savings = _savings(findings, best or untried, bool(best))
     failed = [c for c in findings.candidates if c.outcome in FAILED]
+    # A failure is an answer only where no candidate is left to train.
     if best and candidate is not None:
         verdict.answer = _yes(findings, candidate)
     elif candidate is None and failed:

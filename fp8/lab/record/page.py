@@ -93,10 +93,7 @@ def _over_time(run: Run, first: int, last: int) -> Map:
     placed = [((row.step - first) * columns // span, row) for row in run.rows]
     # A look stands until the next one.
     looked = sorted({column for column, _ in placed})
-    shown = []
-    for column in range(columns):
-        latest = bisect_right(looked, column) - 1
-        shown.append(looked[latest])
+    shown = [looked[bisect_right(looked, i) - 1] for i in range(columns)]
     ticks = math.ceil(columns / TICKS)
     heads = []
     for column in range(0, columns, ticks):

@@ -186,9 +186,8 @@ class Recorder:
             parts = _gathered(seen, self._group)
         rows = merged([row for part in parts for row in part.rows])
         means = _means([loss for part in parts for loss in part.losses])
-        lines: list[Record] = []
-        for step, look in groupby(rows, key=lambda row: row.step):
-            lines.append(rows_record(step, list(look)))
+        looks = groupby(rows, key=lambda row: row.step)
+        lines = [rows_record(step, list(look)) for step, look in looks]
         for step, loss in means.items():
             lines.append({"kind": "loss", "step": step, "loss": loss})
         for line in sorted(lines, key=lambda line: line["step"]):
@@ -321,9 +320,7 @@ def merged(rows: list[Seen]) -> list[Seen]:
 def _worst(rows: list[Seen]) -> Seen:
     if len(rows) == 1:
         return rows[0]
-    shares = {}
-    for name in SHARES:
-        shares[name] = max(getattr(row, name) for row in rows)
+    shares = {name: max(getattr(row, name) for row in rows) for name in SHARES}
     # NaN of the SQNR is that of an operand of zeros.
     sqnr = [row.sqnr for row in rows if not math.isnan(row.sqnr)]
     largest = [row.largest for row in rows]
