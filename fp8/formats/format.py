@@ -96,10 +96,8 @@ class Format:
         row = FORMATS.get(self.name, self)
         require(row == self, f"fp8.FORMATS has that name: {row!r}; choose another")
         _, *numbers, dtype = [getattr(self, name) for name in names_of(Format)]
-        texts = [
-            self.name,
-            *(str(number + 0) for number in numbers),
-        ]  # a flag is 0 or 1
+        # A flag is 0 or 1.
+        texts = [self.name, *(str(number + 0) for number in numbers)]
         texts.append("" if dtype is None else dtype_name(dtype))
         object.__setattr__(self, "text", "|".join(texts))
 

@@ -67,7 +67,7 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
             ``first`` and ``last`` blocks than there are, and for a combination of casts that no
             recipe has; the message names the rule and the layer.
     """
-    # With it, the wrapper would be a block around all layers.
+    # Rules name layers as they are in the model inside.
     if isinstance(model, DistributedDataParallel | DataParallel):
         decisions = resolve(policy, model.module)
         return {
