@@ -30,7 +30,6 @@ from ..recipes.history import (
 )
 from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe
-from ..torch_internals import Keywords
 
 __all__ = ["PRECISIONS", "FP8FabricPrecision", "FP8Precision"]
 
@@ -135,7 +134,7 @@ class _Converting:
     _base: Any
 
     def __init__(
-        self, recipe: Any, precision: str, how: Keywords, options: Any
+        self, recipe: Any, precision: str, how: dict[str, Any], options: Any
     ) -> None:
         policy = as_policy(recipe)
         backend = how["backend"]
@@ -183,15 +182,15 @@ class _Converting:
             advance(model, min(done, 1.0))
         return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
-    def state_dict(self) -> Keywords:
+    def state_dict(self) -> dict[str, Any]:
         """The state of Lightning's plugin, the recipe, the histories and the schedule of looks."""
-        ours: Keywords = {"recipe": self._in_force()}
+        ours: dict[str, Any] = {"recipe": self._in_force()}
         if self._model is not None:
             ours["histories"] = _copies(self._model)
             ours["looks"] = [list(watch.schedule) for watch in _watch_of(self._model)]
         return {**super().state_dict(), "fp8": ours}  # type: ignore[misc]
 
-    def load_state_dict(self, state_dict: Keywords) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state. Warns if the recipe was a different one."""
         now = self._in_force()
         base_state = dict(state_dict)
@@ -209,7 +208,7 @@ class _Converting:
             for watch in _watch_of(self._model):
                 watch.resume(Schedule(*schedule))
 
-    def _in_force(self) -> Keywords:
+    def _in_force(self) -> dict[str, Any]:
         """The recipe or policy as a dict; under "auto" that of the layers, if all have one."""
         recipe = self.recipe
         if isinstance(recipe, Policy):

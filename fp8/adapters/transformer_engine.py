@@ -25,7 +25,6 @@ from ..layers.swap import Make, Padded, layers_for, swap, why_not_fit
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 from ..recipes.rules import LEAST_OF_GROUP
-from ..torch_internals import Keywords
 
 __all__ = ["convert", "delayed_scaling", "revert", "te_recipe"]
 
@@ -155,7 +154,7 @@ def _dynamic(cast: Cast, format: str) -> TERecipe:
     powers = cast.rule == "up"
     block = cast.scaling == "block"
     kind = "Float8CurrentScaling"
-    options: Keywords = {"use_power_2_scales": powers}
+    options: dict[str, object] = {"use_power_2_scales": powers}
     if block:
         kind = "Float8BlockScaling"
         options = {"use_f32_scales": not powers}
@@ -213,9 +212,9 @@ def te_recipe(recipe: str | Recipe) -> TERecipe:
     cast = chosen.input
     grad = chosen.grad
     if cast and grad and chosen == _plain(chosen.name, cast, grad):
-        make = _MAKERS.get(cast.scaling)
+        rules, make = _MAKERS.get(cast.scaling, ((), _mx))
         format = _FORMATS.get((str(cast.format), str(grad.format)))
-        if make and format and cast.rule in (None, "up", "exact"):
+        if cast.rule in rules and format is not None:
             return make(cast, format)
     names = (
         "'unit', 'unit_e4m3', 'delayed', 'tensor', 'block', 'mxfp8' and 'nvfp4_nvidia'"
@@ -249,7 +248,7 @@ class _Autocast(Mixin):
     fp8_in_eval: bool
     training: bool
 
-    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> object:
+    def around(self, forward: Forward, args: Args, kwargs: dict[str, object]) -> object:
         recipe = self.fp8_te_recipe
         enabled = recipe is not None and (self.training or self.fp8_in_eval)
         with need("transformer_engine").autocast(enabled=enabled, recipe=recipe):
@@ -279,7 +278,7 @@ class _Fused(_Linear):
     #: TransformerEngine's name of a parameter -> the module that holds it, and its name there.
     fp8_parameters: dict[str, tuple[nn.Module, str]]
 
-    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> object:
+    def around(self, forward: Forward, args: Args, kwargs: dict[str, object]) -> object:
         for name, (module, parameter) in self.fp8_parameters.items():
             vars(self)[name] = getattr(module, parameter)
         return super().around(forward, args, kwargs)
@@ -288,7 +287,7 @@ class _Fused(_Linear):
 class _Skipped(Mixin):
     """A module whose function a fused layer computes: it returns its input."""
 
-    def around(self, forward: Forward, args: Args, kwargs: Keywords) -> object:
+    def around(self, forward: Forward, args: Args, kwargs: dict[str, object]) -> object:
         return next(iter((*args, *kwargs.values())))
 
 
@@ -547,7 +546,7 @@ def _torch_layer(te: ModuleType, module: nn.Module) -> nn.Module | None:
     weight = parameters.get("weight")
     if weight is None or getattr(module, "zero_centered_gamma", False):
         return None
-    options: Keywords = {"device": "meta", "dtype": weight.dtype}
+    options: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
     if kind is te.Linear or isinstance(module, _Fused):
         outputs, inputs = weight.shape
         return nn.Linear(inputs, outputs, bias="bias" in parameters, **options)
