@@ -266,6 +266,7 @@ def _rows(layers: list[_Layer], names: dict[str, str]) -> Iterator[str]:
         groups.setdefault((layer.pattern, layer.recipe.text), []).append(layer)
     rows: list[tuple[str, list[_Layer]]] = []
     for members in groups.values():
+        # Numbers that grow with their places have one difference to them.
         consecutive = groupby(enumerate(members), lambda item: item[1].number - item[0])
         for _, run in consecutive:
             of_run = [layer for _, layer in run]

@@ -271,7 +271,6 @@ def watch_layers(model: nn.Module) -> None:
     found = [vars(layer).get("fp8_watch") for layer in layers.values()]
     watch = next((layer.watch for layer in found if layer is not None), None) or Watch()
     watch.resume(history.Schedule())
-    # Weak, because layers hold their watch.
     watch.model = weakref.ref(model)
     for name, layer in layers.items():
         if "fp8_watch" not in vars(layer):
