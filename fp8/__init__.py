@@ -1,7 +1,7 @@
 """Low-precision formats, casts, recipes, and matrix products computed with them.
 
-The names of the core are imported with the package; those of training and of the lab, `LATE`, when
-they are first read.
+The names of the core are imported with the package; the names of training and of the lab, `LATE`,
+when they are first read.
 """
 
 from importlib import import_module

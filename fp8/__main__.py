@@ -30,7 +30,8 @@ COMMANDS: dict[str, Any] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. arguments: None uses those of the process. Returns the exit code."""
+    """Runs the command line. arguments: None uses the arguments of the process. Returns the exit
+    code."""
     options = _parser().parse_args(arguments)
     with terminable():
         try:

@@ -57,7 +57,7 @@ class Stack(threading.local):
 
 
 class _Frames(threading.local):
-    """A per-thread stack of frames. The first frame of a thread is that of no block."""
+    """A per-thread stack of frames. The first frame of a thread belongs to no block."""
 
     def __init__(self) -> None:
         self.items: list[Frame] = [Frame()]

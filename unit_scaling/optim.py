@@ -2,7 +2,7 @@
 
     lr of a parameter = lr * (rule for its mup_type) * lr_mult / sqrt(mup_scaling_depth)
 
-Without ``lr`` the rate is that of `RATES`. `scaled_parameters` applies a rule of `LR_RULES`, or a
+Without ``lr`` the rate is in `RATES`. `scaled_parameters` applies a rule of `LR_RULES`, or a
 function, in groups for any torch optimizer. The optimizers here keep the user's groups, whose lr is
 the one above, and read the tags in each step. More is in docs/learning-rates.md.
 """
@@ -94,10 +94,10 @@ def scaled_parameters(
             step, lr * weight_decay in torch, does not depend on it, except through a schedule. A
             learning rate of 0 leaves it unchanged. Source: Wortsman et al. 2023, arXiv 2309.14322.
         allow_non_unit_scaling_params: use the plain lr for untagged parameters instead of raising.
-        lr_mult: kind -> an additional factor of the learning rate, by default that of the rule in
-            `LR_MULT`. A kind is a mup_type, "kernel" for a convolution over space, or
+        lr_mult: kind -> an additional factor of the learning rate, by default the factor of the
+            rule in `LR_MULT`. A kind is a mup_type, "kernel" for a convolution over space, or
             "few" for the largest factor of a weight by its fan-in.
-            `UMUP` leaves u-muP's rates, those of unit-scaling 0.3.5.
+            `UMUP` leaves u-muP's rates, as in unit-scaling 0.3.5.
 
     Returns:
         Groups with "params", "lr", "weight_decay", "mup_lr_scale" (the factor included in lr), and
@@ -197,7 +197,8 @@ def _tensor(entry: Any) -> Any:
 
 
 def _factors(rule: LrScale | str, lr_mult: LrMult | None) -> LrScale:
-    """The factor of a rule, times that of the parameter's kind: its default, or that of lr_mult."""
+    """The factor of a rule, times the factor of the parameter's kind: its default, or the one in
+    lr_mult."""
     scale = rule
     mult = lr_mult or {}
     if not callable(scale):
@@ -349,7 +350,7 @@ class _Settings(NamedTuple):
 class _UnitScaled(torch.optim.Optimizer):
     """Steps each parameter at the rate of its tags, which are read in each step.
 
-    ``param_groups`` are those of the user. A step replaces them by groups of one rate each.
+    ``param_groups`` are the user's. A step replaces them by groups of one rate each.
     numbers: further arguments of torch's optimizer, in order.
     """
 
@@ -435,7 +436,7 @@ class _UnitScaled(torch.optim.Optimizer):
         self._splits = []
         for index, group in enumerate(self.param_groups):
             params = group["params"]
-            # Parameters are alive as long as their parts: an id is that of one parameter.
+            # Parameters are alive as long as their parts: an id belongs to one parameter.
             # `tags_of` is slow.
             tags = [tuple(map(vars(p).get, Tags._fields)) for p in params]
             key = _Key(list(map(id, params)), tags, group.get("eps"))
@@ -451,8 +452,8 @@ class _UnitScaled(torch.optim.Optimizer):
     def _parts_of(
         self, group: Group, kept: set[int], is_new_eps: bool
     ) -> list[dict[str, Any]]:
-        """Records the factors of each parameter in the group, which untagged ones keep, and those
-        in ``kept``. is_new_eps: the user has changed that of the group."""
+        """Records the factors of each parameter in the group. Untagged parameters, and parameters
+        in ``kept``, keep theirs. is_new_eps: the user has changed the eps of the group."""
         count = len(group["params"])
         names = group.get("param_names") or [f"number {i}" for i in range(count)]
         lr_scales = group.get(_LR_SCALES, [])
@@ -493,7 +494,7 @@ class _UnitScaled(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Group) -> None:
         """Loads a state_dict. The saved factors of a parameter hold until its tags change.
 
-        Raises ValueError for a state_dict of another optimizer, such as torch's and those of
+        Raises ValueError for a state_dict of another optimizer, such as torch's or one of
         unit-scaling 0.3.5, whose lr and weight_decay have another meaning.
         """
         if not all(_LR_SCALES in group for group in state_dict["param_groups"]):
@@ -530,7 +531,7 @@ def _part(lr: float, eps: float) -> Group:
 
 def _next_step(cls: type) -> Function:
     """The step of the class after `_UnitScaled`, without the hooks that torch puts into the step of
-    a class when it makes the first instance: those of this step have run."""
+    a class when it makes the first instance: the hooks of this step have run."""
     step: Any = super(_UnitScaled, cls).step  # type: ignore[misc]
     if getattr(step, "hooked", False):
         return step.__wrapped__
@@ -540,7 +541,7 @@ def _next_step(cls: type) -> Function:
 class SGD(_UnitScaled, torch.optim.SGD):
     """`torch.optim.SGD` with u-muP learning rates.
 
-    Arguments are those of torch, of `scaled_parameters`, and the ``readout_constraint`` of
+    Takes the arguments of torch, of `scaled_parameters`, and the ``readout_constraint`` of
     `lr_scale_func_sgd`. For weights of `unit_scaling.transforms.unit_scale`, whose gradients are
     true ones, the factor of lr is 5 times the fan-in.
     """

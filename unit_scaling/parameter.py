@@ -94,7 +94,7 @@ def tag(
     mup_scaling_depth: int | None = None,
     **others: Any,
 ) -> nn.Parameter:
-    """Tags ``parameter`` in place and returns it; the tags are those of this module.
+    """Tags ``parameter`` in place and returns it; the module's docstring lists the tags.
 
     others: mup_scale, mup_divisor, mup_stacked, mup_fan_in, mup_matrix and mup_pending; by default
     those that the parameter has.
@@ -205,7 +205,7 @@ def remember_tags(model: nn.Module, recurse: bool = True) -> None:
     modules that are not of unit_scaling, before their parameters are replaced. recurse: also those
     of submodules."""
     for module in model.modules() if recurse else (model,):
-        # Those of the whole model, too: a submodule may be replaced, as by transformers'
+        # Parameters of the whole model, too: a submodule may be replaced, as by transformers'
         # resize_token_embeddings.
         tags = _tags(module, recurse=recurse and module is model)
         if tags:

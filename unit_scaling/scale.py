@@ -24,7 +24,7 @@ __all__ = ["scale_bwd", "scale_fwd"]
 class _Scale(Function):
     """``y = fwd * x`` with ``dx = bwd * dy``. Supports double backward, forward mode and vmap."""
 
-    # torch.func refuses functions without setup_context, as that of 0.3.5 is.
+    # torch.func refuses functions without setup_context, such as the one of 0.3.5.
     generate_vmap_rule = True
 
     @staticmethod
@@ -108,7 +108,8 @@ def written_to(out: Tensor | None, output: Tensor) -> Tensor:
     in_graph, graph=lambda value, total, scale: _Instead.apply(total, value, scale)
 )
 def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:
-    """Returns ``value``, whose gradient is ``scale`` times that of ``total`` (of equal shape)."""
+    """Returns ``value``, whose gradient is ``scale`` times the gradient of ``total``, which has its
+    shape."""
     return apply(_Instead, total, value, scale)
 
 

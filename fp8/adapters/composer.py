@@ -45,7 +45,7 @@ def LowPrecisionLayerNorm(apply_at: Enum | None = None) -> Algorithm:
 
         @staticmethod
         def required_on_load() -> bool:
-            """Checkpoints load without it: the parameters are those of the plain model."""
+            """Checkpoints load without it: the model has the parameters of the plain model."""
             return False
 
         def match(self, event: Enum, state: State) -> bool:

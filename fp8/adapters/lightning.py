@@ -64,8 +64,8 @@ def FP8Precision(
         precision: a name in `PRECISIONS`, for everything outside of FP8; "mixed" is torch.autocast.
         library: "lightning" or "pytorch_lightning", the library of the Trainer; None: the imported
             one, "lightning" if both are.
-        options: ``device`` and ``scaler`` of Lightning's MixedPrecision; device defaults to that of
-            the accelerator.
+        options: ``device`` and ``scaler`` of Lightning's MixedPrecision; device defaults to the
+            device of the accelerator.
 
     Returns:
         The plugin.
@@ -209,7 +209,8 @@ class _Converting:
                 watch.resume(Schedule(*schedule))
 
     def _in_force(self) -> dict[str, Any]:
-        """The recipe or policy as a dict; under "auto" that of the layers, if all have one."""
+        """The recipe or policy as a dict; under "auto" the recipe of the layers, if all have
+        one."""
         recipe = self.recipe
         if isinstance(recipe, Policy):
             return recipe.to_dict() | {"name": name_of(recipe)}

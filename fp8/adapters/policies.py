@@ -103,7 +103,7 @@ def for_transformer_engine(
     """The contexts of TransformerEngine in which a model and some of its modules run.
 
     Args:
-        model: with layers of torch, before those of TransformerEngine replace them; not changed.
+        model: with layers of torch, before layers of TransformerEngine replace them; not changed.
 
     Returns:
         (module -> TransformerEngine's recipe of the context around its forward, or None where it is

@@ -49,7 +49,7 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Config:
         raise unknown
 
     def in_product(cast: Cast | None, other: Cast | None) -> CastConfig:
-        """torchao's cast of an operand in a product. other: that in its other product."""
+        """torchao's cast of an operand in a product. other: its cast in the other product."""
         example = cast or other
         if example is None or example.format not in ("e4m3", "e5m2"):
             raise unknown

@@ -64,7 +64,7 @@ def is_pretrained(model: Any) -> bool:
 
 
 def rounding_cache(model: Any, scaling: str) -> dict[str, Any]:
-    """Arguments of a model of transformers: a cache whose keys and values are those of e4m3.
+    """Arguments of a model of transformers: a cache whose keys and values are rounded to e4m3.
 
     It is for one pass, whose states determine the scales. scaling: a name in `KV_SCALINGS`. Raises
     ValueError for an unknown one.

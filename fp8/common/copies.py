@@ -49,7 +49,7 @@ def deep_copy(
 ) -> M:
     """Returns a deep copy of ``module``, whose functions refer to the parts of the copy.
 
-    Functions are those of its attributes and of its own hooks: closures, lambdas, partials, bound
+    Functions are found in its attributes and in its own hooks: closures, lambdas, partials, bound
     methods and cached functions, also in lists, tuples, dicts and objects, that refer to a part of
     the model in their closure, defaults or globals.
 
@@ -117,7 +117,7 @@ class _Copier:
         self._refuse_registries()
         self._made: Memo = {}
         self._rebounds: set[int] = set()  # ids of what has been completed
-        self._globals: dict[int, Keywords] = {}  # id of those of a file -> of the copy
+        self._globals: dict[int, Keywords] = {}  # id of a file's globals -> the copy
         for function in self._leading.functions:
             self._declare(function)
 
@@ -240,7 +240,7 @@ class _Copier:
         if any(map(self._leading.includes, _globals(function).values())):
             names = self._globals.setdefault(id(names), dict(names))
             # torch.compile reads the globals of the module of that name instead of these, and adds
-            # to those of the function that it compiled what the code needs.
+            # what the code needs to the globals of the function that it compiled.
             names.pop("__name__", None)
             code = code.replace()
         made = FunctionType(code, names, function.__name__, closure=cells)

@@ -32,7 +32,8 @@ class Mixin:
     _attributes: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Skips that of the module's class, which may need arguments or register subclasses."""
+        """Skips the method of the module's class, which may need arguments or register
+        subclasses."""
 
     def around(
         self,
@@ -156,8 +157,8 @@ def _make_subclass(original: type[nn.Module], mixins: Mixins) -> type[nn.Module]
 
 
 def _layout(cls: type) -> tuple[type, ...]:
-    """The first base of a subclass whose objects have the layout of ``cls``: not that of
-    `nn.Module` if the first base of ``cls`` is abstract or generic."""
+    """The first base of a subclass whose objects have the layout of ``cls``, which is not the
+    layout of `nn.Module` if the first base of ``cls`` is abstract or generic."""
     root = cls
     while (above := root.__base__) is not None and above.__dictoffset__:
         root = above
@@ -190,8 +191,8 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def own_attributes(module: nn.Module) -> Keywords:
-    """The attributes that the class of a module and its users have set: those of every module, and
-    of mixins, are left out."""
+    """The attributes that the class of a module and its users have set. Attributes of every module,
+    and of mixins, are left out."""
     others = _OF_MODULES
     if isinstance(module, Mixin):
         others = others.union(module._attributes)

@@ -80,7 +80,7 @@ class Format:
             if not isinstance(value, kind):
                 raise TypeError(f"{what}: {field} cannot be {value!r}")
         require(bool(self.name), "the name is empty")
-        # Up to those of float32, in which formats are computed.
+        # At most the bits of float32, in which formats are computed.
         check_between(f"{what}: exponent_bits", self.exponent_bits, 1, 8)
         check_between(f"{what}: mantissa_bits", self.mantissa_bits, 0, 23)
         require(0 < self.max < math.inf, f"max is {self.max}, not finite and positive")

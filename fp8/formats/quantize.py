@@ -227,7 +227,7 @@ def _checked(
     seed: Seed | None = None,
     random_bits: int = 31,
 ) -> tuple[Arguments, Tensor | None, Key | None]:
-    """The arguments of `_quantize` for those of `quantize`, checked."""
+    """Validates the arguments of `quantize` and converts them to the arguments of `_quantize`."""
     check_dtype(x)
     check_name("rounding", rounding, ROUNDINGS)
     check_name("overflow", overflow, OVERFLOWS)

@@ -33,7 +33,7 @@ Key = int | Tensor
 #: smallest avalanche bias of Wellons' search (https://github.com/skeeto/hash-prospector).
 FIRST, SECOND, THIRD = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
 
-#: The multiplier that combines the parts of a seed: that of Knuth's MMIX generator.
+#: The multiplier that combines the parts of a seed, from Knuth's MMIX generator.
 KEY_STEP = 0x5851F42D4C957F2D
 
 #: The initial value of a key: the first 64 bits of the fraction of pi.
@@ -122,8 +122,8 @@ def bits_from_key(
 
 
 def key_at(key: Key, start: int) -> Key:
-    """The key whose bits at index 0 are those of ``key`` at ``start``, a multiple of a power of two
-    between the number of elements and 2**31."""
+    """The key whose bits at index 0 equal the bits of ``key`` at ``start``, a multiple of a power
+    of two between the number of elements and 2**31."""
     block, index = divmod(start, 1 << INDEX_BITS)
     return key ^ _wrap(index ^ (block * FIRST % 2**32 << 32))
 
@@ -170,8 +170,8 @@ def _draw() -> int:
     return key
 
 
-# Of the CPU in every graph: what recomputes a segment of a graph restores the generator of that
-# device. number: makes calls differ, of which the compiler would leave one.
+# Every graph draws the key on the CPU: what recomputes a segment of a graph restores the generator
+# of that device. number: makes calls differ, of which the compiler would leave one.
 @torch.library.custom_op(
     "fp8::random_key",
     mutates_args=(),

@@ -64,7 +64,7 @@ class Grid(NamedTuple):
     """The factor of the number whose addition rounds, see `round_to_grid`; 0: it is not exact."""
     low: int = 0
     high: int = 0
-    """The bits of the powers of two between which the spacing of the grid is that of ``magic``."""
+    """The bits of the powers of two between which the grid has the spacing of ``magic``."""
 
     def in_dtype(self, dtype: torch.dtype) -> Grid:
         """The grid with `magic` for tensors of a dtype, if there are bits to spare, and room above

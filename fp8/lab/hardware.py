@@ -192,7 +192,7 @@ HARDWARE: dict[str, Hardware] = {
             peak={"bf16": 989.4e12, "fp8": 1978.9e12},
             bandwidth=3.35e12,
             source="NVIDIA H100 Tensor Core GPU, architecture white paper and data sheet (2023-04)",
-            # Of the H200 below, whose multiprocessors and power limit are the same.
+            # The shares of the H200 below, whose multiprocessors and power limit are the same.
             achieved=dict(SUSTAINED),
             cores=HOPPER,
         ),
@@ -203,8 +203,8 @@ HARDWARE: dict[str, Hardware] = {
             bandwidth=4.8e12,
             source="NVIDIA H200 Tensor Core GPU, data sheet (2023-11)",
             # Memory: a copy of 8.6 GB on one card (2026-11) 4.3e12 B/s, fitted 4.2e12.
-            # Narrow products: of one shape, 65536 x 768 x 32768, fitted with the others; that of
-            # nanochat on an H100 was faster (dev/LOG.md, 2026-01-13).
+            # Narrow products: one shape, 65536 x 768 x 32768, fitted with the others; on an H100
+            # nanochat's was faster (dev/LOG.md, 2026-01-13).
             achieved={**SUSTAINED, NARROW: 0.475, MEMORY: 0.875},
             cores=HOPPER,
         ),

@@ -61,7 +61,7 @@ def _module(where: str) -> ModuleType:
     path = Path(where).resolve()
     if not path.is_file():
         raise ValueError(f"no file {where!r}")
-    # As `python FILE.py` finds the modules beside it.
+    # The modules beside the file are found, as by `python FILE.py`.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)

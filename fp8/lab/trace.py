@@ -34,8 +34,8 @@ class Product:
     """The matrix products of one layer (or of one call without a weight) in a training step.
 
     Attributes:
-        layer: the name of the module that owns the weight, "(model)" for the model itself; that of
-            the module that is running for products of activations.
+        layer: the name of the module that owns the weight, "(model)" for the model itself; for
+            products of activations, the name of the module that is running.
         kind: "linear", "convolution" or "matmul".
         m, k, n: sizes of the forward product, (m, k) times (k, n), per call; m counts tokens.
         calls: the number of such products in one forward pass.
@@ -78,7 +78,7 @@ def _of_convolution(
 # ATen product -> the position of its first factor; the second one follows.
 _MATRICES = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 
-# Grouped products: torch's, and that of layers that are converted.
+# Grouped products: torch's, and the product of converted layers.
 _GROUPED = (aten._grouped_mm, MULTIPLY_GROUPS)
 
 # What follows the name of the layer in the name of a parameter that its weight is computed of.

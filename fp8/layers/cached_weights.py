@@ -170,7 +170,7 @@ class WeightCast:
 
 def _sums(weight: Tensor) -> Tensor:
     """The sums of the bits of each column and of each row."""
-    # Of bits, so that no change cancels in rounding, and of both axes, so that no swap of two
+    # Bits are summed, so that no change cancels in rounding, over both axes, so that no swap of two
     # elements cancels.
     bits = weight.detach().view(BITS[weight.itemsize])
     return torch.cat([bits.sum(axis, dtype=torch.int64) for axis in (0, 1)])

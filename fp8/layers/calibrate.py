@@ -124,7 +124,7 @@ def calibration(model: nn.Module) -> dict[str, int | None]:
     Returns:
         Operand -> the exponent e of its scale factor ``2**e``, by which the operand is divided
         before its cast; None if the scale is not set yet. The operands of a layer are named after
-        it, as in "0.input", "0.weight" and "0.grad"; those of a group end with its number.
+        it, as in "0.input", "0.weight" and "0.grad"; operands of a group end with its number.
     """
     scales = {name: float(state) for name, state in _states(model).items()}
     return {

@@ -89,13 +89,13 @@ def convert(
     Args:
         model: converted in place.
         recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto": "unit" for each layer that is
-            of `unit_scaling.modules`, "static" for those of a model of `unit_scale` (before or
+            of `unit_scaling.modules`, "static" for layers of a model of `unit_scale` (before or
             after this call) and once `fp8.calibrate` has set their scales, "tensor" for others and
             for layers of other libraries. Or a `fp8.Policy`, which selects the recipe of each layer
             by its name and role.
         backend: as in `fp8.autocast`. Convolutions, and recipes and weight sizes that the kernels
             do not support, are simulated. "transformer_engine" or "torchao" replaces the layers
-            with those of that library (`fp8.adapters`); if the model is itself such a layer, use
+            with layers of that library (`fp8.adapters`); if the model is itself such a layer, use
             the return value.
         where: (name, layer) -> whether to convert it; None: every layer.
 
@@ -226,7 +226,7 @@ def advance(model: nn.Module, fraction: float) -> bool:
 
 def choose_recipes(model: nn.Module) -> None:
     """Selects the recipe of layers under "auto" again, when a model becomes unit-scaled, and
-    forgets the state of scales, which is that of other values."""
+    forgets the state of scales, which was measured on other values."""
     for layer in converted(model).values():
         sources = layer.fp8_settings.sources
         if AUTO in sources:

@@ -180,14 +180,14 @@ def _apply(layer: Any, record: Overridden) -> list[str]:
             dropped.append(
                 f"fp8.override: {rules[0]} needs a block that was closed: {error}"
             )
-    # Of an object with attributes of its own: other threads see all of the change at once.
+    # The new object has attributes of its own: other threads see all of the change at once.
     made: Layer = object.__new__(type(layer))
     attributes = {k: value for k, value in vars(layer).items() if k not in _CHANGED}
     buffers = dict(record.before["_buffers"])
     attributes |= record.before | {"_buffers": buffers}
     object.__setattr__(made, "__dict__", attributes)
     if record.rules:
-        # Those of open blocks stay, perhaps with scales that are set.
+        # Buffers of open blocks stay, perhaps with scales that are set.
         if recipe is not None and recipe.keeps_history:
             for name, buffer in layer._buffers.items():
                 buffers.setdefault(name, buffer)

@@ -48,8 +48,8 @@ class Decision:
 
 
 def decisions_of(policy: Policy, model: nn.Module) -> dict[str, tuple[Decision, ...]]:
-    """The decisions of ``policy`` for each layer in the order of training: that at its start, and
-    one for each entry of ``switch`` after it. Raises as `resolve`."""
+    """The decisions of ``policy`` for each layer in the order of training: one at its start, and
+    one for each entry of ``switch`` after it. Raises the errors of `resolve`."""
     decisions: dict[str, tuple[Decision, ...]] = {}
     for start in sorted({0.0, *dict(policy.switch)}):
         for name, decision in resolve(policy.at(start), model).items():

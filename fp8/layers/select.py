@@ -15,7 +15,7 @@ from ..common.mixin import bare_class
 from ..recipes.history import has_scales
 from ..recipes.recipe import PLAIN, STATIC, UNIT, Recipe
 
-#: Backends that are other libraries. Their layers replace those of the model.
+#: Backends that are other libraries. Their layers replace the layers of the model.
 ADAPTERS = ("transformer_engine", "torchao")
 
 #: The layers that are converted, including subclasses, beside those that `holds_experts` finds.

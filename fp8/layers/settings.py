@@ -41,8 +41,8 @@ class LayerSettings:
         sources: what its casts are taken from; "auto" is not resolved.
         asked: the backend that the user asked for.
         why: the rules of the policy that decided; "" if it was the policy's recipe.
-        decisions: those of the policy, as `decisions_of` returns them; ``sources`` and ``why`` are
-            of the one in force.
+        decisions: the decisions of the policy, as `decisions_of` returns them; ``sources`` and
+            ``why`` belong to the one in force.
         is_linear: whether its forward pass is F.linear alone, with the weight or its transpose.
         is_transposed: whether its weight is (in, out).
         by_call: whether it computes several products. Its first pass creates the buffers of each.
@@ -188,7 +188,7 @@ def policy_of(model: nn.Module) -> Policy:
 
 
 class OfParameters(Mixin):
-    """The computation of a parametrized weight: its products are not those of the layer."""
+    """The computation of a parametrized weight, whose products are not the layer's."""
 
     def around(self, forward: Forward, args: Args, kwargs: Any) -> Any:
         if FRAMES.items[-1].block is None:
@@ -292,7 +292,7 @@ def choose_static(layer: Any) -> None:
 
 
 def keep_apart(model: nn.Module) -> None:
-    """Leaves the state of scales out of the state_dict, which then is that of the plain model."""
+    """Leaves the state of scales out of the state_dict, which then equals the plain model's."""
     for layer in converted(model).values():
         change_settings(layer, saves_scales=False)
         for name, buffer in list(layer.named_buffers(recurse=False)):

@@ -1,4 +1,4 @@
-"""`swap`: replaces layers of a model with those of another library."""
+"""`swap`: replaces layers of a model with layers of another library."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def _added(first: str, second: str, rank: int) -> Handler:
         if named or not _floating(input) or not _is_product(left, right, (rank, rank)):
             return NotImplemented
         product = matmul.matmul(left, right, scales=(alpha, alpha, alpha))
-        # As in torch, `input` is not read then: it may hold NaN.
+        # `input` is not read then, as in torch: it may hold NaN.
         if beta == 0:
             return product
         (input,) = matmul.to_autocast_dtype(input)

@@ -22,7 +22,7 @@ from ..recipes.scaling import scale_of, scale_of_number
 from .encodings import ENCODINGS, WEIGHTS, WIDE, Encoded, Encoding, decode, write, zeros
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
-"""Names of the tensors in a state. All but the master are those of torch."""
+"""Names of the tensors in a state. torch has all but the master."""
 
 PARTS = ("_values", "_scale", "_amax")
 """Suffixes of these names for a tensor that is stored with a scale."""
@@ -179,7 +179,8 @@ def read(state: State, name: str) -> Encoded:
 
 
 def portable(parameter: Tensor, state: State) -> State:
-    """The state of a DTensor as DTensors: what has a scale, that of one shard, becomes float32."""
+    """The state of a DTensor as DTensors. Tensors with a scale become float32: a scale covers one
+    shard."""
     decoded = {key: value for key, value in state.items() if key not in PURPOSES}
     for name in filter(partial(has, state), (FIRST, SECOND, MASTER)):
         value = state.get(name)

@@ -120,7 +120,7 @@ def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
 
 
 # Larger magnitudes in a gradient count as this one: a second moment is then at most 2**126, which
-# float32 holds, and the bound of a step, which is that of any gradients, stays.
+# float32 holds, and the bound on the size of a step still holds.
 LARGEST = 2.0**63
 
 # Elements that a compiled step with blocks processes at once per CPU thread: constant, because for

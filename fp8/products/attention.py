@@ -165,9 +165,9 @@ def by_products(
     after dropout, before the cast. What is between both products is computed in at least float32,
     as in a fused kernel. Key and value are cast after enable_gqa has repeated their heads. A fully
     masked row gives zeros. NaN propagates. cast: False for products without casts. grad_scale: a
-    factor of the gradients of probabilities, scores and attn_mask, which those of query and key are
-    divided by. Raises ValueError for is_causal with a mask, and for heads that key or value do not
-    divide; TypeError for operands of different dtypes.
+    factor of the gradients of probabilities, scores and attn_mask, by which the gradients of query
+    and key are divided. Raises ValueError for is_causal with a mask, and for heads that key or
+    value do not divide; TypeError for operands of different dtypes.
     """
     dtypes = [str(x.dtype) for x in (query, key, value)]
     if len(set(dtypes)) > 1:

@@ -83,11 +83,11 @@ def conv(
     """``s_y * conv(input, weight) + bias`` in one, two or three dimensions.
 
     weight: (out, in / groups, *kernel); its number of dimensions selects the convolution. The other
-    arguments, and the errors for what does not fit, are those of `torch.nn.functional.conv1d`,
-    conv2d and conv3d; scales, unit and dtypes as in `fp8.products.matmul.linear`. The scale is
-    applied to the weight, so a scale that is not a power of two rounds the weight once more, in its
-    own dtype. The recipe is that of the enclosing `fp8.autocast`. Raises ValueError for a stride
-    with padding="same".
+    arguments, and the errors for what does not fit, are the same as in
+    `torch.nn.functional.conv1d`, conv2d and conv3d; scales, unit and dtypes as in
+    `fp8.products.matmul.linear`. The scale is applied to the weight, so a scale that is not a power
+    of two rounds the weight once more, in its own dtype. The enclosing `fp8.autocast` gives the
+    recipe. Raises ValueError for a stride with padding="same".
     """
     steps, strides = _each(dilation, weight), _each(stride, weight)
     if padding == "valid":

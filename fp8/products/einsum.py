@@ -40,7 +40,7 @@ def in_pairs(
 
 
 def _order(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """Step by step, the places of two operands among those that are left, and that of their
+    """Step by step, the places of two operands among those that are left, and the place of their
     product: from the left, or as the package opt_einsum chooses where torch finds it."""
     steps = len(operands) - 1
     if not (opt_einsum.enabled and opt_einsum.is_available()):
@@ -102,7 +102,8 @@ def letters(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
     """The indices of each operand and of the result, one letter per dimension."""
     inputs, arrow, output = equation.partition("->")
     if not arrow:
-        # As torch: the dimensions of the ellipsis, then what occurs once, in alphabetical order.
+        # The order is torch's: the dimensions of the ellipsis, then what occurs once, by the
+        # alphabet.
         once = [c for c in sorted({*inputs} - {*",."}) if inputs.count(c) == 1]
         output = "".join(once)
         if "..." in inputs:

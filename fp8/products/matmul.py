@@ -23,7 +23,7 @@ result by the scales of both operands.
 
 - "unit" has no scale, and "static" one number that was measured before: x is read once.
 - "tensor" reads x twice: first for its largest magnitude, then for the cast.
-- "delayed" takes the largest magnitude of earlier steps, and records that of this one.
+- "delayed" takes the largest magnitude of earlier steps, and records the magnitude of this one.
 - "row", "block", "mx" and "nv" have a scale for each tile along the summed axis. A tile is in
   registers when its magnitude is known, so x is read once.
 
@@ -353,7 +353,8 @@ def _both(
     turned: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of two operands, from the output's gradient as cast for each. a is None if b
-    needs no gradient, and vice versa. turned: whether that of b has the layout of its transpose."""
+    needs no gradient, and vice versa. turned: whether the gradient of b has the layout of its
+    transpose."""
     da = db = None
     fuses, (_, s_a, s_b) = how.fuses, how.scales
     if fuses and for_a is for_b and s_a == s_b:  # one multiplication for both
@@ -561,14 +562,15 @@ def linear(
     """``s_y * input @ weight.T + bias``, with a separate scale for each gradient.
 
     input: (..., in). weight: (out, in), or (in,) for an output without the last dimension. bias:
-    (out,) or None. Returns (..., out). All have one floating-point dtype, which is that of the
-    result (torch raises otherwise). Accumulation is that of the kernel; NaN and Inf propagate.
+    (out,) or None. Returns (..., out). All have one floating-point dtype, which the result has too
+    (torch raises otherwise). The kernel determines how sums accumulate; NaN and
+    Inf propagate.
     scales: (s_y, s_dx, s_dw). The bias gradient is s_dw times the sum of the output's uncast
     gradient. Integers are not scaled, complex numbers not cast. recipe: None uses recipe and
     backend of the enclosing `fp8.autocast`. unit: whether the tensors are unit-scaled, which
     decides the recipe under "auto". bias_scale: a factor of the bias in the output, but not of its
-    gradient. state: of the layer, for a recipe that keeps scales; None: that of the block. Raises
-    ValueError for shapes that do not fit.
+    gradient. state: of the layer, for a recipe that keeps scales; None: the state of the block.
+    Raises ValueError for shapes that do not fit.
     """
     if recipe is None and (block := FRAMES.items[-1].block) is not None:
         recipe, backend = product_recipe(unit), block.backend
@@ -610,8 +612,8 @@ def matmul(
 ) -> Tensor:
     """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
 
-    Both operands are cast as the recipe's input; in the gradient of the right one, the casts are
-    those of grad_weight. cast: False for none, whatever the block. Otherwise as `linear`.
+    Both operands are cast as the recipe's input; the gradient of the right one has the casts of
+    grad_weight. cast: False for none, whatever the block. Otherwise as `linear`.
     """
     if recipe is None and cast and (block := FRAMES.items[-1].block) is not None:
         recipe, backend = product_recipe(unit), block.backend

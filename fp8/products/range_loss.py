@@ -1,6 +1,6 @@
 """What the range of a format costs an operand: how far the signal-to-quantization-noise ratio
-(SQNR) of its cast is below that of the same significands without limits of the exponent, and the
-share of elements that are lost."""
+(SQNR) of its cast is below the SQNR of the same significands without limits of the exponent, and
+the share of elements that are lost."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class RangeLoss:
 
     @property
     def is_small(self) -> bool:
-        """Whether it is within `TOLERANCE` and `MOST`. The SQNR is that of the largest elements,
-        beside a few of which the others may become zero."""
+        """Whether it is within `TOLERANCE` and `MOST`. The largest elements determine the
+        SQNR: beside a few of them the others may become zero."""
         return self.decibels <= TOLERANCE and self.share <= MOST
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class ProductCasts:
     its layer, or, without a block, of another recipe.
 
     Args:
-        otherwise: that recipe.
+        otherwise: the other recipe.
         product: "linear", "matmul", ...; operands: its tensors.
     """
 
@@ -100,8 +100,8 @@ def range_loss(x: Tensor, cast: Cast, state: Tensor | None = None) -> RangeLoss:
     Args:
         x: strided, not empty.
         cast: its tiles are along the last axis.
-        state: of its scaling: a static scale, 0 or None if that is not set, which is then that of
-            ``x``, as `fp8.calibrate` would set it.
+        state: the state of its scaling. A static scale that is 0 or None is not set: then it is the
+            scale that `fp8.calibrate` would set for ``x``.
     """
     spec = replace(cast.unrotated, rounding="nearest")
     x = x.detach()
@@ -121,10 +121,10 @@ def range_loss(x: Tensor, cast: Cast, state: Tensor | None = None) -> RangeLoss:
 
 
 def measured_loss(x: Tensor, y: Tensor, scale: float, format: Format) -> RangeLoss:
-    """What ``x`` has lost in its cast to ``y``, at a scale or at those of tiles.
+    """What ``x`` has lost in its cast to ``y``, at one scale or at the scales of tiles.
 
-    The SQNR is compared with that of normal values in range, or, where that is less, with that of
-    these values: a few values may lie where the format rounds coarsely.
+    The SQNR is compared with the SQNR of normal values in range, or, where it is less, of these
+    values without limits of the exponent: a few values may lie where the format rounds coarsely.
     """
     x, y = x.double(), y.double()
     if not bool(x.isfinite().all()):

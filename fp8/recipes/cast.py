@@ -106,7 +106,7 @@ class Cast:
         )
 
     def __setstate__(self, state: Keywords) -> None:
-        """Of a pickle, which has the name of the rule. Raises ValueError for an unknown one."""
+        """Reads a pickle, which has the name of the rule. Raises ValueError for an unknown name."""
         vars(self).update(state)
         self._complete_rule()
         self._derive()
@@ -193,8 +193,8 @@ class Cast:
 
     @property
     def stateless(self) -> Cast:
-        """The cast of an operand without state between passes: its largest magnitude is that of
-        now, and a static scale 1."""
+        """The cast without state between passes: the largest magnitude is measured in each pass,
+        and a static scale is 1."""
         if not self.keeps_history:
             return self
         return replace(self, scaling=_STATELESS[self.scaling], history=None)

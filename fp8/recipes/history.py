@@ -57,15 +57,16 @@ class MeasuredScales:
 
 
 class LayerState:
-    """The states of a layer's operands in one call. Of several products, each is named by its order
-    or its stack of weights: fp8_amax_001_matmul_input, fp8_amax_down_proj_3_linear_input."""
+    """The states of a layer's operands in one call. The name of a state has the order of its
+    product, or its stack of weights, if the layer has several: fp8_amax_001_matmul_input,
+    fp8_amax_down_proj_3_linear_input."""
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
         self._products = 0
         self._traced = torch.compiler.is_dynamo_compiling()
         watched = layer.fp8_watch
-        # Scales and statistics are those of training.
+        # Only training changes scales and statistics.
         self.exports = torch.compiler.is_exporting()
         if self.exports or not torch.is_grad_enabled():
             self.looks = self.measures = self.checks = False
@@ -215,8 +216,8 @@ def share_scales(model: nn.Module, leaders: Mapping[int, int]) -> None:
 
 
 def add_buffers(layer: Any, recipe: Recipe | None = None) -> None:
-    """Adds the missing buffers of a recipe (None: the layer's), if it keeps any. Those of several
-    products are added by their first pass."""
+    """Adds the missing buffers of a recipe (None: the layer's), if it keeps any. A layer of
+    several products adds its buffers in its first pass."""
     settings = layer.fp8_settings
     recipe = recipe or settings.recipe
     if not recipe.keeps_history:
@@ -276,7 +277,8 @@ def add_initial_histories(layer: Layer, state: Keywords, prefix: str) -> None:
     buffers = {
         prefix + n: b for n, b in layer.named_buffers(recurse=False) if is_history(n)
     }
-    # A layer of several products learns which they are when it runs: those of the file are added.
+    # A layer of several products learns its buffers when it runs: the buffers of the file are
+    # added.
     if "fp8_measured" in vars(layer) and layer.fp8_settings.by_call:
         for key in state:
             name = key.removeprefix(prefix)

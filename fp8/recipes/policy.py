@@ -88,7 +88,7 @@ class LayerRule:
         layers: the dotted name of a layer, or a pattern: "lm_head", "*.mlp.*". "*" matches any
             characters, dots included, and "?" one; all others, as brackets, are themselves.
         recipe: a name in `fp8.RECIPES`, a `Recipe`, "auto", or None for high precision.
-        product: the casts that the rule concerns: those of a product ("forward", "grad_input",
+        product: the casts that the rule concerns: the casts of a product ("forward", "grad_input",
             "grad_weight"), of an operand ("input", "weight", "grad"), or one ("forward.input", a
             name in `CASTS`). None: all.
 
@@ -331,7 +331,7 @@ def blocks_in(share: int | float, count: int) -> int:
     blocks (torchtitan, components/quantization/nvfp4.md)."""
     if isinstance(share, int):
         return share
-    # Of the decimal number: 0.07 * 100 is above 7 in floating point.
+    # The decimal number is multiplied: 0.07 * 100 is above 7 in floating point.
     exact = Fraction(repr(share)) * count
     return -int(-exact // 1)
 

@@ -57,10 +57,10 @@ class Recipe:
         input: activations, and both operands of a product of two activations.
         weight: the second operand of a linear layer or convolution.
         grad: the gradient of the output.
-        accumulate: the sums of linear layers and matrix products of operands in e4m3 and e5m2:
-            those of an accelerator, "ada" or "hopper", or "exact" ones, which depend on no order
-            (`fp8.recipes.tensor_cores`). Other products, and those of which an operand is not cast,
-            have torch's. None: all have.
+        accumulate: how linear layers and matrix products of operands in e4m3 and e5m2 sum: as an
+            accelerator, "ada" or "hopper", or "exact", in no order
+            (`fp8.recipes.tensor_cores`). Other products, and products of an operand that is not
+            cast, sum as torch does; with None all do.
         promote: the number of products after which a sum of the accelerator ends and is added in
             float32; 0: after all. Needs ``accumulate``.
         fast_sums: the products ("forward", "grad_input", "grad_weight") that kernels of Hopper sum
@@ -104,7 +104,7 @@ class Recipe:
     is_fast: ClassVar[tuple[bool, ...]]
     """Whether each of `PRODUCTS` is among `fast_sums`."""
     fixed: ClassVar[bool]
-    """Whether the scale of an operand is 1, or that of calibration."""
+    """Whether the scale of every operand is 1 or set by calibration."""
     keeps_history: ClassVar[bool]
     """Whether an operand of a layer has state between passes."""
     changes_scales: ClassVar[bool]
@@ -333,7 +333,7 @@ RECIPES: dict[str, Recipe] = {
         _all("mxfp4", "e2m1", "mx", rule="floor"),
         # Gradients with scales rounded up, which makes stochastic rounding unbiased.
         _nvfp4("nvfp4", "e4m3", "e4m3_up"),
-        # As published, and in TransformerEngine: all scales rounded to nearest.
+        # The published recipe, and TransformerEngine's: all scales are rounded to nearest.
         _nvfp4("nvfp4_nvidia", "e4m3", "e4m3"),
         # For the end of training, after "nvfp4" (arXiv:2509.25149, appendix D): the forward product
         # in high precision removes most of the gap in loss, the backward ones none of it.

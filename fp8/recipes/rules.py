@@ -1,6 +1,7 @@
 """Rules: how the scale of a tile follows from its values, and how it is stored.
 
-What depends on a rule is in its row: `RULES` has those of the package, `Rule.register` adds one.
+What depends on a rule is in its row: `RULES` has the rules of the package, `Rule.register` adds
+one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ..formats.format import Format, get_format
 from ..formats.quantize import quantize, quantize_operand
 from ..formats.rounding import LAYOUTS, divided
 
-#: The exponents of scale factors: normal numbers of float32, as their inverses are. Those of E8M0
-#: are from -127 to 127.
+#: The exponents of scale factors: normal numbers of float32, as their inverses are. E8M0 has
+#: exponents from -127 to 127.
 SMALLEST, LARGEST = -126, 126
 
 
@@ -45,8 +46,8 @@ class Form:
         is_power: whether they are powers of two, by which every division is exact.
         is_narrow: whether they have eight bits. The scale of a tile with Inf or NaN is NaN then,
             and so becomes the tile (MX 1.0, section 5.1), as in microxcaling and in torchao after
-            0.18, which treats Inf as a large number. Other scales are those of the finite values.
-        largest: the exponent of the largest one; that of the smallest is its negative.
+            0.18, which treats Inf as a large number. Other scales follow from the finite values.
+        largest: the exponent of the largest one; the exponent of the smallest is its negative.
         factor: a function of a scale that is no power of two -> the rounded factor by which values
             are multiplied, in place of the division.
     """
@@ -276,8 +277,8 @@ class Rule:
             multiplied; "e4m3" for "nv".
         unit: of scales in "e4m3": the e4m3 value that stands for the largest magnitude of all
             tiles.
-        candidates: factors of the magnitude. Of several, the one of a tile is that with the
-            smallest squared error under rounding to nearest, the first of equal ones.
+        candidates: factors of the magnitude. A tile takes the candidate with the smallest squared
+            error under rounding to nearest, and the first of equal ones.
         correct: a function that replaces the scales after the values are rounded, as `eden`.
         about: the documentation of the rule.
 
@@ -336,7 +337,7 @@ class Rule:
         candidate: int = 0,
     ) -> Tensor:
         """The scales of tiles with these magnitudes, all finite, as they are stored; 1 for zeros.
-        unit: that of `unit_of`. candidate: the index of the factor."""
+        unit: the result of `unit_of`. candidate: the index of the factor."""
         factor = self.candidates[candidate]
         magnitude = amax
         if factor != 1.0:
@@ -344,7 +345,7 @@ class Rule:
         units = () if unit is None else (unit,)
         scale = self.scale(magnitude, format, *units)
         if self.form.is_power:
-            # As integers: 2**-127 is subnormal, and a float may be flushed to zero.
+            # Clamped as integers: 2**-127 is subnormal, and a float may be flushed to zero.
             low, high = _LIMITS[self.form.largest, scale.dtype]
             integer = LAYOUTS[scale.dtype].integer
             clamped = scale.view(integer).clamp(low, high).view(scale.dtype)
@@ -421,7 +422,7 @@ RULES: dict[str, Rule] = {}
 """Name -> rule."""
 
 LOWERED: dict[str, Rule] = _Rows()
-"""`Cast.stored_rule` -> rule: `RULES`, and those of powers of two as E8M0 stores them."""
+"""`Cast.stored_rule` -> rule: `RULES`, and the rules of powers of two as E8M0 stores them."""
 
 
 FORM_OF: dict[str | None, Form] = {None: FORMS["power"]}

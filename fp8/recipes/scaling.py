@@ -37,7 +37,7 @@ class Scaling:
         tile: the elements that share a scale; the usual one if a cast may choose another.
         forms: the `Rule.stored` of the rules that may compute the scale; none if no rule does.
         free: whether a cast may choose another tile.
-        keeps_magnitudes: whether the scale is that of earlier passes, of which the largest
+        keeps_magnitudes: whether the scale follows from earlier passes, of which the largest
             magnitudes are known.
         in_e8m0: whether the scales are stored in E8M0.
     """
@@ -167,7 +167,7 @@ def scales_and_unit(
 ) -> tuple[Tensor, Tensor | None]:
     """The scale factors of the finite values of ``x``, not empty: one along ``dims``, kept as 1, or
     of all (None); from 2**-126 to 2**126; 1 for zeros; and their unit, 0-dim, for a rule with one.
-    Those of a narrow `Form` are NaN for a tile with Inf or NaN, and those in E8M0 begin at 2**-127.
+    Scales of a narrow `Form` are NaN for a tile with Inf or NaN; scales in E8M0 begin at 2**-127.
     axis: the one that a product sums over, for a rule that reads values."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     x = x.detach()
@@ -308,8 +308,9 @@ def in_format(x: Tensor, format: Format, tile: Tile = (0, 0)) -> tuple[Tensor, T
 def _delayed_scale(
     x: Tensor, history: Tensor, format: Format, rule: str, record: bool
 ) -> Tensor:
-    """The scale from the largest entry of ``history``, (length,); from ``x`` itself if that may
-    have no entries, (1, length). record: that of x, unless zero, becomes the first entry."""
+    """The scale from the largest entry of ``history``, (length,); from ``x`` itself if the history
+    may have no entries, (1, length). record: whether the largest magnitude of x, unless it is zero,
+    becomes the first entry."""
     entries = history.view(-1)
     amax = entries.amax().float()
     now = amax.new_zeros(())
@@ -350,13 +351,13 @@ def static_rms(format: Format) -> float:
 
 
 #: The octaves by which an operand moves before its static scale is set anew. e4m3 has 18, e5m2 32:
-#: that many cost no accuracy, and scales that stay make the passes of a model equal.
+#: a move by MOVED costs no accuracy, and scales that stay make the passes of a model equal.
 MOVED = 6.0
 
 
 def _measured_scale(x: Tensor, moment: Tensor, scale: Tensor, format: Format) -> Tensor:
-    """``scale``; that of ``x``, finite, where it is not set, ``x`` saturates, or `MOVED`. moment:
-    the sum of squares of x."""
+    """``scale``; or the finite scale of ``x`` where ``scale`` is not set, where ``x`` saturates, or
+    where it has moved by `MOVED`. moment: the sum of squares of x."""
     now = nearest_power(moment / (x.numel() * static_rms(format) ** 2))
     largest = _largest_of(x)
     # The least power of two at which nothing saturates, for operands with few large elements.
@@ -433,7 +434,7 @@ def history_scale(
     rule: str | None,
     record: bool | None,
 ) -> Tensor:
-    """The scale of ``x``, 0-dim: by a rule from the history of "delayed", or that of "static".
+    """The scale of ``x``, 0-dim: by a rule from the history of "delayed", or the static scale.
     record: whether ``x`` changes the state; None: if gradients are recorded."""
     if rule is None:
         return _static_scale(x, history, format, record)

@@ -1,4 +1,4 @@
-"""The sums that `Recipe.accumulate` simulates: those of matrix instructions, and exact ones.
+"""The sums that `Recipe.accumulate` simulates: sums of matrix instructions, and exact ones.
 
 A tensor core adds a few products to its accumulator at once: it aligns them to the largest exponent
 among them, truncates each 13 bits below that, adds the truncated ones exactly, and rounds the sum
@@ -24,7 +24,7 @@ class Instruction(NamedTuple):
 
 
 #: Accelerator -> its instruction for FP8: mma of Ada, wgmma of Hopper. Blackwell keeps 25 bits, and
-#: CDNA3 (MI300) 24: their errors are those of float32.
+#: CDNA3 (MI300) 24: their errors equal the errors of float32.
 TENSOR_CORES: dict[str, Instruction] = {
     "ada": Instruction(step=16, of_zero=-132),
     "hopper": Instruction(step=32, of_zero=-133),

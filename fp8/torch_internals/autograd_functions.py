@@ -58,7 +58,7 @@ def apply_eagerly(function: type[Function], *args: Any) -> Any:
             and type(arg) is not Tensor
             and type(arg) is not Parameter
         ):
-            # As in any call of torch, its class decides what class the results have.
+            # The class of an argument decides the class of the results, as in any call of torch.
             kind: Any = type(arg)
             return kind.__torch_function__(function.apply, (kind,), args)
     with torch.DisableTorchFunction():

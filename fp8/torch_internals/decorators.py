@@ -1,7 +1,7 @@
 """Decorators of `torch.compiler`, without the compiler.
 
-Works around: those of torch (2.11 to 2.14) import ``torch._dynamo`` when they decorate, which takes
-longer than the import of these packages: `torch.compiler.assume_constant_result`,
+Works around: the decorators of torch (2.11 to 2.14) import ``torch._dynamo`` when they decorate,
+which takes longer than the import of these packages: `torch.compiler.assume_constant_result`,
 `torch.compiler.disable` and `torch.compiler.allow_in_graph`.
 """
 

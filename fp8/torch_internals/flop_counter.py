@@ -1,7 +1,7 @@
 """Formulas of FLOPs for matrix products.
 
 Works around: `torch.utils.flop_counter` (2.11 to 2.14) has none for scaled and grouped products,
-and counts 0. Its import imports Triton, which takes as long as that of fp8.
+and counts 0. Its import imports Triton, which takes as long as the import of fp8.
 """
 
 from __future__ import annotations

@@ -64,11 +64,11 @@ def gather_in_fp8(
     Args:
         model: changed in place.
         recipe: its weight cast needs a format with a torch dtype and scaling "unit", "static" or
-            "tensor". "auto" is that of each layer, as in `fp8.convert`: of a model with converted
-            layers the others are sent unrounded, and so are those whose cast cannot be sent, and
-            those that the switch of a policy concerns. For "tensor", see `update_scales`. A static
-            scale is that of the converted layer, and one that is not set is measured when the
-            weight is first gathered.
+            "tensor". "auto" takes the recipe of each layer, as in `fp8.convert`. In a model
+            with converted layers, a weight is sent unrounded if its layer is not converted, if its
+            cast cannot be sent, or if the switch of a policy changes it. For "tensor", see
+            `update_scales`. A static scale is the scale of the converted layer; one that is not set
+            is measured when the weight is first gathered.
         where: (name, layer) -> whether to send the weight in FP8; None: every layer.
 
     Returns:

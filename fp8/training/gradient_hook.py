@@ -40,9 +40,9 @@ def all_reduce_hook(
     ``model.register_comm_hook(None, all_reduce_hook)`` of a `DistributedDataParallel`.
 
     For gradients g on w processes, the error of an element is at most ``2**-4 * sum(abs(g)) / w``,
-    that of one e4m3 rounding on each process. For an element that is small compared to the largest
-    in its block on any process, it is at most 2**-8 of that one. Inf or NaN makes all elements of
-    the block Inf or NaN, on every process. A single process rounds nothing.
+    the error of one e4m3 rounding on each process. For an element that is small compared to the
+    largest in its block on any process, it is at most 2**-8 of the largest. Inf or NaN makes all
+    elements of the block Inf or NaN, on every process. A single process rounds nothing.
 
     Args:
         state: the process group; None is the default group.
@@ -65,7 +65,7 @@ def _mean(gradients: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     parts = F.pad(gradients.float(), (0, -size % (world * BLOCK))).view(
         world, -1, BLOCK
     )
-    exponents = _scales(parts).view(torch.uint8)  # that of NaN is the largest
+    exponents = _scales(parts).view(torch.uint8)  # NaN has the largest exponent
     dist.all_reduce(exponents, dist.ReduceOp.MAX, group)
     scale = exponents.view(torch.float8_e8m0fnu).float()
 
@@ -86,7 +86,7 @@ def _mean(gradients: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _scales(blocks: Tensor) -> Tensor:
     """The smallest E8M0 scale without overflow of each block (..., 32); NaN for NaN or Inf."""
     amax = blocks.abs().amax(-1, keepdim=True)
-    # Zeros have the smallest scale, so that those of other processes are kept.
+    # Zeros have the smallest scale, so that the scales of other processes are kept.
     scale = LOWERED["up" + E8M0].scale_of(
         amax.clamp(min=2.0**SMALLEST), GRADIENT_FORMAT
     )

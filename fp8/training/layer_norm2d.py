@@ -38,9 +38,9 @@ def layer_norm2d(
 
     input: (batch, channels, ...), floating point, any strides. weight, bias: (channels,) or None,
     any floating-point dtype. eps: added to the variance. The output and the gradient of the input
-    have the memory format of the input (`torch.preserve_format`). In eager mode 16-bit statistics
-    of the backward pass are those of torch; compiled the statistics are in float32 (float64 for
-    float64). Each result is rounded once to the dtype of its tensor. `torch.autocast` has no
+    have the memory format of the input (`torch.preserve_format`). In eager mode the
+    backward pass uses torch's 16-bit statistics; compiled the statistics are in float32 (float64
+    for float64). Each result is rounded once to the dtype of its tensor. `torch.autocast` has no
     effect. NaN or Inf makes its pixel NaN. Raises ValueError for an input of fewer than two
     dimensions and for a weight or bias of another shape, TypeError for an input that is not
     floating point.
@@ -202,7 +202,7 @@ def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(m, d, 1/sqrt(var + eps)), where m + d is the mean of ``x`` over the channels."""
     # d, the mean of x - m, corrects the rounded mean m and the variance: the corrected two-pass
     # algorithm of Chan, Golub and LeVeque (1983). At a mean of 1000 standard deviations its error
-    # is 1e-7 of the output, that of torch's norms 3e-5 and more.
+    # is 1e-7 of the output; the error of torch's norms is 3e-5 and more.
     # Multiplies by 1/n, because compiled code repeats a division for each element.
     share = 1.0 / x.shape[1]
     mean = x.sum(1, keepdim=True) * share
@@ -214,8 +214,8 @@ def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`_statistics` from those of blocks of BLOCK channels: the mean m of a block, the mean r of
-    the remainder and its mean square (Chan, Golub and LeVeque 1983)."""
+    """`_statistics` from the statistics of blocks of BLOCK channels: the mean m of a block, the
+    mean r of the remainder and its mean square (Chan, Golub and LeVeque 1983)."""
     # Inductor adds contiguous channels one by one, with a larger error.
     blocks = torch.unflatten(x, 1, (BLOCK, -1)).unbind(1)
 

@@ -304,7 +304,7 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
 
 
 def _step_of(cls: type[Optimizer]) -> Callable[..., object]:
-    """The step that updates parameters, behind those of mixins that call the next class's."""
+    """The step that updates parameters, behind the steps of mixins, which call the next class's."""
     steps = [inspect.unwrap(vars(c)["step"]) for c in cls.__mro__ if "step" in vars(c)]
     return next(step for step in steps if not hasattr(step, "calls_the_next"))
 

@@ -29,7 +29,7 @@ from ..rules.rates import RATES, TORCHS_EPS, default_rate
 from .first_call import is_near_one, is_weight, known_rms
 
 OFF = 3.0
-"""The octaves between a learning rate and that of its rule from which it is reported."""
+"""The octaves between a learning rate and the rate of its rule from which it is reported."""
 
 EPS_MARGIN = 100.0
 """An eps above the RMS of the gradients divided by this is reported: it changes each step of Adam
@@ -42,11 +42,11 @@ MOVED = 0.5
 """The octaves by which `unit_scale` has changed the RMS of these weights, or more."""
 
 PLAIN = 0.5
-"""A weight counts as plain whose RMS is nearer to that before `unit_scale` than to that after it,
-by this factor, in octaves. Nine of ten weights have to be. In the 20 models of
-benchmarks/problems.py they are, with the values of the plain model: in 19 at its start, in 18 after
-20 steps of its training, in 7 after 200. Of the transformed models at most a third of the weights
-are after as many steps, and at most 0.6 of 7 models after 1000 at a weight decay of 0.002."""
+"""A weight counts as plain whose RMS is nearer to its RMS before `unit_scale` than after it, by
+this factor, in octaves. Nine of ten weights have to be. In the 20 models of benchmarks/problems.py
+they are, with the values of the plain model: in 19 at its start, in 18 after 20 steps of its
+training, in 7 after 200. At most a third of the weights of the transformed models are after as many
+steps, and at most 0.6 of 7 models after 1000 at a weight decay of 0.002."""
 
 
 class _Copied(NamedTuple):
@@ -98,7 +98,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _is_copy_checked(optimizer: Optimizer) -> bool:
     """Whether no further step needs a check. Warns if parameters of copied models are stepped that
-    have no gradients, while those of a copy have."""
+    have no gradients, while the parameters of a copy have."""
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     models = []
     for each in _COPIED:
@@ -162,7 +162,7 @@ def _check_rate(optimizer: Optimizer) -> None:
     rates = list(_rates(optimizer, rule))
     total = _numel(rates)
     if 4 * _numel(each for each in rates if abs(each.octaves) > OFF) <= total:
-        return  # they are no half of those of RMS 1, which are to be more than half of all
+        return  # less than half of the weights of RMS 1, which are to be more than half of all
     ours = _has_factors(optimizer.param_groups[0])
     near = [each for each in rates if _is_at_its_size(each.weight, ours)]
     if 2 * _numel(near) <= total:

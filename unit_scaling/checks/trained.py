@@ -14,12 +14,12 @@ from fp8.warnings import ConvertWarning, warn_once
 from .first_call import is_readable
 
 ERRORS = 4.0
-"""Standard errors from which rows or columns of a weight differ more in size than those of an
-initialization; see `_spread`. Those of torch are at most 0, up to chance: entries are independent,
-or rows have equal norms (orthogonal)."""
+"""Standard errors from which rows or columns of a weight differ more in size than in an
+initialization; see `_spread`. Initializations of torch have at most 0, up to chance: entries are
+independent, or rows have equal norms (orthogonal)."""
 
 FEWEST = 32
-"""Rows and columns of a weight that is judged: the errors of `_spread` are those of normal values.
+"""Rows and columns of a weight that is judged: `_spread` has the errors of normal values.
 """
 
 
@@ -62,8 +62,9 @@ def _is_read(parameter: Tensor) -> bool:
 
 
 def _spread(weight: Tensor) -> float:
-    """How far the variance of the mean squares of rows, or of columns, is above that of independent
-    entries of the same distribution, (kurtosis - 1) / entries; in its standard errors."""
+    """How far the variance of the mean squares of rows, or of columns, is above the variance of
+    independent entries of the same distribution, (kurtosis - 1) / entries; in its standard
+    errors."""
     squares = weight.detach().flatten(1).float().square()
     variance = float(squares.var())
     if not variance > 0:

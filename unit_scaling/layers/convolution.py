@@ -38,8 +38,9 @@ class Conv1d(_Convolution, nn.Conv1d):
     """`unit_scaling.functional.conv1d` as a module.
 
     Input is (batch, in_channels, length) or (in_channels, length). Initial values, ``constraint``,
-    ``weight_mup_type`` and the default of ``bias`` are those of `Linear`, other arguments those of
-    `torch.nn.Conv1d`, including padding "same" and "valid". So for the other convolutions.
+    ``weight_mup_type`` and the default of ``bias`` are as in `Linear`, other arguments as in
+    `torch.nn.Conv1d`, including padding "same" and "valid". The same holds for the other
+    convolutions.
     """
 
 

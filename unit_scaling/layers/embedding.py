@@ -13,7 +13,7 @@ __all__ = ["Embedding"]
 class Embedding(Weighted, nn.Embedding):
     """`unit_scaling.functional.embedding` as a module, with a standard normal weight.
 
-    Arguments and ``from_pretrained``, including freezing, are those of `torch.nn.Embedding`.
+    Arguments and ``from_pretrained``, including freezing, are as in `torch.nn.Embedding`.
     """
 
     weight_mup_type: MupType = "weight"

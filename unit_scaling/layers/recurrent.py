@@ -28,7 +28,7 @@ class _Recurrent(Normal):
 class LSTM(_Recurrent, nn.LSTM, like=_LAYER):
     """`unit_scaling.functional.lstm` as a module: `torch.nn.LSTM` with weights at unit scale.
 
-    Arguments, input, states and results are those of torch, without ``proj_size``. Weights are
+    Arguments, input, states and results are as in torch, without ``proj_size``. Weights are
     initialised with a standard normal, biases with zero. So for `GRU` and `RNN`, which takes a
     ``nonlinearity``, "tanh" or "relu". ``forward`` raises NotImplementedError for packed sequences.
     """

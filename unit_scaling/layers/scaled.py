@@ -43,7 +43,7 @@ class Scaled(nn.Module):
     _leads: ClassVar[bool] = False
     #: Our arguments, of those that ``op`` has.
     _ours: ClassVar[tuple[Parameter, ...]] = (MULT, CONSTRAINT)
-    #: Defaults that differ from those of the base class.
+    #: Defaults that differ from the defaults of the base class.
     _defaults: ClassVar[Kwargs] = {}
     #: All arguments of the constructor.
     _arguments: ClassVar[Signature]
@@ -55,7 +55,7 @@ class Scaled(nn.Module):
         **kwargs: Any,
     ) -> None:
         """Sets the signature of the class. op: by default the function of its name, for a class of
-        torch. like: torch's arguments, by default those of the last base class."""
+        torch. like: torch's arguments, by default the arguments of the last base class."""
         super().__init_subclass__(**kwargs)
         base: Any = cls.__bases__[-1]
         if base.__module__.startswith("torch."):

@@ -71,8 +71,8 @@ def _activation(
     **theirs: object,
 ) -> Callable[..., Tensor]:
     """Adds the row of an elementwise function. rule: by default the factors are computed from
-    ``fn``. name: by default that of ``fn``. theirs: the arguments of ``fn`` after the first, and
-    their defaults."""
+    ``fn``. name: by default the name of ``fn``. theirs: the arguments of ``fn`` after the first,
+    and their defaults."""
 
     def computed(
         mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any

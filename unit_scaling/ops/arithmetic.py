@@ -34,8 +34,8 @@ def _binary(
     other: Any,
     s: Scales,
 ) -> Tensor:
-    """``fn(input, other)`` with the factors of ``s``, which are 1 for numbers; one pass if those of
-    the operands are equal."""
+    """``fn(input, other)`` with the factors of ``s``, which are 1 for numbers; one pass if the
+    factors of the operands are equal."""
     if s["input"] == s["other"]:
         return scale_output(fn(input, other), s["output"], s["input"])
     terms = scale_each(input, 1.0, s["input"]), scale_each(other, 1.0, s["other"])
@@ -207,8 +207,8 @@ def _weights(tau: float) -> tuple[float, float]:
 def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
     """Starts a residual branch: returns ``(residual, skip)``, both equal to ``input``.
 
-    Gradients inside the branch are those of a branch of weight 1, so they have RMS 1; here they are
-    multiplied by the branch's weight.
+    Gradients inside the branch have RMS 1, as if its weight were 1; here they are multiplied by the
+    branch's weight.
 
     Args:
         tau: the weight of the branch relative to the skip connection, at least 0, and the same as
@@ -223,7 +223,7 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
 def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
     """Computes ``(tau * residual + skip) / sqrt(1 + tau**2)``; gradients are propagated unscaled.
 
-    ``residual`` and ``skip`` start as those of `residual_split`, and may be broadcast.
+    ``residual`` and ``skip`` start as the results of `residual_split`, and may be broadcast.
     """
     a, b = _weights(tau)
     return scale_each(residual, a, 1.0) + scale_each(skip, b, 1.0)

@@ -155,7 +155,8 @@ def _scaled(output: Tensor, s: Scales) -> Tensor:
 def _score_grad_scale(s: Scales, value: Tensor, context_length: int | None) -> float:
     """The power of two that brings the gradient of the scores to about the RMS of the output's: P *
     (G @ value.T), less its mean, with P the probabilities, whose mean square times the number of
-    keys s["output"] brings to 1, and G the gradient. A number: s is that of no mask."""
+    keys s["output"] brings to 1, and G the gradient. The result is a
+    number: s is computed without a mask."""
     keys, width = value.shape[-2:]
     if context_length is not None:
         keys = context_length
@@ -164,7 +165,7 @@ def _score_grad_scale(s: Scales, value: Tensor, context_length: int | None) -> f
 
 
 def _divided(mask: Tensor | None, grad_scale: float | None) -> Tensor | None:
-    """``mask``, whose gradient is that of the scores without ``grad_scale``."""
+    """``mask``, whose gradient is the gradient of the scores without ``grad_scale``."""
     if mask is not None and mask.requires_grad and grad_scale not in (None, 1.0):
         return scale_bwd(mask, 1 / grad_scale)
     return mask

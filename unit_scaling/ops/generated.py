@@ -97,7 +97,7 @@ def unary(
     Its output, or the first item of that, has the factors of ``rule``, unless it is of integers.
 
     about: the docstring. settings: the arguments after ``input``, with their defaults or
-    `REQUIRED`: those of ``fn`` and, of ours, "mult" (fn(mult * x) / mult), "constraint" and
+    `REQUIRED`: the arguments of ``fn`` and, of ours, "mult" (fn(mult * x) / mult), "constraint" and
     "inplace" (the result is written into ``input``). replaces: by default the `spellings`.
     """
     name = name or fn.__name__

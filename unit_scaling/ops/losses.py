@@ -117,7 +117,7 @@ def cross_entropy(
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` of ``mult * input``, with a unit-scaled gradient.
 
-    The gradient is s times that of the sum of the examples' losses, for "mean" too: ignored
+    The gradient is s times the gradient of the sum of the examples' losses, for "mean" too: ignored
     examples do not change the gradients of others. Other arguments are torch's.
 
     Args:
@@ -144,7 +144,7 @@ def cross_entropy(
     if target.dtype.is_floating_point or label_smoothing:
         arguments["label_smoothing"] = label_smoothing
         return _unit_loss(F.cross_entropy, arguments, s)
-    # As F.cross_entropy; value and sum share the softmax.
+    # F.cross_entropy in two steps: value and sum share the softmax.
     arguments["input"] = F.log_softmax(input, int(input.ndim != 1))
     return _unit_loss(F.nll_loss, arguments, s)
 
@@ -160,7 +160,7 @@ nll_loss = _loss_row(
     """`torch.nn.functional.nll_loss` of log-probabilities, with a unit-scaled gradient.
 
     Arguments, the gradient and errors are as in `cross_entropy`. After `log_softmax` of c classes
-    the gradient of the logits is smaller than that of `cross_entropy` by sqrt(1 - 1/c).
+    the gradient of the logits is smaller than under `cross_entropy` by sqrt(1 - 1/c).
     """,
 )
 
@@ -193,8 +193,8 @@ def mse_loss_scales(input: Tensor, target: Tensor) -> Scales:
 mse_loss = _loss_row(
     F.mse_loss,
     mse_loss_scales,
-    """`torch.nn.functional.mse_loss` with a unit-scaled gradient: s times that of the sum, for
-    "mean" too.
+    """`torch.nn.functional.mse_loss` with a unit-scaled gradient: s times the gradient of the
+    sum, for "mean" too.
 
     Arguments are torch's. Raises ValueError for an unknown reduction.
     """,

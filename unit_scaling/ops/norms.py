@@ -50,11 +50,11 @@ def _norm(
     """Adds the row of a norm: the gradients of its weight and bias are scaled.
 
     about: the docstring. order: the arguments of the function of ``torch``, to which a last one
-    about cuDNN is added. defaults: those of both functions of torch that differ from the op's.
+    about cuDNN is added. defaults: defaults of both functions of torch that differ from the op's.
     """
     name = fn.__name__
     theirs = cast("Callable[..., Tensor]", fn)
-    # As in 0.3.5, also for rms_norm, whose default in torch follows from the dtype.
+    # The default of 0.3.5, also for rms_norm, whose default in torch follows from the dtype.
     arguments = {**defaults_of(fn), "eps": 1e-5}
     names = tuple(arguments)[1:]
     by_shape = "normalized_shape" in arguments

@@ -252,7 +252,7 @@ def addmm_scales(
     """The product as in `matmul_scales` or, with a bias (one dimension), as in `linear_scales`.
 
     The sum of two unit-scaled terms with weights alpha and beta has RMS sqrt(alpha**2 + beta**2).
-    "output" is the factor of the product, "input" that of the gradient of the added term.
+    "output" is the factor of the product, "input" the factor of the gradient of the added term.
     """
     a = abs(alpha) or 1.0
     b = abs(beta) or 1.0
@@ -335,7 +335,7 @@ def addmm(
 def _parsed(
     equation: str, left: Tensor, right: Tensor | None, more: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[str], str]:
-    """The operands, their letters and those of the output."""
+    """The operands, their letters and the letters of the output."""
     if isinstance(more, Tensor):
         raise TypeError(
             "unit-scaled einsum takes an equation, two operands and a tuple of the others: "

@@ -8,7 +8,8 @@ They compute torch's function with weights, inputs and hidden states at unit sca
 - A hidden state is torch's times a constant that gives it RMS 1 after the first few steps, for
   standard normal gates. It stays bounded, and an open gate keeps its state.
 
-Nothing else is scaled: gradients are those of this function, but for a factor of weight gradients.
+Nothing else is scaled: gradients are derivatives of this function, but for a factor of weight
+gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Step = Callable[[Tensor, Tensor, States], States]
 _SIGMOID, _TANH = 0.293379036, 0.394294490
 # In each step the second moment of a state is multiplied by _SIGMOID and gains _SIGMOID * _TANH.
 # The second moment of torch's cell state is therefore _SIGMOID * _TANH / (1 - _SIGMOID) = 0.1637;
-# that of tanh of a normal variable with this variance is 0.126124106.
+# the second moment of tanh of a normal variable with this variance is 0.126124106.
 _TANH_OF_CELL = 0.126124106
 LSTM_FACTOR = (_SIGMOID * _TANH_OF_CELL) ** -0.5
 GRU_FACTOR = ((1 - _SIGMOID) / (_SIGMOID * _TANH)) ** 0.5

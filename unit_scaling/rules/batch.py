@@ -28,7 +28,7 @@ autograd, which recompute checkpointed layers, and threads that a model starts."
 @contextmanager
 def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
     """Declares that an optimizer step sees n times the rows of each call inside the block: the
-    gradients of parameters are then those of the whole batch.
+    gradients of parameters are then scaled for the whole batch.
 
     The block applies to forward and backward passes, in its thread and in those without a block of
     their own. A loss of unit_scaling propagates the gradient of a *sum* over examples, for
@@ -38,8 +38,8 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
     Args:
         n: the number of processes times the number of accumulated calls.
         averaged_over: the number that gradients are divided by on their way to the optimizer
-            although the loss is a sum: that of processes under DDP and FSDP, which average, 1 if
-            gradients are summed or the loss is a mean.
+            although the loss is a sum: the number of processes under DDP and FSDP, which average, 1
+            if gradients are summed or the loss is a mean.
 
     >>> with batch_multiplier(4):
     ...     row_scale(16)

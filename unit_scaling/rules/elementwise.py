@@ -81,7 +81,8 @@ def elementwise_rms(
     fn: Elementwise, mult: float, names: tuple[str, ...], *values: Any
 ) -> tuple[float, float]:
     """The RMS of ``fn(mult * x)`` and of ``fn'(mult * x)`` for standard normal x; for a step
-    function both are that of the output. values: positional settings, then those of ``names``."""
+    function both are the RMS of the output. values: positional settings, then the settings of
+    ``names``."""
     name = getattr(fn, "__name__", str(fn))
     if any(isinstance(value, Tensor) for value in values):
         raise TypeError(f"settings of {name} are numbers and strings, got a tensor")

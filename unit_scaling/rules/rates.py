@@ -40,7 +40,7 @@ class LrRule:
 
     #: mup_type -> (shape of the parameter) -> factor.
     factors: LrFactors
-    #: Whether updates are proportional to gradients, as those of SGD.
+    #: Whether updates are proportional to gradients, as in SGD.
     proportional: bool = False
     #: The learning rate without ``lr``. Measured in docs/learning-rates.md.
     rate: float
@@ -127,8 +127,9 @@ square of 1e-16 is still a normal number of float32."""
 
 
 def eps_scale(param: ParameterData, eps: float | None) -> float:
-    """Returns the factor of Adam's eps, which is in units of the gradient: that of a weight whose
-    values have the size mup_scale is 1 / mup_scale times that of one of RMS 1. See `SMALL_EPS`."""
+    """Returns the factor of Adam's eps, which is in units of the gradient: the gradient of a weight
+    whose values have the size mup_scale is 1 / mup_scale times the gradient of a weight of RMS 1.
+    See `SMALL_EPS`."""
     is_small = eps == TORCHS_EPS and getattr(param, "mup_divisor", None)
     unit: float = getattr(param, "mup_scale", 1.0)
     return (SMALL_EPS / TORCHS_EPS if is_small else 1.0) / unit
@@ -146,12 +147,14 @@ def lr_scale(rule: str, param: ParameterData) -> float:
     """Returns the factor of a rule. Raises ValueError for a mup_type that it does not cover.
 
     A weight w with a tag mup_scale takes the steps of u = w / mup_scale, whose gradient is
-    mup_scale times that of w: SGD's updates are in proportion to it, Adam's and Muon's are not.
+    mup_scale times the gradient of w: SGD's updates are in proportion to it, Adam's and Muon's are
+    not.
 
     A weight of `unit_scale` has the gradient of the loss and not one of RMS 1. A layer u / sqrt(n)
     of fan-in n is the plain layer w: SGD's step -lr * g_w of w is the step -lr * n * g_u of u.
-    Under muP (arXiv 2203.03466, table 3) the rate of w does not depend on the width, that of a
-    readout w = u / n is in proportion to 1 / n, and that of an embedding to its fan-out, the width.
+    Under muP (arXiv 2203.03466, table 3) the rate of w does not depend on the width, the
+    rate of a readout w = u / n is in proportion to 1 / n, and the rate of an embedding to its
+    fan-out, the width.
     5 puts the best rates where they are for gradients of RMS 1.
     """
     row = RULES[rule]
@@ -180,8 +183,8 @@ def kind_of(param: ParameterData) -> Kind:
 
 
 def multiplier(mult: LrMult, param: ParameterData) -> float:
-    """Returns the additional factor of a parameter: that of its kind in ``mult``. "few" limits the
-    factor 1/sqrt(fan_in) of a weight, 1/4 to that of 16 inputs."""
+    """Returns the additional factor of a parameter: the factor of its kind in ``mult``. "few"
+    limits the factor 1/sqrt(fan_in) of a weight; 1/4 limits it to the factor of 16 inputs."""
     factor = mult.get(kind_of(param), 1.0)
     # By u-muP alone, layers of 1 to 9 inputs changed by up to half in a step.
     if param.mup_type == "weight" and "few" in mult:
@@ -196,8 +199,8 @@ def default_rate(rule: str, param: ParameterData) -> float:
 
 
 def _shape(param: ParameterData) -> torch.Size:
-    """The shape of a parameter, (fan-out, fan-in) if it is stored in another layout; of stacked
-    ones (experts), that of each."""
+    """The shape of a parameter, (fan-out, fan-in) if it is stored in another layout; for
+    stacked parameters (experts), the shape of each."""
     stacked: bool = getattr(param, "mup_stacked", False)
     shape = param.shape[stacked:]
     terms = getattr(param, "mup_fan_in", None)

@@ -36,7 +36,7 @@ class Op:
     rule: Callable[..., Scales]
     #: Every torch callable that ``fn`` replaces, the plainest first; none if torch has none.
     forms: Mapping[Function, Adapter]
-    #: The arguments of ``fn``, and those of ``rule``.
+    #: The arguments of ``fn``, and the arguments of ``rule``.
     takes: tuple[str, ...]
     reads: tuple[str, ...]
 
@@ -119,8 +119,8 @@ def positional(
 ) -> Adapter:
     """Returns the adapter of a torch function.
 
-    names: those that it takes by position, separated by spaces. defaults: values that the op needs
-    where the call gives none. renamed: torch's name -> that of the op, or "" to leave it out.
+    names: the arguments that it takes by position, separated by spaces. defaults: values that the
+    op needs where the call gives none. renamed: torch's name -> the op's, or "" to leave it out.
     """
     order = names.split()
 

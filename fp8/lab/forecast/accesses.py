@@ -53,8 +53,8 @@ _ACCESS = re.compile(
 
 
 def passes_of(text: str, tiles: Tiles) -> list[Pass]:
-    """The code outside of loops, and each loop. Those of inductor are not nested, and their bounds
-    are constants, or 0 and a number of rows. Raises LookupError for other ones."""
+    """The code outside of loops, and each loop. Loops of inductor are not nested, and their bounds
+    are constants, or 0 and a number of rows. Raises LookupError for other loops."""
     constants = {
         name: int(value)
         for name, value in re.findall(r"%(\w+) = arith\.constant (-?\d+) : i\d+", text)

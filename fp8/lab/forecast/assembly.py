@@ -28,10 +28,10 @@ from .compiled import Graph
 class Code(NamedTuple):
     """A Triton kernel in one of the configurations that a device would time.
 
-    blocks: of the grid. warps: of a block. instructions: that a warp executes. trips: of its loops,
-    one after another, each of which waits for memory; 1 without a loop. moved: bytes of all of its
-    requests, cached: of the sectors that they touch. registers: of a thread. shared: bytes of a
-    block.
+    blocks: number in the grid. warps: number in a block. instructions: number that a warp executes.
+    trips: number of passes through its loops, one after another, each of which waits for memory; 1
+    without a loop. moved: bytes of all of its requests; cached: bytes of the sectors that they
+    touch. registers: number in a thread. shared: bytes of a block.
     """
 
     blocks: int
@@ -125,7 +125,7 @@ def configurations(
             tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]
         )
         options = tuner._create_compile_options(choice, meta)
-        # As on a device: a configuration that does not fit into registers is not a candidate.
+        # A configuration that does not fit into registers is no candidate on a device either.
         try:
             binary = compiler.compile(code, target=target, options=options)
         except refused:
@@ -149,7 +149,7 @@ def _module(source: str) -> ModuleType:
 
 
 def _numbers(source: str) -> dict[str, int]:
-    """The sizes that are constants of generated code: "xnumel", and those of its blocks."""
+    """The sizes that are constants of generated code: "xnumel", and the sizes of its blocks."""
     found = re.findall(
         r"^\s+(\w*numel\w*|\w+BLOCK)(?:: tl\.constexpr)? = (\d+)$", source, re.M
     )
@@ -208,7 +208,7 @@ class _Step(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """That a thread reads or writes in global memory."""
+        """The bytes that a thread reads or writes in global memory."""
         if not self.name.startswith(("LDG", "STG", "RED", "ATOMG")):
             return 0
         sizes = {"64": 8, "128": 16, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
@@ -305,8 +305,8 @@ def _executed(
 
 
 def _asked(steps: list[_Step], executed: list[float]) -> float:
-    """Bytes that a thread reads. Of reads below 8 bytes the rest of a sector is in the L1 cache,
-    where wider ones are the kernel's."""
+    """Bytes that a thread reads. For reads below 8 bytes the rest of a sector is in the L1 cache,
+    where wider reads are the kernel's."""
     narrow = wide = 0.0
     for step, times in zip(steps, executed, strict=True):
         if step.name.startswith("LDG"):

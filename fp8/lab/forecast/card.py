@@ -317,8 +317,8 @@ def _run_backward(
 def gradients(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of ``inputs``, by a walk over autograd's graph in Python. grads: those of the
-    outputs; None for ones."""
+    """The gradients of ``inputs``, by a walk over autograd's graph in Python. grads: the
+    gradients of the outputs; None for ones."""
     edge_of = torch.autograd.graph.get_gradient_edge
     roots, leaves = list(map(edge_of, outputs)), list(map(edge_of, inputs))
     received: dict[Node, dict[int, Tensor]] = {}
@@ -358,7 +358,7 @@ def _gradients(
     if not received or not edges:
         return
     run, needed = node, tuple(n is not None for n, _ in node.next_functions)
-    # Functions in Python are called otherwise than those of torch.
+    # Functions in Python are called otherwise than functions of torch.
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         run, needed = node.apply, node.needs_input_grad
     result = run(*(received.get(slot) for slot in range(len(node._input_metadata))))

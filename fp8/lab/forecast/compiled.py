@@ -19,15 +19,15 @@ from torch import Tensor
 Lowering = Any
 Node = Any
 
-# Kinds of kernels beside those of products, which are "fp8", "bf16" and "fp32".
+# Kinds of kernels beside products, whose kinds are "fp8", "bf16" and "fp32".
 TRITON, ATTENTION, OTHER = "triton", "attention", "other"
 
 
 class Kernel(NamedTuple):
     """A kernel of a compiled graph.
 
-    kind: that of a product's operands ("fp8", "bf16", "fp32"), or TRITON, ATTENTION, OTHER. read,
-    written: bytes; each argument counts once. narrowest: the least dimension of a product.
+    kind: the format of a product's operands ("fp8", "bf16", "fp32"), or TRITON, ATTENTION, OTHER.
+    read, written: bytes; each argument counts once. narrowest: the least dimension of a product.
     """
 
     kind: str
@@ -112,7 +112,7 @@ def _capturing(results: list[Graph]) -> Iterator[None]:
 
 
 class Layout(NamedTuple):
-    """That of a buffer or of an input."""
+    """The layout of a buffer or of an input."""
 
     size: list[int]
     stride: list[int]

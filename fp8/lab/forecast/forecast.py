@@ -85,7 +85,7 @@ def forecast(
             calibrated.
         hardware: a name in `fp8.lab.hardware.HARDWARE`, or a row of your own, which the compiler
             does not know: its forecast is an estimate.
-        options: those of torch.compile, or {"mode": "reduce-overhead"}: CUDA graphs launch all
+        options: options of torch.compile, or {"mode": "reduce-overhead"}: CUDA graphs launch all
             kernels at once.
         progress: called with each variant when it is known.
 
@@ -282,7 +282,7 @@ class _Step(NamedTuple):
         return graphs(run, self.batch, options=self.options)
 
     def _calibrate(self, model: nn.Module) -> None:
-        """Notes states of layers as set, and those of layers that read one tensor as shared, as
+        """Notes states of layers as set, and states of layers that read one tensor as shared, as
         `fp8.calibrate` or a step leaves them."""
         layers: dict[nn.Module, Any] = {
             self.model.get_submodule(name): module

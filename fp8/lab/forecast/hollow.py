@@ -2,7 +2,7 @@
 operations allocate their results and compute nothing.
 
 The memory of a large result is reserved by the operating system and never touched, so that a model
-of any size fits. Classes and devices of tensors are those of a real run on a CPU.
+of any size fits. Tensors have the classes and devices of a real run on a CPU.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Hollow(Allocations):
         return [_described(x, places, storages) for x in outputs], result_form
 
     def _origin(self, inputs: Iterable[Tensor]) -> str:
-        """That of what is computed of these tensors."""
+        """The origin of a tensor that is computed from these."""
         found = {
             self.alive[key].origin for key in map(key_of, inputs) if key in self.alive
         }
@@ -210,7 +210,7 @@ def _is_layout(x: object) -> bool:
 
 
 def key_of(x: Tensor) -> int:
-    """That of its allocation in `Allocations.alive`."""
+    """The key of the tensor's allocation in `Allocations.alive`."""
     return id(x.untyped_storage())
 
 

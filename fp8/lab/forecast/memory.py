@@ -51,8 +51,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Trained]] = {
     "fp8.optim.AdamW": lambda model: Trained(model, AdamW(model.parameters())),
     **{name: partial(_at_level, name) for name in LEVELS},
 }
-"""Name -> what gives a model an optimizer; that of a level of `fp8.initialize` sets the formats of
-weights and gradients too."""
+"""Name -> what gives a model an optimizer. A level of `fp8.initialize` sets the formats of weights
+and gradients too."""
 
 
 def of_passes(

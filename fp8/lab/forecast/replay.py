@@ -1,7 +1,7 @@
 """The memory of compiled code: the functions that the compiler generates run with kernels that do
 nothing, on fake tensors, and what is alive is counted.
 
-The private names here are those of the generated code (torch 2.11 to 2.14).
+The private names here occur in the generated code (torch 2.11 to 2.14).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Replayed(NamedTuple):
 def peak(compiled: Sequence[Graph], holds: bool) -> int:
     """The most bytes of a step beside parameters and the batch, with the workspaces of cuBLAS.
     Inside of `card.compiling_for`. holds: whether the user holds the function's results and their
-    gradients, which are those of a loss otherwise."""
+    gradients; otherwise the result is a loss."""
     backward = [graph for graph in compiled if graph.backward]
     forward = [graph for graph in compiled if not graph.backward]
     most = kept = 0

@@ -94,7 +94,7 @@ class _Counts:
         if cores is None:
             self.why_not = f"the clock of {self._device.name} is not known"
             return least
-        # Of small kernels and combined ones neither count is known: they take the shortest time.
+        # Neither count is known for small kernels and combined ones: they take the shortest time.
         combined = "combo_grid_meta" in self._sources.get(kernel.name, "")
         if kernel.moved < LEAST or combined:  # of whose parts a block executes one
             return max(least, cores.shortest)

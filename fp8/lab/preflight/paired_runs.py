@@ -72,7 +72,8 @@ def student(freedom: int, error: float) -> float:
 
 
 def half_width(values: Sequence[float], error: float = 0.025) -> float:
-    """Half the width of the interval of the mean of two or more values. error: of each end."""
+    """Half the width of the interval of the mean of two or more values. error: one-sided error
+    probability."""
     deviation = statistics.stdev(values) / math.sqrt(len(values))
     return student(len(values) - 1, error) * deviation
 
@@ -133,7 +134,8 @@ def _differences(
 
 
 def _gap(values: Sequence[float], error: float | None) -> Gap | None:
-    """error: of each end of the interval; None: it is infinite."""
+    """The mean and its interval. error: one-sided error probability; None gives an infinite
+    interval."""
     if not values:
         return None
     count = len(values)

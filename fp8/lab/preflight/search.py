@@ -154,8 +154,8 @@ def _by_device(
 
 def finalists(findings: Findings) -> dict[str, Candidate]:
     """Device -> the policy to train: the fine one with the fewest bits, or else the one with the
-    smallest error; of several with equal bits that of an earlier device. Candidates that save
-    nothing (16 bits), and those that were trained and failed, are left out."""
+    smallest error; among policies with equal bits, the one of an earlier device. Candidates that
+    save nothing (16 bits), and those that were trained and failed, are left out."""
     chosen: dict[str, Candidate] = {}
     for device, runs in _by_device(findings.candidates, findings).items():
         usable = [c for c in runs if c.bits < 15.5 and c.outcome not in FAILED]

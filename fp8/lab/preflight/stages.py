@@ -59,8 +59,8 @@ REFERENCE_PART, SEARCH_PART = 1 / 40, 1 / 6
 
 FEWEST_STEPS, TIMED_STEPS = 20, 8
 
-# One thread is used if its step takes less than so many times that of all threads: these wait for
-# one another where other programs run too.
+# One thread is used if its step takes less than so many times the step of all threads, which wait
+# for one another where other programs run too.
 ONE_THREAD = 1.3
 
 # How the note begins that a training with more time makes obsolete.
@@ -69,7 +69,8 @@ NOT_TRAINED = "the budget did not allow a training run of"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure, as in `fp8.preflight`. That of `fp8.convert` is added to ``recipes``."""
+    """How to measure, as in `fp8.preflight`. The default recipe of `fp8.convert` is added to
+    ``recipes``."""
 
     recipes: tuple[Recipe, ...]
     steps: int
@@ -97,8 +98,8 @@ class Settings:
 
 @dataclass(eq=False)
 class PreflightRun:
-    """One preflight. findings: empty, or those of an interrupted one, which grow. on_change: called
-    after each stage and each training run, to save them."""
+    """One preflight. findings: empty, or from an interrupted preflight; they grow. on_change:
+    called after each stage and each training run, to save them."""
 
     source: Source
     settings: Settings
@@ -480,8 +481,8 @@ class PreflightRun:
         return self.budget.allows(sum(map(self._run_seconds, names)))
 
     def _run_seconds(self, name: str) -> float:
-        """Estimates the seconds of a run: those of the longest run so far; before the first run,
-        from the time of an update error or of the reference."""
+        """Estimates the seconds of a run: from the longest run so far; before the first run, from
+        the time of an update error or of the reference."""
         times = [run.seconds for run in self.findings.runs if run.name == name]
         if times:
             return max(times)

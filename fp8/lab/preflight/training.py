@@ -403,7 +403,7 @@ def _evaluate(start: _Start) -> float:
 
 
 def modules_of(*parts: object) -> nn.ModuleList:
-    """Those of ``parts`` that are modules, as one."""
+    """The modules among ``parts``, as one module."""
     return nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
 
 
@@ -420,7 +420,7 @@ def _snapshot(step: int, start: _Start, batch: Batch) -> Snapshot:
             moments[name] = state[SECOND].detach().float().clone()
         elif has(state, SECOND):  # of `fp8.optim`, in 8 or 16 bits
             moments[name] = decode(read(state, SECOND)).view(parameter.shape)
-    # That of Adam where the optimizer has none.
+    # Adam's default where the optimizer has no betas.
     betas = (g["betas"][1] for g in optimizer.param_groups if "betas" in g)
     beta2 = float(next(betas, 0.999))
     counts = [float(state.get("step", 0)) for state in optimizer.state.values()]

@@ -85,7 +85,8 @@ class Probe:
 
     @property
     def in_steps(self) -> bool:
-        """Whether errors are in units of the optimizer's step; else in those of the gradient."""
+        """Whether errors are in units of the optimizer's step; else they are in units of the
+        gradient."""
         return any(moment is not None for moment in self._moments)
 
     def _squared(self, x: Tensor, gradient: Tensor, before: Tensor | None) -> float:
@@ -105,7 +106,7 @@ class Probe:
 
 def check_reference(problem: Problem) -> list[str]:
     """Raises ValueError if a step of the model casts operands: the candidates are compared with it.
-    Returns notes: that its output has several losses, of which the runs minimize one."""
+    Returns a note if its output has several losses, of which the runs minimize one."""
     model, _, loss = training_copy(problem.setup.model, None, problem.setup.loss)
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]

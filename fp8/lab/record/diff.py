@@ -36,7 +36,7 @@ class Difference:
     Attributes:
         step: the first step at which anything parts; None if nothing does.
         lines: what parts there, in the order of execution, and by how much: the casts of the
-            forward pass, the loss, and those of the backward pass, which begins with the last
+            forward pass, the loss, and the casts of the backward pass, which begins with the last
             layer.
         only: what only one of them has.
         same_casts: whether both have the same layers and operands.

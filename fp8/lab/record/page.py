@@ -15,7 +15,8 @@ from .runs import Loss, Run, lost
 COLUMNS = 60
 """Columns of the map, at most, each of as many steps. One of several looks shows the worst."""
 POINTS = 1000
-"""Points of the curve. Of more losses, neighbours share one, which shows the largest."""
+"""Points of the curve. If there are more losses, neighbours share a point, which shows the
+largest."""
 BOUNDS = (0.0, 0.001, 0.01, 0.1, 1.0)
 """The largest lost share of each colour."""
 WIDTH, HEIGHT = 1000, 160

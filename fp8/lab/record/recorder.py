@@ -69,9 +69,9 @@ class Recorder:
 
         It writes at steps with a look, what has come since the last one. With torch.distributed
         initialized, all processes of the group call it, and its first one gathers what they have
-        seen then. Of each cast it writes the largest shares and magnitude, the root mean square of
-        the RMS, and the smallest SQNR, so that the fault of one process stays visible; and the mean
-        loss.
+        seen then. For each cast it writes the largest shares and magnitude, the root mean square
+        of the RMS, and the smallest SQNR, so that the fault of one process stays visible; and the
+        mean loss.
 
         Args:
             loss: of one element, in any unit; None writes no loss. Inf and NaN are written.

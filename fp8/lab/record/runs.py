@@ -33,7 +33,7 @@ class WhatIf:
 
     Attributes:
         recipe: its name.
-        step: the step that the weights were those of.
+        step: the step to which the weights belong.
         rows: what each cast would have done, in the order of execution.
     """
 
@@ -82,7 +82,7 @@ def as_line(record: Record) -> str:
 
 
 def read(path: str | Path) -> Run:
-    """Reads a file of `fp8.record`. The last line may be truncated, as that of a killed run.
+    """Reads a file of `fp8.record`. The last line may be truncated, as after a run that was killed.
 
     Raises:
         OSError: if there is no such file.

@@ -1,2 +1,2 @@
-"""Products whose sums are those of a tensor core: `Recipe.accumulate`. Imports `fp8.products` and
+"""Products that sum as a tensor core does: `Recipe.accumulate`. Imports `fp8.products` and
 below."""

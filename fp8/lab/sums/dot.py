@@ -1,7 +1,8 @@
-"""Products of matrices whose sums are those of an instruction of a tensor core, tile by tile.
+"""Products of matrices that sum as an instruction of a tensor core does, tile by tile.
 
-Exponents are those of operands as stored: that of a product is the sum of two, whatever the
-fractions multiply to, and a subnormal value has the exponent of the smallest normal one.
+An operand has the exponent with which it is stored: the exponent of a product is the sum of two,
+whatever the fractions multiply to, and a subnormal value has the exponent of the smallest normal
+one.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch.nn import functional as F
 
 from ...recipes.tensor_cores import Instruction
 
-# The exponent of a zero operand: below all others, also after adding that of a value.
+# The exponent of a zero operand: below all others, also after the exponent of a value is added.
 ABSENT = -(1 << 12)
 
 # The bits of a term below the largest exponent of the step, and of the fraction of a sum.
 _BITS = 13
 
-# The largest exponent of a factor that makes terms whole numbers: above those of nonzero terms, and
-# low enough that no operand overflows beside a zero.
+# The largest exponent of a factor that makes terms whole numbers: above the exponents of nonzero
+# terms, and low enough that no operand overflows beside a zero.
 _HIGH = 90
 
 
@@ -97,7 +98,7 @@ def dot(
     if not (odd_a.any() or odd_b.any()):
         return c
     product = torch.matmul(a, b.mT)
-    # As bits, since torch makes a NaN of other ones.
+    # NaN is written as bits, since torch makes a NaN of other bits.
     nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=c.device)
     product = torch.where(product.isnan(), nan.view(torch.float32), product)
     return torch.where(odd_a[:, None] | odd_b, product, c)

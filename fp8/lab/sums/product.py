@@ -1,4 +1,4 @@
-"""Products whose sums are those of a tensor core, or exact: `fp8.Recipe.accumulate`.
+"""Products that sum as a tensor core does, or exactly: `fp8.Recipe.accumulate`.
 
 Operands are cast as in simulation. The numbers of the format enter the sums; scales multiply the
 result. Where scales differ along the summed axis, and every ``promote`` products, a sum ends and is
@@ -192,7 +192,7 @@ def _decoded(x: QuantizedOperand, spec: Cast | None) -> Tensor:
     return x.values * scale.to(x.values.dtype)
 
 
-# As an operator of its own, because a compiled graph cannot hold its loops.
+# It is an operator of its own, because a compiled graph cannot hold its loops.
 @torch.library.custom_op(
     "fp8::summed",
     mutates_args=(),
