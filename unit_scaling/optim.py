@@ -283,7 +283,8 @@ _OWN |= {_LR_SCALES, _EPS_SCALES, _DECAY_LR}
 
 
 class _Key(NamedTuple):
-    """What the split of a group depends on. ids: of the parameters. tags: the fields of each."""
+    """What the split of a group depends on. ids: the ids of the parameters. tags: the fields of
+    each."""
 
     ids: list[int]
     tags: list[Args]

@@ -130,7 +130,7 @@ def open_contexts(model: nn.Module, contexts: Mapping[str, TERecipe | None]) -> 
 
     Args:
         model: changed in place.
-        contexts: of `for_transformer_engine`.
+        contexts: the result of `for_transformer_engine`.
 
     Raises:
         AttributeError: if the model has no such module.

@@ -25,8 +25,8 @@ class CacheScaling:
     """A row of `KV_SCALINGS`.
 
     Attributes:
-        axes: of keys and of values (batch, heads, tokens, width), those that share a scale; None:
-            all.
+        axes: the axes of keys and of values (batch, heads, tokens, width) that share a scale;
+            None: all.
         key, value: what the largest magnitude is divided by, in float32; 0: the scale is 1.
     """
 

@@ -283,7 +283,7 @@ class _Leading:
 
     @property
     def holders(self) -> list[Any]:
-        """All that leads to a part."""
+        """The objects that lead to a part."""
         return [self._visited[key] for key in self._leading]
 
     @property

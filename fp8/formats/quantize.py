@@ -125,7 +125,8 @@ def quantize_backward(x: Tensor, format: str | Format, **options: Any) -> Tensor
 
 
 class _Forward(torch.autograd.Function):
-    """Without *args: torch 2.13 compiles a tensor among them into a wrong position."""
+    """The forward pass. It takes no *args: torch 2.13 compiles a tensor among them into a wrong
+    position."""
 
     @staticmethod
     def forward(
@@ -333,9 +334,9 @@ def round_values(
     start: int = 0,
     at_once: bool = False,
 ) -> Tensor:
-    """``x / scale`` on a grid, times the scale. inverse: replaces the division. key: of stochastic
-    rounding. start: the index of the first element. at_once: not in chunks, which in a graph would
-    be a guard on the size."""
+    """``x / scale`` on a grid, times the scale. inverse: replaces the division. key: the key of
+    stochastic rounding. start: the index of the first element. at_once: not in chunks, which in a
+    graph would be a guard on the size."""
     usual = type(x) is Tensor or type(x) is torch.nn.Parameter
     # Larger than the cache, and with one scale.
     if (

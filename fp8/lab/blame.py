@@ -273,7 +273,7 @@ def _at_fault(
 def _split(
     replay: Replay, whole: _Part, pieces: Iterable[frozenset[int]]
 ) -> list[_Part]:
-    """For each of ``pieces`` in a part, the fewest casts that include it and may be in high
+    """The fewest casts, for each of ``pieces`` in a part, that include it and may be in high
     precision alone: both operands of a product that are rotated alike, both casts of an operand
     with a history. Small ones first, which `_smallest` prefers."""
     recipe = replay.layers[whole.layer]

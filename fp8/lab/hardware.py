@@ -106,7 +106,7 @@ class Hardware:
         name: as in `HARDWARE`.
         device: the product.
         peak: kind of matrix unit (a key of `UNITS`) -> FLOP/s of dense products, at least "bf16".
-        bandwidth: of the memory, in B/s.
+        bandwidth: the bandwidth of the memory, in B/s.
         source: where the figures are published, and when.
         achieved: as `ACHIEVED`, for this device.
         cores: the rates that bound kernels other than products; None: unknown, bytes alone count.
@@ -172,8 +172,9 @@ class Hardware:
         at_peak: bool = False,
         narrowest: float = math.inf,
     ) -> float:
-        """The time of a kernel. unit: of its products. moved: bytes read and written. at_peak: at
-        the rates of the data sheet, where a launch takes no time. narrowest: as of `rate`."""
+        """The time of a kernel. unit: the unit of its products. moved: bytes read and written.
+        at_peak: at the rates of the data sheet, where a launch takes no time. narrowest: as in
+        `rate`."""
         if at_peak:
             return max(flops / self.peak[unit], moved / self.bandwidth)
         return max(flops / self.rate(unit, narrowest), moved / self.stream, LAUNCH)

@@ -117,7 +117,7 @@ def warn_nothing(
     done: str = "converted",
 ) -> None:
     """Warns that no layer of ``model`` was chosen and converted, at each call: the one before may
-    have had another where=. rows: of its report. done: what was asked for."""
+    have had another where=. rows: the rows of its report. done: what was asked for."""
     whys = Counter(row.why for row in rows if row.left_alone or row.why)
     reasons = "; ".join(f"{why} ({count})" for why, count in whys.most_common())
     show(

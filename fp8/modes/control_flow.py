@@ -53,8 +53,8 @@ _IN_PYTHON: dict[Function, Function] = {
 
 
 def in_python(function: Function, args: Arguments) -> Function | None:
-    """For a call of control flow in eager code that Python can make: what makes it. Keywords of
-    such a call tell the compiler which tensors its functions write."""
+    """Returns a function that makes a call of control flow in Python, for eager code; None for
+    other calls. Keywords of such a call tell the compiler which tensors its functions write."""
     if torch.compiler.is_compiling() or function not in _IN_PYTHON:
         return None
     return partial(_IN_PYTHON[function], *args)

@@ -293,7 +293,8 @@ if hasattr(F, "linear_cross_entropy"):  # torch 2.13
 def expansion(
     function: TorchFunction, args: Arguments, kwargs: Keywords
 ) -> Callable[[], Any] | None:
-    """For a call that is composed of others: what makes these, so that a mode sees them."""
+    """Returns a function that makes the calls of which this call is composed, so that a mode sees
+    them; None for other calls."""
     if function is torch.einsum:
         equation, operands = as_equation(args)
         commas = equation.partition("->")[0].count(",")

@@ -301,8 +301,8 @@ class AdamW(LowPrecision):
             their float16 masters stochastically, so that updates below their precision take effect
             in expectation. A warning says if there are none.
         min_size: parameters of fewer elements have float32 moments and are updated together.
-        seed: of the random bits, which depend on it, the step and the position of the element: the
-            same in eager and compiled code, and after resuming from a state_dict.
+        seed: the seed of the random bits, which depend on it, the step and the position of the
+            element: the same in eager and compiled code, and after resuming from a state_dict.
         compile: compiles the update of large parameters with `torch.compile`.
 
     Raises:

@@ -130,8 +130,8 @@ BLOCKS = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Parameters updated together: one, or the small ones of a group, concatenated. index: of the
-    first among all of the optimizer, which makes random bits distinct."""
+    """Parameters updated together: one, or the small ones of a group, concatenated. index:
+    the index of the first among all of the optimizer, which makes random bits distinct."""
 
     group: Group
     decoupled: bool
@@ -297,7 +297,7 @@ def how_of(
     stored_as: dict[str, Encoding],
     group: Group,
 ) -> _How:
-    """How a step stores the results for a parameter. stored_as: of `fp8.optim.state.prepare`."""
+    """How a step stores the results for a parameter. stored_as: as in `fp8.optim.state.prepare`."""
     here, (b1, b2) = part_of(parameter), group["betas"]
     weight = WEIGHTS[torch.float32]  # of a tensor subclass, which rounds by itself
     if in_dtype(here):

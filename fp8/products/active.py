@@ -45,8 +45,9 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
 class Block(NamedTuple):
     """The settings of an open `fp8.autocast` block: the field ``block`` of its frame.
 
-    recipe: None if not enabled. unit_recipe: of products of unit-scaled functions; differs under
-    "auto". modes: its own and those it put on top. state: of the converted layer whose block it is.
+    recipe: None if not enabled. unit_recipe: the recipe of products of unit-scaled functions;
+    differs under "auto". modes: its own and those it put on top. state: the state of the converted
+    layer whose block it is.
     reenters: whether a recomputation in the backward pass opens it again by itself. is_traced:
     whether torch.compile traced its opening. off: whether converted layers run in high precision
     too. checkpoints: those running when such a block was opened. task: the asyncio task that opened
@@ -132,7 +133,8 @@ def histories(
     state: LayerState | None = None,
 ) -> States:
     """The states of a product. layer: whether the second operand is a weight. groups: the number of
-    groups, which have states of their own. state: of the layer; None: of the enclosing one."""
+    groups, which have states of their own. state: the state of the layer; None: of the enclosing
+    layer."""
     frame = FRAMES.items[-1]
     measurement = frame.measurement
     if in_shape_inference() or (measurement and not measurement.of_states):

@@ -72,7 +72,7 @@ def _save(ctx: Context, inputs: Arguments, output: Tensor) -> None:
 
 
 def _differentiate(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """For a second derivative of products without casts."""
+    """The backward pass for a second derivative of products without casts."""
     a, b, offs = ctx.saved_tensors
     da = MULTIPLY_GROUPS(grad, b.mT, offs, ctx.alpha)
     return da, MULTIPLY_GROUPS(a.mT, grad, offs, ctx.alpha), None, None
@@ -85,8 +85,8 @@ MULTIPLY_GROUPS = torch.ops.fp8.multiply_groups
 
 
 class _Grouped(Function):
-    """``s_y * a b^T`` by groups. a and b are passed to receive gradients. split: of a, as in
-    `cast_groups`."""
+    """``s_y * a b^T`` by groups. a and b are passed to receive gradients. split: the split of
+    a, as in `cast_groups`."""
 
     @staticmethod
     def forward(

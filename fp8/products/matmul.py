@@ -124,8 +124,8 @@ def _fuses(a: Tensor) -> bool:
 
 
 class Operands(NamedTuple):
-    """The cast operands, and the scale factors of those with one. states: of the product. shared:
-    the cast of a, which other products of a may take."""
+    """The cast operands, and the scale factors of operands with one. states: the states of the
+    product. shared: the cast of a, which other products of a may take."""
 
     a: Tensor
     b: Tensor
@@ -569,7 +569,7 @@ def linear(
     gradient. Integers are not scaled, complex numbers not cast. recipe: None uses recipe and
     backend of the enclosing `fp8.autocast`. unit: whether the tensors are unit-scaled, which
     decides the recipe under "auto". bias_scale: a factor of the bias in the output, but not of its
-    gradient. state: of the layer, for a recipe that keeps scales; None: the state of the block.
+    gradient. state: the state of the layer, for a recipe that keeps scales; None: of the block.
     Raises ValueError for shapes that do not fit.
     """
     if recipe is None and (block := FRAMES.items[-1].block) is not None:

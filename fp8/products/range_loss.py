@@ -42,8 +42,8 @@ class RangeLoss:
 
     Attributes:
         scale: the scale factor; 1 if each tile has its own.
-        decibels: of the SQNR, never below 0; Inf for an operand that is not finite.
-        share: of the nonzero elements, that with an error above half of their size: those that
+        decibels: the loss of SQNR, never below 0; Inf for an operand that is not finite.
+        share: the share of the nonzero elements with an error above half of their size: they
             become zero, or saturate at less than half.
     """
 

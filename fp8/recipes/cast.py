@@ -45,8 +45,8 @@ class Cast:
         hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix
             of this size along the axis that the product sums over, which cancels in the product; 0:
             no rotation. The same for both operands. Convolutions and attention omit rotations.
-        signs: of the rotation: "fixed": the same signs in all products (arXiv:2509.25149, section
-            4.2); "random": drawn for each product, the same signs for both operands.
+        signs: the signs of the rotation. "fixed": the same signs in all products (arXiv:2509.25149,
+            section 4.2); "random": drawn for each product, the same signs for both operands.
 
     Raises:
         ValueError: for an unknown name, a rule or tile that the scaling does not support, random

@@ -97,8 +97,8 @@ class LayerState:
         return f"{str(self._products).zfill(3)}_{product}_"
 
     def look(self, name: str, x: Tensor) -> Any:
-        """Where the product of this name and its operand ``x`` writes its statistics: the
-        `fp8.casts.counts.Look`; None outside of training."""
+        """Returns the `fp8.casts.counts.Look` to which the product of this name and its operand
+        ``x`` write statistics; None outside of training."""
         if not self.checks:
             return None
         return self._layer.fp8_watch.look(

@@ -21,7 +21,7 @@ AUTO = "auto"
 """Instead of a recipe: chosen by layer or product, as `fp8.convert` and `fp8.autocast` say."""
 
 SAME = "same"
-"""In a Recipe: the same cast as in the operand's first product."""
+"""The value in a Recipe for the same cast as in the operand's first product."""
 
 PRODUCTS = {
     "forward": ("input", "weight"),

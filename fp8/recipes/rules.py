@@ -275,7 +275,7 @@ class Rule:
         stored: "power", powers of two, for all scalings but "nv"; "float32", other numbers, for all
             but "mx" and "nv", and "inverse" and "inverse_bf16", by whose inverse values are
             multiplied; "e4m3" for "nv".
-        unit: of scales in "e4m3": the e4m3 value that stands for the largest magnitude of all
+        unit: for scales in "e4m3", the e4m3 value that stands for the largest magnitude of all
             tiles.
         candidates: factors of the magnitude. A tile takes the candidate with the smallest squared
             error under rounding to nearest, and the first of equal ones.

@@ -116,8 +116,8 @@ def initialize(
             in float32, and skips and counts (``skipped_steps``) steps with a gradient that is not
             finite. None: an `fp8.optim.AdamW` with defaults.
         opt_level: a name in `LEVELS`.
-        recipe: of the products, for `fp8.convert`, which has what "auto" is. A `fp8.Policy` is
-            possible too. None leaves the products unchanged.
+        recipe: the recipe of the products, or a `fp8.Policy`, for `fp8.convert`, which documents
+            "auto". None leaves the products unchanged.
 
     Returns:
         (``model``, optimizer).

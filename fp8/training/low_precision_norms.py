@@ -76,7 +76,7 @@ class _LowPrecision(Mixin):
 
 class _Beneath(TorchFunctionMode):
     """Computes the norm's one call in low precision, after the early modes have seen it as
-    a call of torch. dtype: of the computation. output: of the result."""
+    a call of torch. dtype: the dtype of the computation. output: the dtype of the result."""
 
     def __init__(self, dtype: torch.dtype, output: torch.dtype) -> None:
         super().__init__()

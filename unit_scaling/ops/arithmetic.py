@@ -23,7 +23,8 @@ Number = Tensor | float
 
 
 def shares(*operands: Tensor) -> list[float]:
-    """For each operand, 1/sqrt of the number of elements of the result that read one of its."""
+    """Returns, for each operand, 1/sqrt of the number of elements of the result that read one of
+    its elements."""
     size = math.prod(torch.broadcast_shapes(*[t.shape for t in operands])) or 1
     return [float(((t.numel() or 1) / size) ** 0.5) for t in operands]
 

@@ -58,7 +58,7 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
 
 def row_scale(rows: float, power: float = 0.5) -> float:
     """The factor of a parameter's gradient that sums over the batch: ``rows ** -power``, with the
-    rows of the whole batch. rows: of this call; 0 counts as 1."""
+    rows of the whole batch. rows: the rows of this call; 0 counts as 1."""
     # No float() and no truth value: under torch.compile, rows may be symbolic.
     seen = 1 if rows == 0 else rows
     n, averaged_over = 1, 1

@@ -37,8 +37,8 @@ class Pass(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """threads: of a block. stores: the bytes that single stores of a thread write. rows: of a block
-    whose loop is over rows, 0 for others."""
+    """threads: number in a block. stores: the bytes that single stores of a thread write. rows:
+    number in a block whose loop is over rows, 0 for others."""
 
     threads: int
     stores: frozenset[int]

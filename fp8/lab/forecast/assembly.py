@@ -101,7 +101,8 @@ class _Codes:
 
 
 class Configuration(NamedTuple):
-    """binary: Triton's result. blocks: of the grid. sizes: of a block by dimension, "XBLOCK"."""
+    """binary: Triton's result. blocks: number in the grid. sizes: the size of a block by
+    dimension, "XBLOCK"."""
 
     binary: Any
     blocks: int

@@ -232,7 +232,7 @@ class _Converter(NamedTuple):
     def estimated(
         self, products: Sequence[Product], model: nn.Module, device: Hardware
     ) -> Variant:
-        """From the sizes of products."""
+        """Returns the variant as the sizes of products give it."""
         rows = resolve(self.policy or Policy(None), model).items()
         recipes = {name or "(model)": row.recipe for name, row in rows}
         variant = estimate(products, recipes, device, self.name)

@@ -34,10 +34,10 @@ Output = Any
 
 
 class Allocation(NamedTuple):
-    """The memory of a tensor, and of those that share it.
+    """The memory of a tensor, and of the tensors that share it.
 
-    dtype: of the tensor that came first. origin: WEIGHTS or DATA if it is computed of them, "" if
-    of neither.
+    dtype: the dtype of the tensor that came first. origin: WEIGHTS or DATA if it is computed from
+    them, "" if from neither.
     """
 
     nbytes: int

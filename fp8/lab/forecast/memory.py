@@ -232,7 +232,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """By a kernel that stores no matrix of weights, also with dropout."""
+    """Attention by a kernel that stores no matrix of weights, also with dropout."""
     if query.dim() != 4:
         return composed_attention(
             query,

@@ -29,8 +29,8 @@ Output = Any
 class Replayed(NamedTuple):
     """The bytes of a graph beside the arguments of the function, as its parameters.
 
-    peak: the most that is alive while it runs. left: its results. tangents: of its inputs, the
-    gradients of the function's results.
+    peak: the most that is alive while it runs. left: its results. tangents: those of its inputs
+    that are gradients of the function's results.
     """
 
     peak: int

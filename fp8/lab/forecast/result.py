@@ -21,7 +21,7 @@ class Memory:
     Attributes:
         weights: parameters and buffers; what is shared counts once.
         batch: the tensors of the batch.
-        gradients: of parameters, and of the batch if it requires one.
+        gradients: gradients of parameters, and of the batch if it requires one.
         casts: FP8 copies of activations that the forward pass keeps for the backward pass.
         copies: tensors computed from weights alone and saved: their FP8 copies.
         activations: all other saved tensors.
@@ -73,7 +73,7 @@ class Variant:
         seconds: at the rates that kernels reach under load (`fp8.lab.hardware`).
         layers: layer -> seconds of its products and casts alone, by the sizes of its products; {}
             for torchao's recipes.
-        flops: of all products and attention.
+        flops: the FLOPs of all products and attention.
         saved: bytes stored for the backward pass, without parameters.
         simulated: why no FP8 kernel computes the products; "" if one does.
         policy: `fp8.Policy.to_dict`; {} for the model as it is and for torchao's recipes.
@@ -82,7 +82,7 @@ class Variant:
         kernels: the number of kernels.
         fp8, high: the numbers of products with FP8 operands, and with wider ones.
         moved: bytes that kernels beside products and attention read and write.
-        memory: in eager mode on the hardware; None if it could not be counted.
+        memory: the memory in eager mode on the hardware; None if it could not be counted.
         card: seconds of all kernels.
         host: seconds in which the CPU launches them; 0 for CUDA graphs. `seconds` is the larger.
         compiled: the most bytes that are alive at once in a step of compiled code, with the
@@ -201,7 +201,7 @@ class Forecast:
         """The most bytes of a step in eager mode, under a recipe with an optimizer.
 
         Args:
-            recipe: of a variant.
+            recipe: the recipe of a variant.
             optimizer: a name in `optimizers`; not of a level, whose weights have another format.
 
         Raises:

@@ -19,9 +19,9 @@ a second for each configuration. A smaller one takes less than 6 µs on an H100.
 class Times(NamedTuple):
     """Seconds of a step.
 
-    card: the sum of its kernels. host: in which the CPU launches them. peak: of the kernels at the
-    rates of the data sheet. uncounted: why the bytes of Triton kernels alone count; "" if their
-    instructions count too.
+    card: the sum of its kernels. host: seconds in which the CPU launches them. peak: the sum of the
+    kernels at the rates of the data sheet. uncounted: why the bytes of Triton kernels alone count;
+    "" if their instructions count too.
     """
 
     card: float

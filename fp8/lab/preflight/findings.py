@@ -97,9 +97,9 @@ class Findings:
         verdict: the decision.
         products: the trace.
         runs: training runs, the reference's among them.
-        candidates: in order of their update error.
-        forecasts: of all candidates on each accelerator, by the sizes of products; then of the
-            finalists, by the compiler's code.
+        candidates: the candidates in order of their update error.
+        forecasts: the forecasts of all candidates on each accelerator, by the sizes of products;
+            then of the finalists, by the compiler's code.
         not_forecast: why the latter are missing; "" if none is, and where the compiler does not
             know the accelerators.
         notes: measurements that were left out, with the reasons.

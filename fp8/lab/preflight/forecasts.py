@@ -63,7 +63,7 @@ def _policies(hardware: Hardware, findings: Findings) -> list[Policy]:
 def _answers(
     problem: Problem, questions: Sequence[Question], budget: Budget
 ) -> list[dict[str, Any] | str]:
-    """For each accelerator the figures of a `Forecast`, or the error as text, in time."""
+    """The figures of a `Forecast` for each accelerator, or the error as text, within the budget."""
     # A process of its own, as a thread that compiles cannot be ended when the time is up. Forked,
     # as a model need not be picklable; torch has no compiler for GPUs where there is no fork.
     context = multiprocessing.get_context("fork")

@@ -88,7 +88,7 @@ def seeds_needed(gap: Gap, tolerance: float) -> int:
     """About how many seeds give an interval with a half-width of ``tolerance``."""
 
     def width(seeds: int) -> float:
-        """For a standard deviation of 1."""
+        """Half the width of the interval for a standard deviation of 1."""
         return student(seeds - 1, LOOKS[seeds]) / math.sqrt(seeds)
 
     deviation = gap.half_width / width(gap.seeds)

@@ -149,7 +149,7 @@ def preflight(
         optimizer: built on the model's parameters; copied with it. None: torch's AdamW.
         recipes: names or Recipes to compare; None: `RECIPES_TRIED`. The default recipe of
             `fp8.convert`, "tensor", is added, and always trained.
-        steps: of each training run; reduced to what batches and budget allow.
+        steps: the steps of each training run; reduced to what batches and budget allow.
         held_out: the number of batches for the held-out loss, after those for training.
         budget: seconds for everything, by the wall clock. A run that would not end in time is not
             started; one that does not is ended.

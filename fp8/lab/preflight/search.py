@@ -44,7 +44,7 @@ def keeping(recipe: Recipe | str, kept: Sequence[str]) -> Policy:
 
 
 class LayerError(NamedTuple):
-    """The squared update error of a layer alone. share: of the FLOPs of all products."""
+    """The squared update error of a layer alone. share: its share of the FLOPs of all products."""
 
     layer: str
     squared_error: float
@@ -52,8 +52,8 @@ class LayerError(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """kept: the layers in high precision. share: of the FLOPs, that are cast. squared_error: the
-    sum over the layers that are cast."""
+    """kept: the layers in high precision. share: the share of the FLOPs that are cast.
+    squared_error: the sum over the layers that are cast."""
 
     kept: list[str]
     share: float

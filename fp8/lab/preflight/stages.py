@@ -332,7 +332,8 @@ class PreflightRun:
 
     @property
     def probes(self) -> list[Probe]:
-        """At the snapshots of the reference run of seed 0, in order. Trains it if needed."""
+        """The probes at the snapshots of the reference run of seed 0, in order. Trains it if
+        needed."""
         if not self._probes:
             self._trained(REFERENCE, 0)
         return self._probes
@@ -449,7 +450,7 @@ class PreflightRun:
                 self._note(f"{name} was not trained: {described(error)}")
 
     def _train_policies(self, pairs: int) -> None:
-        """If all finalists are worse, the next ones are trained, while there is time."""
+        """Trains the finalists and, if all are worse, the next ones, while there is time."""
         first = [c.name for c in finalists(self.findings).values()]
         self._train([PLAIN.name, *first], pairs)
         while not recommended(self.findings):

@@ -177,7 +177,7 @@ def _saving(forecast: Forecast, name: str, several: bool) -> str:
 
 
 def bytes_in_words(count: float) -> str:
-    """In the largest unit of which there is one."""
+    """The number of bytes in the largest unit in which it is at least 1."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:  # of three digits
             return f"{count:.3g} {unit}"

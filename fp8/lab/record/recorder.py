@@ -74,7 +74,8 @@ class Recorder:
         mean loss.
 
         Args:
-            loss: of one element, in any unit; None writes no loss. Inf and NaN are written.
+            loss: a tensor of one element, in any unit; None writes no loss. Inf and NaN are
+            written.
 
         Raises:
             ValueError: for a loss of several elements.
@@ -213,7 +214,7 @@ def record(
         writer: the path of a new file in JSON Lines, for ``fp8 record page`` and ``fp8 record
             diff``; or what has ``add_scalar``, as TensorBoard's SummaryWriter; or what has
             ``log``, as wandb or a run of it; or a function of each record, a dict; or several.
-        every: in passes, from 1.
+        every: the passes from one look to the next, at least 1.
         start: the steps that were done before, of a run that goes on from a checkpoint. Steps count
             from it; a file is continued, and later steps in it give way to those that come.
         group: the processes whose looks are one record, and the first of which writes it; None:
