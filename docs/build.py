@@ -250,8 +250,8 @@ def documented(rows: Mapping[str, Callable[..., Any]]) -> list[list[str]]:
 SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     (
         "Formats",
-        "`fp8.FORMATS`. Bits: sign + exponent + mantissa. Overflow saturates at the largest value; "
-        '"nonfinite" is what it gives with `overflow="nonfinite"`.',
+        "`fp8.FORMATS`. Bits: sign + exponent + mantissa. Overflow saturates at the largest value. "
+        'Nonfinite: its result with `overflow="nonfinite"`.',
         "name | bits | bias | max | min normal | min subnormal | Inf | NaN | -0 | nonfinite "
         "| torch dtype",
         [formats(row) for row in FORMATS.values()],

@@ -487,7 +487,7 @@ for _rule in (
         scale=exact,
         stored="inverse",
         about="``exact``, with values multiplied by the rounded inverse of the scale, as SGLang "
-        "casts the tokens of an input. Of bfloat16 values 5 in 10**4 differ from ``exact``.",
+        "casts the tokens of an input. 5 in 10**4 bfloat16 values differ from ``exact``.",
     ),
     Rule(
         name="exact_group",
@@ -511,7 +511,7 @@ for _rule in (
         name="e4m3_up",
         scale=_e4m3_up,
         unit=448.0,
-        about="As ``e4m3``, rounded up to an e4m3 value. No value saturates, so stochastic "
+        about="``e4m3``, but rounded up to an e4m3 value. No value saturates, so stochastic "
         "rounding is unbiased. The squared error of normal data under it is 1.18 times that under "
         "``e4m3``.",
     ),
@@ -529,18 +529,18 @@ for _rule in (
         scale=_e4m3,
         unit=256.0,  # 1.5 times the largest scale is an e4m3 value
         candidates=(1.0, 1.5),
-        about="``e4m3``, or that for 1.5 * amax, which maps the largest magnitude to 4 instead of "
-        "6 in e2m1: for each tile the one with the smaller squared error, the first of equal ones. "
+        about="``e4m3`` for amax, or for 1.5 * amax, which maps the largest magnitude to 4 instead "
+        "of 6 in e2m1: each tile takes the scale with the smaller squared error, or the first. "
         "The unit has 256 in place of 448, so that 1.5 times the largest scale is an e4m3 value "
-        "(four over six, arXiv:2512.02010, section 3). Errors are those of rounding to nearest, "
-        "whatever the cast's rounding is.",
+        "(four over six, arXiv:2512.02010, section 3). Errors are measured with rounding to "
+        "nearest, whatever the cast's rounding is.",
     ),
     _nv(
         name="e4m3_4_6_up",
         scale=_e4m3_up,
         unit=256.0,
         candidates=(1.0, 1.5),
-        about="As ``e4m3_4_6``, both scales rounded up to e4m3 values, so that no value saturates.",
+        about="``e4m3_4_6`` with both scales rounded up to e4m3 values: no value saturates.",
     ),
     _nv(
         name="e4m3_eden",

@@ -73,16 +73,16 @@ SCALINGS: dict[str, Scaling] = {
         forms=(),
     ),
     "tensor": Scaling(
-        about="one of its largest magnitude, now",
+        about="one for the tensor, from its largest magnitude in this pass",
         tile=(0, 0),
     ),
     "delayed": Scaling(
-        about="one of its largest magnitude in the last passes",
+        about="one for the tensor, from its largest magnitude in the last passes",
         tile=(0, 0),
         keeps_magnitudes=True,
     ),
     "static": Scaling(
-        about="one power of two, from its RMS: `fp8.calibrate`",
+        about="a power of two for the tensor, measured from its RMS: `fp8.calibrate`",
         tile=(0, 0),
         forms=(),
     ),
@@ -103,7 +103,7 @@ SCALINGS: dict[str, Scaling] = {
         in_e8m0=True,
     ),
     "nv": Scaling(
-        about="e4m3 times one float32 for the tensor, one for each 16 values along that axis",
+        about="e4m3, one for each 16 values along that axis, times one float32 for the tensor",
         tile=(1, 16),
         forms=("e4m3",),
         free=True,
