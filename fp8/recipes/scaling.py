@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.compiler import compiled_as, eager_only, reads_values, updates_states
+from ..common.compiler import (
+    compiled_as,
+    eager_only,
+    in_memory,
+    reads_values,
+    updates_states,
+)
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format
@@ -305,6 +311,56 @@ def in_format(x: Tensor, format: Format, tile: Tile = (0, 0)) -> tuple[Tensor, T
     return in_dtype(units, format.dtype), scale
 
 
+#: The entries of a history up to which one kernel finds the magnitude and writes all entries: it
+#: reads the magnitudes of rows once for each. (Transformer Engine's histories have 1024.)
+ONE_KERNEL = 16
+
+
+def _delayed_in_graph(
+    x: Tensor, history: Tensor, format: Format, rule: str, record: bool
+) -> Tensor:
+    """`_delayed_scale` in three small kernels: a Llama block has 108 in all, for 133."""
+    entries, is_unset = history, history.dim() > 1
+    if is_unset:
+        entries = history.view(-1)
+    amax = entries.amax().float()
+    if not x.numel() or not (record or is_unset):
+        return RULES[rule].scale_of(amax, format)
+    size = x.detach().abs()
+    rows = _zero_where_not(size < torch.inf, size).amax(-1).flatten()
+    now = rows.amax().float()
+    if is_unset:
+        amax = torch.where((amax > 0) & (amax < torch.inf), amax, now)
+    # The scale waits for the magnitudes, of which it gets 0 times one: a kernel that found them
+    # while it casts would store the transposed copy byte by byte (302 us for 52 + 60).
+    amax = torch.add(amax, rows[0], alpha=0.0).float()
+    scale = RULES[rule].scale_of(amax, format)
+    if record:
+        _record(rows, now, entries)
+    return scale
+
+
+def _record(rows: Tensor, now: Tensor, entries: Tensor) -> None:
+    """Makes ``now``, the largest of rows, the first of the entries. By few operations: the
+    partitioner keeps what is cast of a tensor that is read 100 of them before."""
+    count = entries.numel()
+    if count <= ONE_KERNEL:
+        now = rows.expand(count, -1).amax(1).float()
+    # No kernel reads a history shifted and writes it: that of the scale makes a copy, which of
+    # `clone` it would not. (Entries are not negative.)
+    known = in_memory(entries.abs())
+    # By indices: the partitioner takes `torch.cat` for the end of what it computes again.
+    place = torch.arange(count, device=entries.device)
+    newest = torch.where(place > 0, known[(place - 1).clamp(min=0)], now)
+    is_new = now > 0
+    if rows.dtype == torch.float64:
+        is_new = is_new & (now < torch.inf)
+    newest = torch.where(is_new, newest, known)
+    refuse_transformed(newest)
+    entries.copy_(newest)
+
+
+@compiled_as(_delayed_in_graph)
 def _delayed_scale(
     x: Tensor, history: Tensor, format: Format, rule: str, record: bool
 ) -> Tensor:

@@ -22,20 +22,22 @@ pytestmark = [
 OPTIONS = {"triton.cudagraphs": True, "graph_partition": False}
 
 
-def step(recipe, kind="", options=None):
-    """The graphs of a step of two layers with set scales."""
+def step(recipe, kind="", options=None, rows=512, norm=nn.Identity):
+    """The graphs of a step of two layers with set scales, after a norm."""
     with compiling_for(CARDS["h100"]), selftest.trusted(), torch.device("cuda"):
         if why := why_not_here(recipe, torch.device("cuda", 0), torch.bfloat16):
             pytest.skip(why)
         layers = (nn.Linear(*n, dtype=torch.bfloat16) for n in ((256, 512), (512, 256)))
-        model = fp8.convert(nn.Sequential(next(layers), nn.GELU(), *layers), recipe)
-        for layer in (model[0], model[2]):
+        first = norm(256, dtype=torch.bfloat16)
+        model = nn.Sequential(first, next(layers), nn.GELU(), *layers)
+        model = fp8.convert(model, recipe)
+        for layer in (model[1], model[3]):
             watch = layer.fp8_watch.watch
             watch.looks, watch.checks = kind == "looks", kind == "checks"
             if recipe.keeps_history:
                 states = dict.fromkeys(layer._buffers, True)
                 vars(layer.fp8_measured).update(states)
-        x = torch.empty(512, 256, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.empty(rows, 256, dtype=torch.bfloat16, requires_grad=True)
         return graphs(model, x, options=options)
 
 
@@ -72,3 +74,17 @@ def test_static_scales_launch_no_kernel():
         for name in ("unit", "static")
     )
     assert static <= unit
+
+
+def test_a_history_costs_one_kernel_and_no_memory():
+    """Beside the scale of the magnitudes now: casts are computed again, and the kernels that store
+    them read no magnitudes."""
+    made = {}
+    for name in ("tensor", "delayed"):
+        made[name] = step(fp8.RECIPES[name], rows=4096, norm=nn.RMSNorm)
+    kernels, saved = (
+        {name: sum(map(of, graphs)) for name, graphs in made.items()}
+        for of in (lambda graph: len(graph.kernels), lambda graph: graph.saved)
+    )
+    assert kernels["delayed"] <= kernels["tensor"] + 6  # operands
+    assert saved["delayed"] <= saved["tensor"] + 100

@@ -2,14 +2,17 @@
 
 import math
 from copy import deepcopy
+from itertools import product
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import RECIPES, Cast, Recipe
+from fp8 import FORMATS, RECIPES, Cast, Recipe
 from fp8.recipes.history import histories
+from fp8.recipes.scaling import history_scale
+from fp8.torch_internals.compiling_flag import marked_as_compiling
 from tests.shared import (
     assert_close,
     assert_same,
@@ -198,6 +201,28 @@ def test_resumed_training_is_the_same(tmp_path):
     assert train(deepcopy(resumed), range(2, 4)) == losses[4:]
     assert train(resumed, range(2, 4)) == losses[4:]
     assert_same(resumed.state_dict(), whole.state_dict())
+
+
+@parametrize("length, is_set", [(1, True), (3, False), (16, True), (40, False)])
+@parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_graph_updates_a_history_by_other_operations(dtype, length, is_set):
+    """Of which the results are equal, also for operands that a history does not record."""
+    entries = normal(length).abs() if is_set else torch.zeros(1, length)
+    large = 1e300 if dtype == torch.float64 else 1.0
+    for record, size, x in product(
+        (True, False), (large, 0.0, math.inf, math.nan), (randn(7), randn(3, 4, 5))
+    ):
+        x = x.detach().to(dtype)
+        x.view(-1)[::2] *= size
+        found = []
+        for compiles in (False, True):
+            history = entries.clone()
+            with marked_as_compiling(compiles):
+                scale = history_scale(x, history, FORMATS["e4m3"], "up", record)
+            found.append((scale, history))
+        (scale, history), graph = found
+        assert_same(graph[0], scale)
+        assert_same(graph[1], history)
 
 
 def test_compiled_from_the_first_pass_on():
