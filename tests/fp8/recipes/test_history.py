@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from fp8 import FORMATS, RECIPES, Cast, Recipe
 from fp8.recipes.history import histories
-from fp8.recipes.scaling import history_scale
-from fp8.torch_internals.compiling_flag import marked_as_compiling
+from fp8.recipes.scaling import _delayed_on_gpu, _delayed_scale
 from tests.shared import (
     assert_close,
     assert_same,
@@ -205,7 +204,7 @@ def test_resumed_training_is_the_same(tmp_path):
 
 @parametrize("length, is_set", [(1, True), (3, False), (16, True), (40, False)])
 @parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_graph_updates_a_history_by_other_operations(dtype, length, is_set):
+def test_a_graph_for_gpus_updates_a_history_by_other_operations(dtype, length, is_set):
     """Of which the results are equal, also for operands that a history does not record."""
     entries = normal(length).abs() if is_set else torch.zeros(1, length)
     large = 1e300 if dtype == torch.float64 else 1.0
@@ -215,14 +214,11 @@ def test_a_graph_updates_a_history_by_other_operations(dtype, length, is_set):
         x = x.detach().to(dtype)
         x.view(-1)[::2] *= size
         found = []
-        for compiles in (False, True):
+        for function in (_delayed_scale, _delayed_on_gpu):
             history = entries.clone()
-            with marked_as_compiling(compiles):
-                scale = history_scale(x, history, FORMATS["e4m3"], "up", record)
+            scale = function(x, history, FORMATS["e4m3"], "up", record)
             found.append((scale, history))
-        (scale, history), graph = found
-        assert_same(graph[0], scale)
-        assert_same(graph[1], history)
+        assert_same(*found)
 
 
 def test_compiled_from_the_first_pass_on():
