@@ -191,14 +191,16 @@ def test_kernels_are_those_of_the_recipe():
 
 @compiles
 def test_kernels_that_the_compiler_combines_are_counted():
-    """Same products and bytes; the small kernels of amax histories become few. CUDA graphs launch
-    no kernel alone."""
+    """Same products and bytes, but for a gradient that a combined kernel reads for its magnitudes
+    and for a bias: it counts once. The small kernels of amax histories become few. CUDA graphs
+    launch no kernel alone."""
     apart, together = (
         fp8.forecast(mlp(), batch(), recipes=("delayed",), options=options)["delayed"]
         for options in (None, {"combo_kernels": True, "mode": "reduce-overhead"})
     )
     assert apart.fp8 == together.fp8
-    assert apart.moved == pytest.approx(together.moved, rel=1e-3)
+    saved = apart.moved - together.moved
+    assert -1e-3 * apart.moved <= saved <= batch().nbytes + 1e-3 * apart.moved
     assert together.kernels < 0.8 * apart.kernels
     assert together.seconds == together.card < apart.card
     assert together.host == 0 < apart.host
