@@ -315,6 +315,10 @@ def in_format(x: Tensor, format: Format, tile: Tile = (0, 0)) -> tuple[Tensor, T
 #: reads the magnitudes of rows once for each. (Transformer Engine's histories have 1024.)
 ONE_KERNEL = 16
 
+ROWS = 8192
+"""The number of rows up to which each has a magnitude of its own, as a norm before the cast finds
+them: the largest of more of them takes two kernels, as that of all elements does."""
+
 
 def _delayed_on_gpu(
     x: Tensor, history: Tensor, format: Format, rule: str, record: bool
@@ -327,7 +331,9 @@ def _delayed_on_gpu(
     if not x.numel() or not (record or is_unset):
         return RULES[rule].scale_of(amax, format)
     size = x.detach().abs()
-    rows = _zero_where_not(size < torch.inf, size).amax(-1).flatten()
+    rows = _zero_where_not(size < torch.inf, size)
+    dims = () if x.shape[:-1].numel() > ROWS else (-1,)
+    rows = rows.amax(dims).flatten()
     now = rows.amax().float()
     if is_unset:
         amax = torch.where((amax > 0) & (amax < torch.inf), amax, now)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from fp8 import FORMATS, RECIPES, Cast, Recipe
 from fp8.recipes.history import histories
-from fp8.recipes.scaling import _delayed_on_gpu, _delayed_scale
+from fp8.recipes.scaling import ROWS, _delayed_on_gpu, _delayed_scale
 from tests.shared import (
     assert_close,
     assert_same,
@@ -208,8 +208,9 @@ def test_a_graph_for_gpus_updates_a_history_by_other_operations(dtype, length, i
     """Of which the results are equal, also for operands that a history does not record."""
     entries = normal(length).abs() if is_set else torch.zeros(1, length)
     large = 1e300 if dtype == torch.float64 else 1.0
+    operands = randn(7), randn(3, 4, 5), randn(ROWS + 1, 2)
     for record, size, x in product(
-        (True, False), (large, 0.0, math.inf, math.nan), (randn(7), randn(3, 4, 5))
+        (True, False), (large, 0.0, math.inf, math.nan), operands
     ):
         x = x.detach().to(dtype)
         x.view(-1)[::2] *= size
