@@ -1,9 +1,9 @@
-"""`python -m tests.public_names`: writes tests/names_gone.txt, the public names of earlier commits
-that are not here any more. tests/test_changelog.py looks for each of them in CHANGELOG.md.
+"""`python -m tests.public_names` adds to tests/names_gone.txt the public names of a commit that are
+not here any more. The first line has that commit, and HEAD afterwards. tests/test_changelog.py
+looks for each of the names in CHANGELOG.md.
 
-Public are the modules of the API reference, what they export, and the keys of `TABLES`, each at its
-commit. A name that its module still has, or that another one lists, is not gone.
-Needs the whole history, and a second or two for each commit that it looks at.
+Public are the modules of the API reference, what they export, and the keys of `TABLES`. A name that
+its module still has, or that another one lists, is not gone.
 """
 
 import ast
@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -40,33 +39,6 @@ TABLES = {
     "HARDWARE": "hardware",
 }
 """A table, or a tuple of names, that users choose from -> what it holds."""
-
-LINES = r'^__all__|^ +"[A-Za-z_0-9.]+"[,:]|^ +(_all|_add)\(|^_add\(|^@(row|op)\b'
-"""Every commit that changes such a line, an entry of a list or table, in a file of `TABLED` is
-looked at, and every `EVERY`-th one."""
-TABLED = (
-    *"fp8/__init__.py fp8/optim fp8/adapters fp8/recipes fp8/formats fp8/levels".split(),
-    *(
-        "fp8/*recipe*",
-        "fp8/*scal*",
-        "fp8/*format*",
-        "fp8/*round*",
-        "fp8/*encod*",
-        "fp8/*hardware*",
-    ),
-    *(
-        "unit_scaling/__init__.py",
-        "unit_scaling/functional.py",
-        "unit_scaling/modules.py",
-    ),
-    *(
-        "unit_scaling/ops",
-        "unit_scaling/optim.py",
-        "unit_scaling/transforms/__init__.py",
-    ),
-    *("docs/reference.py", "docs/build.py", "fp8/training"),
-)
-EVERY = 20
 
 
 def public(modules):
@@ -131,50 +103,16 @@ def _last(name):
     return name.rpartition(".")[2]
 
 
-def commits():
-    """Those of the main line to look at, oldest first."""
-    every = _log()
-    chosen = {*every[::EVERY], *_log(f"-G{LINES}", "--", *TABLED)}
-    return [commit for commit in every if commit in chosen]
-
-
-def _log(*args):
-    log = ["git", "log", "--first-parent", "-m", "--format=%h", "--reverse", *args]
-    return subprocess.check_output(log, cwd=ROOT, text=True).split()
-
-
 def of_commit(commit):
-    """`public` of a commit, in a process of its own, which has torch already."""
-    read, write = os.pipe()
-    if os.fork() == 0:
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                tops = subprocess.check_output(
-                    ["git", "ls-tree", "--name-only", commit], cwd=ROOT
-                )
-                wanted = {*PACKAGES, "docs"} & {*tops.decode().split()}
-                packed = subprocess.Popen(
-                    ["git", "archive", commit, *wanted], cwd=ROOT, stdout=-1
-                )
-                with tarfile.open(fileobj=packed.stdout, mode="r|") as archive:
-                    archive.extractall(folder)
-                # Not those that are installed or lie here.
-                sys.path[:] = [
-                    folder,
-                    *(p for p in sys.path if not (Path(p) / "fp8").exists()),
-                ]
-                sys.meta_path[:] = [
-                    f for f in sys.meta_path if "editable" not in str(f)
-                ]
-                names = public(documented(Path(folder)))
-                os.write(write, json.dumps(sorted(names)).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    os.wait()
-    return set(json.loads(text or "[]"))
+    """`public` of a commit, in a process that imports its packages."""
+    code = "from tests.public_names import *; print(json.dumps([*public(documented(Path()))]))"
+    with tempfile.TemporaryDirectory() as folder:
+        archive = ["git", "archive", commit, *PACKAGES, "docs"]
+        packed = subprocess.check_output(archive, cwd=ROOT)
+        subprocess.run(["tar", "x"], input=packed, cwd=folder, check=True)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        run = [sys.executable, "-c", code]
+        return json.loads(subprocess.check_output(run, cwd=folder, env=environment))
 
 
 def as_text(gone):
@@ -205,16 +143,12 @@ def read():
 
 
 def main():
-    # Before the forks, as what takes long.
-    importlib.import_module("torch.distributed.fsdp")
-    looked_at = commits()
-    seen = set().union(*map(of_commit, looked_at))
-    now = of_commit("HEAD")
+    about, *_ = GONE.read_text().splitlines()
+    head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True)
+    now = public(documented(ROOT))
+    seen = {*read(), *of_commit(about.split()[-1])}
     gone = [name for name in seen if not is_here(name, now)]
-    about = (
-        f"# Written by `python -m tests.public_names`, up to commit {looked_at[-1]}.\n"
-    )
-    GONE.write_text(about + as_text(gone))
+    GONE.write_text(f"{about.rpartition(' ')[0]} {head}{as_text(gone)}")
 
 
 if __name__ == "__main__":
