@@ -143,12 +143,12 @@ def read():
 
 
 def main():
-    about, *_ = GONE.read_text().splitlines()
+    about, _, last = GONE.read_text().splitlines()[0].rpartition(" ")
     head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True)
     now = public(documented(ROOT))
-    seen = {*read(), *of_commit(about.split()[-1])}
+    seen = {*read(), *of_commit(last)}
     gone = [name for name in seen if not is_here(name, now)]
-    GONE.write_text(f"{about.rpartition(' ')[0]} {head}{as_text(gone)}")
+    GONE.write_text(f"{about} {head}{as_text(gone)}")
 
 
 if __name__ == "__main__":
