@@ -30,6 +30,11 @@ def proves(system, *features, how="own"):
     return pytest.mark.proves(system, *features, how=how)
 
 
+def one_in(every, value):
+    """A parameter: `make test` runs one of so many cases that have it, as with `sampled`."""
+    return pytest.param(value, marks=sampled(every))
+
+
 def assert_same(found, expected, **options):
     """To the bit, with their dtypes: tensors, and collections of them."""
     assert_close(found, expected, rtol=0, atol=0, **options)

@@ -5,9 +5,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import unit_scaling as uu
-from tests.launch import python
+from tests.launch import needs_gloo, run_ranks
 from tests.shared import (
     assert_close,
     assert_same,
@@ -16,6 +20,7 @@ from tests.shared import (
     parametrize,
     pickled,
     refuses,
+    sampled,
 )
 from tests.unit_scaling.test_optim import each_optimizer, lrs, parameters
 from unit_scaling.optim import SGD, Adam, AdamW, scaled_parameters
@@ -177,44 +182,37 @@ def test_a_closure_that_is_called_is_a_step(cls):
     assert_close(*given)
 
 
-HOOKS = """
-import sys, torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook as after, register_optimizer_step_pre_hook as before
-)
-import unit_scaling as uu
-
-counts = [0, 0, 0, 0]
-def counted(i):
-    def hook(opt, args, kwargs):
-        counts[i] += 1
-    return hook
-
-def check(opt):
-    counts[:] = 0, 0, 0, 0
-    opt.register_step_pre_hook(counted(0))
-    opt.register_step_post_hook(counted(1))
-    opt.step()
-    assert counts == [1, 1, 1, 1], (type(opt), counts)
-
-before(counted(2)), after(counted(3))
-p = uu.Parameter(torch.ones(4, 4), "weight")
-for name in ("SGD", "AdamW", "Adam"):
-    plain, ours = getattr(torch.optim, name), getattr(uu.optim, name)
-    order = [ours, plain, ours] if sys.argv[1] == "ours" else [plain, ours, plain]
-    for cls in order:
-        check(cls([p], lr=0.1))
-    class Sub(ours):
-        pass
-    check(Sub([p], lr=0.1))
-    check(ours([p], lr=0.1))
-"""
+def check_hooks(*order):
+    """Those of all optimizers and of one; in a process where torch has put its own into no class."""
+    calls = []
+    hooks = [lambda *_, i=i: calls.append(i) for i in range(4)]
+    register_optimizer_step_pre_hook(hooks[0])
+    register_optimizer_step_post_hook(hooks[1])
+    for name in ("SGD", "AdamW", "Adam"):
+        ours = getattr(uu.optim, name)
+        classes = [getattr(module, name) for module in order]
+        for cls in (*classes, *classes, type("Sub", (ours,), {}), ours):
+            opt = cls(parameters()[:1], lr=0.1)
+            opt.register_step_pre_hook(hooks[2])
+            opt.register_step_post_hook(hooks[3])
+            calls.clear()
+            opt.step()
+            assert sorted(calls) == [0, 1, 2, 3], cls
 
 
-@parametrize("first", ["ours", "theirs"])
-def test_hooks_are_called_once(first):
+def ours_first(rank, store):
+    check_hooks(uu.optim, torch.optim)
+
+
+def theirs_first(rank, store):
+    check_hooks(torch.optim, uu.optim)
+
+
+@needs_gloo
+@parametrize("order", [ours_first, theirs_first])
+def test_hooks_are_called_once(order, tmp_path):
     """Whichever class torch has put its hooks into before."""
-    python("-c", HOOKS, first)
+    run_ranks(order, 1, tmp_path / "store")
 
 
 IMPLEMENTATIONS = {
@@ -255,7 +253,8 @@ def test_grad_scaler(cls):
     assert_same(*given)
 
 
-@each_optimizer
+@sampled(3)
+@parametrize("cls", [AdamW, Adam, SGD])
 def test_compiled_once_under_a_schedule(cls):
     """A rate that is a tensor changes in its memory, as in torch's compiled optimizers."""
     graphs = []

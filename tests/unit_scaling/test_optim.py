@@ -237,7 +237,7 @@ def test_rule_by_name_or_of_ones_own():
         scaled_parameters(parameters(), "muon", lr=0.1)
 
 
-@parametrize("shape", [(64, 64), (256, 64), (64, 256), (512, 512)])
+@parametrize("shape", [(64, 64), (256, 64), (64, 256), (128, 128)])
 def test_muon(shape):
     """The layer changes by lr * sqrt(fan_out/fan_in) in the spectral norm.
 

@@ -13,7 +13,7 @@ import unit_scaling as uu
 from benchmarks.problems import PROBLEMS, Problem, read, zoo
 from fp8.lab.preflight.training import loss_of
 from fp8.warnings import PitfallWarning
-from tests.shared import normal, parametrize, said
+from tests.shared import normal, one_in, parametrize, said
 from unit_scaling.transforms import unit_scale
 
 OPERANDS = ("input", "weight", "grad")
@@ -90,7 +90,7 @@ WAYS = {
 }
 
 
-@parametrize("way", WAYS)
+@parametrize("way", ["eager", one_in(4, "compiled")])
 @parametrize(("setter", "loss", "operand"), CASES)
 def test_each_loss_is_named(setter, loss, operand, way):
     with said(PitfallWarning) as texts:

@@ -12,7 +12,7 @@ from fp8 import Cast, Recipe
 from fp8.casts.rotation import rotation_signs
 from fp8.formats.quantize import quantize_forward
 from fp8.formats.random_bits import drawn_key
-from tests.shared import assert_same, filterwarnings, parametrize
+from tests.shared import assert_same, filterwarnings, one_in, parametrize
 
 CPU = torch.device("cpu")
 
@@ -186,7 +186,7 @@ def test_compiled_code_draws_anew_repeats_under_a_seed_and_equals_eager_code():
     assert len({tuple(y.tolist()) for call in calls for y in call}) == 6
 
 
-@parametrize("backend", [None, "aot_eager", "inductor"])
+@parametrize("backend", [None, "aot_eager", one_in(2, "inductor")])
 @parametrize("reentrant", [False, True])
 def test_a_checkpoint_recomputes_with_the_same_bits(backend, reentrant):
     """The gradient of y * y / 2 is the y that is recomputed; the second segment draws other bits

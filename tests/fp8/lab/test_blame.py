@@ -11,7 +11,7 @@ import fp8
 from fp8.casts.watch import watch_of
 from fp8.lab.blame import _smallest
 from fp8.lab.trace import quiet
-from tests.shared import parametrize, refuses, seeded
+from tests.shared import parametrize, refuses, sampled, seeded
 
 WIDTH, LAYERS = 16, 4
 
@@ -148,6 +148,7 @@ def named(result):
     )
 
 
+@sampled(3)
 @parametrize("name", CASES)
 def test_the_casts_at_fault_are_named(name):
     """Of models that are converted, and of every second one in high precision, with a policy."""
@@ -202,6 +203,7 @@ TOGETHER = ["nvfp4", "quartet2", "tetrajet2"]
 """Recipes that rotate both operands of a product."""
 
 
+@sampled(3)
 @parametrize("layer", range(LAYERS))
 @parametrize("name", TOGETHER)
 def test_operands_that_are_rotated_alike_are_named_together(name, layer):

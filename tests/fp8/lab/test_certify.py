@@ -13,7 +13,7 @@ from fp8.lab.parity.certify import NOT_COVERED, certify
 from fp8.lab.parity.engines import ENGINES
 from fp8.lab.parity.norms import norms_of_engine
 from tests.fp8.lab.test_parity import network, prompts
-from tests.shared import assert_same, parametrize, proves, refuses
+from tests.shared import assert_same, parametrize, proves, refuses, sampled
 
 pytest.importorskip("transformers")
 
@@ -28,6 +28,7 @@ def family(name):
 
 
 @proves("the field", "certificate that trainer and engine are equal to the bit")
+@sampled(3)
 @parametrize("name", FAMILIES)
 @parametrize("engine", ["vllm_row", "vllm_block", "sglang_block"])
 def test_five_families(name, engine):

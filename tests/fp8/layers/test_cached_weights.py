@@ -90,7 +90,7 @@ def test_micro_batches_cast_once_and_equal_to_the_bit(recipe, casts):
 @parametrize("recipe, backend", [("unit", "inductor"), ("static", "aot_eager")])
 def test_compiled(recipe, backend, monkeypatch):
     """A graph reads the casts; after the first step they are cast by compiled code, too."""
-    plain, model, casts = make(recipe), make(recipe), []
+    plain, model, casts = make(recipe)[:1], make(recipe)[:1], []
     settle(plain)
     want = train(plain, in_one_graph(plain, backend))
     compile, cast = module._compiled, module.WeightCast.cast
@@ -106,8 +106,7 @@ def test_compiled(recipe, backend, monkeypatch):
         compiled(X)
         with torch._dynamo.config.patch(error_on_recompile=True):
             assert_equal(train(model, compiled), want)
-    counts = {"all": LAYERS * (1 + STEPS), "compiled": LAYERS * STEPS}
-    assert Counter(casts) == counts
+    assert Counter(casts) == {"all": 1 + STEPS, "compiled": STEPS}
 
 
 def test_changes_that_torch_counts_are_cast_in_eager_mode():

@@ -141,7 +141,7 @@ def test_a_recipe(name):
             assert (ours - theirs).norm() <= 1e-5 * theirs.norm(), path
 
 
-@sampled(3)
+@sampled(6)
 @parametrize("name", [n for n, r in OWN_SUMS.items() if is_random(r)])
 def test_random_numbers_of_a_graph(name):
     """Both operands of a product have the same signs, however a graph is divided."""

@@ -6,7 +6,7 @@ from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.nn import functional as F
 
 import fp8
-from tests.shared import assert_close, normal, parametrize, randn
+from tests.shared import assert_close, normal, parametrize, randn, sampled
 
 PRODUCERS = {
     "gelu": F.gelu,
@@ -25,6 +25,7 @@ def kernels(function, x):
     return sum(part.count("async_compile.cpp_pybinding(") for part in code)
 
 
+@sampled(2)
 @parametrize("producer", PRODUCERS)
 def test_a_producer_and_a_static_cast_are_one_kernel(producer):
     function = PRODUCERS[producer]

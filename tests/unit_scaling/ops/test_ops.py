@@ -18,6 +18,7 @@ from tests.shared import (
     assert_close,
     filterwarnings,
     in_one_graph,
+    one_in,
     parametrize,
     proves,
     rms,
@@ -227,7 +228,7 @@ def groups():
     ]
 
 
-@parametrize("backend", ["eager", pytest.param("aot_eager", marks=sampled(8))])
+@parametrize("backend", ["eager", one_in(8, "aot_eager")])
 @parametrize("ops, settings, dynamic", groups())
 def test_compiles_whole(ops, settings, dynamic, backend):
     calls = {op.name: op_kwargs(op, torch.float32) for op in ops}
