@@ -183,7 +183,7 @@ def test_a_closure_that_is_called_is_a_step(cls):
 
 
 def check_hooks(*order):
-    """Those of all optimizers and of one; in a process where torch has put its own into no class."""
+    """Of all optimizers and of one; torch has put its own into no class of this process yet."""
     calls = []
     hooks = [lambda *_, i=i: calls.append(i) for i in range(4)]
     register_optimizer_step_pre_hook(hooks[0])

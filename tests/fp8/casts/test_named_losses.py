@@ -13,7 +13,7 @@ import unit_scaling as uu
 from benchmarks.problems import PROBLEMS, Problem, read, zoo
 from fp8.lab.preflight.training import loss_of
 from fp8.warnings import PitfallWarning
-from tests.shared import normal, one_in, parametrize, said
+from tests.shared import normal, one_in, parametrize, said, sampled
 from unit_scaling.transforms import unit_scale
 
 OPERANDS = ("input", "weight", "grad")
@@ -90,7 +90,7 @@ WAYS = {
 }
 
 
-@parametrize("way", ["eager", one_in(4, "compiled")])
+@parametrize("way", ["eager", one_in(7, "compiled")])
 @parametrize(("setter", "loss", "operand"), CASES)
 def test_each_loss_is_named(setter, loss, operand, way):
     with said(PitfallWarning) as texts:
@@ -102,6 +102,7 @@ MAMBA = Problem("Mamba", "decoder", "transformers", partial(zoo, "Mamba"), read)
 HEALTHY = ("GPT-2", "Llama", "residual", "MLP", "DiT")
 
 
+@sampled(5)
 @parametrize("recipe", ["static", "tensor", "row", "block", "mxfp8", "delayed"])
 @parametrize("name", [*HEALTHY, "Mamba"])
 def test_healthy_models_are_silent(name, recipe):

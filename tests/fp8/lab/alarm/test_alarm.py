@@ -19,7 +19,7 @@ from fp8.lab.alarm.band import Band
 from fp8.lab.preflight.training import loss_of
 from fp8.recipes.history import LOOKS, Schedule
 from tests.launch import needs_gloo, run_ranks
-from tests.shared import linears, one_in, parametrize, quietly, refuses, seeded
+from tests.shared import linears, one_in, parametrize, quietly, refuses, sampled, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # alarms; those of the libraries
 TO_NAN = fp8.Cast(format="e4m3", scaling="unit", overflow="nonfinite")
@@ -212,6 +212,7 @@ def test_loops(kind, early):
         assert scaler.get_scale() < 2.0**10
 
 
+@sampled(3)
 @parametrize("name", ["MLP", "GRU", "diffusion MLP", "graph network", "UNet"])
 def test_healthy_runs(name):
     """A warm-up, a drop of the rate, noisier data, and bad batches: no alarm. All problems, and
