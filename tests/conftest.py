@@ -132,6 +132,20 @@ def own_rows():
 
 
 @pytest.fixture
+def no_code(monkeypatch):
+    """Inductor makes no code of its graphs: without a C compiler, and in a tenth of the time. Other
+    tests, such as tests/transforms/test_utils.py, compile to the end."""
+    import torch
+
+    compile, instead = torch.compile, {"inductor": "aot_eager"}
+
+    def graphs(model=None, *, backend="inductor", **options):
+        return compile(model, backend=instead.get(backend, backend), **options)
+
+    monkeypatch.setattr(torch, "compile", graphs)
+
+
+@pytest.fixture
 def one_process():
     """A process group of this process alone."""
     import torch.distributed as dist

@@ -8,7 +8,6 @@ of CONTRIBUTING are applied to a copy of the packages, with which its python blo
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import re
 import shutil
@@ -75,14 +74,10 @@ def blocks(path):
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
 # Of transformers, which PEFT brings up.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.usefixtures("own_rows")
+@pytest.mark.usefixtures("own_rows", "no_code")
 @each([path for path in DOCUMENTS if path != CONTRIBUTING])
 def test_python_blocks_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Without a C compiler, and in a tenth of the time; other tests compile to the end.
-    monkeypatch.setattr(
-        torch, "compile", functools.partial(torch.compile, backend="aot_eager")
-    )
     # The compiler looks functions' modules up.
     module = types.ModuleType(f"{path.stem}_examples")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -126,7 +126,7 @@ def halved(grad, layer, seen):
 
 
 @parametrize("transform", [unit_scale, simulate_fp8, compile])
-def test_hooks_of_parameters_are_copied(transform):
+def test_hooks_of_parameters_are_copied(transform, no_code):
     """A mask of a gradient would be lost silently. What refers to a part refers to that of the
     copy, and a frozen parameter stays frozen."""
     model, mask = linears(8, 8, 4), torch.arange(8.0) % 2

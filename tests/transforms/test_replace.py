@@ -187,7 +187,7 @@ ORDERS = {
 
 @parametrize("batch", [None, X], ids=["pending", "batch"])
 @parametrize("name", ORDERS)
-def test_beside_the_other_transforms(name, batch):
+def test_beside_the_other_transforms(name, batch, no_code):
     """As the model that was written with the other function, in its first call and later."""
     ours = ORDERS[name](
         plain(), lambda m: unit_scale(m, {F.relu: relu_squared}, batch=batch)

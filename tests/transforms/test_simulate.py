@@ -221,7 +221,7 @@ def test_verify_measures_the_model_that_a_first_call_makes():
 
 @proves("unit-scaling", "with torch.compile")
 @parametrize("scale", [with_batch, ran, pending])
-def test_compile(scale):
+def test_compile(scale, no_code):
     expected = step(with_batch(tiny()))
     for model in (
         compile(scale(tiny())),

@@ -347,7 +347,7 @@ FIRST = {
 
 
 @parametrize("name", FIRST)
-def test_the_first_call_may_be_any(name):
+def test_the_first_call_may_be_any(name, no_code):
     model = unit_scale(gpt())
     FIRST[name](model)
     check_set(model)
