@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import unit_scaling as uu
 from fp8.warnings import ScaleWarning
-from tests.launch import needs_gloo, python, run_ranks
+from tests.launch import needs_gloo, run_ranks
 from tests.shared import (
     Net,
     assert_close,
@@ -165,31 +165,28 @@ def test_a_copy_of_a_part(model):
     check_set(part, expected().blocks[1])
 
 
-WRITTEN_BY_OTHERS = """
-import sys, torch
-from tests.transforms.models import batch
-model = torch.load(sys.argv[1], weights_only=False)
-model(*batch())
-torch.save(model.state_dict(), sys.argv[1])
-"""
+def another_reads_the_model(rank, store):
+    path = store.with_name("model.pt")
+    set_by_another(torch.load(path, weights_only=False), path)
 
 
-LOADED_BY_OTHERS = """
-import sys, torch
-from unit_scaling.transforms import unit_scale
-from tests.transforms.models import batch, gpt
-model = unit_scale(gpt(1))
-model.load_state_dict(torch.load(sys.argv[1]))
-model(*batch())
-torch.save(model.state_dict(), sys.argv[1])
-"""
+def another_reads_the_values(rank, store):
+    path, model = store.with_name("model.pt"), unit_scale(gpt(1))
+    model.load_state_dict(torch.load(path))
+    set_by_another(model, path)
 
 
-@parametrize("script", [WRITTEN_BY_OTHERS, LOADED_BY_OTHERS], ids=["model", "values"])
-def test_another_process(model, script, tmp_path):
-    path = tmp_path / "model.pt"
-    torch.save(model if script == WRITTEN_BY_OTHERS else model.state_dict(), path)
-    python("-c", script, path)
+def set_by_another(model, path):
+    run(model)
+    torch.save(model.state_dict(), path)
+
+
+@needs_gloo
+@parametrize("read", [another_reads_the_model, another_reads_the_values])
+def test_another_process(model, read, tmp_path):
+    path, whole = tmp_path / "model.pt", read is another_reads_the_model
+    torch.save(model if whole else model.state_dict(), path)
+    run_ranks(read, 1, tmp_path / "store")
     assert_same(expected().state_dict(), torch.load(path))
 
 
