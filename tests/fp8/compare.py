@@ -1,4 +1,4 @@
-"""What a call computes: its result and gradients, and what autograd keeps of it."""
+"""What a call computes: its result and gradients."""
 
 import torch
 
@@ -13,16 +13,3 @@ def outcome(call, leaves, grad=None):
         y.detach(),
         *torch.autograd.grad(end, list(leaves), grad, retain_graph=True),
     ]
-
-
-def bytes_kept(run, *, beside=()):
-    """Of the storages that autograd holds after ``run()``, each once, those of ``beside`` not."""
-    held = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: held.append(t) or t, lambda t: t
-    ):
-        y = run()
-    assert y.requires_grad
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    there = {t.untyped_storage().data_ptr() for t in beside}
-    return sum(size for pointer, size in sizes.items() if pointer not in there)

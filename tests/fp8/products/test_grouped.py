@@ -13,8 +13,8 @@ import fp8
 from fp8.lab.trace import trace
 from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
-from tests.fp8.blocks import block, keeper
-from tests.fp8.compare import bytes_kept, outcome
+from tests.fp8.blocks import block, bytes_of, keeper, saved_by
+from tests.fp8.compare import outcome
 from tests.reference import nearest
 from tests.shared import (
     Net,
@@ -248,8 +248,11 @@ def test_compiled_is_eager(name):
 
 def test_operands_are_saved_in_one_byte():
     x, w = randn(TOKENS, K), randn(GROUPS, N, K, seed=1)
-    saved = bytes_kept(lambda: grouped_mm(x, w.mT, OFFS, recipe=RECIPES["tensor"]))
-    assert saved == TOKENS * K + GROUPS * N * K + 4 * (TOKENS + GROUPS) + 4 * GROUPS
+    saved = saved_by(lambda: grouped_mm(x, w.mT, OFFS, recipe=RECIPES["tensor"]))
+    assert (
+        bytes_of(saved)
+        == TOKENS * K + GROUPS * N * K + 4 * (TOKENS + GROUPS) + 4 * GROUPS
+    )
 
 
 def test_bad_input():
