@@ -27,6 +27,7 @@ from tests.shared import (
     normal,
     parametrize,
     refuses,
+    sampled,
 )
 
 pytestmark = pytest.mark.usefixtures("own_rows")
@@ -157,6 +158,7 @@ def three(function, *operands):
     return [y.detach(), *torch.autograd.grad(y, operands, normal(*y.shape, seed=3))]
 
 
+@sampled(2)
 @parametrize(
     "name, scaling, product",
     [
