@@ -18,6 +18,7 @@ from tests.shared import (
     parametrize,
     quietly,
     said,
+    sampled,
     seeded,
 )
 
@@ -100,6 +101,7 @@ ENDS = {
 }
 
 
+@sampled(4)
 @parametrize("end", ENDS)
 @parametrize("make", [frozen, loaded, widened])
 @parametrize("r, options", [(1, {}), (4, {"use_dora": True}), (16, {})])
