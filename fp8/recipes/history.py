@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..common.dtensor import part_of
 from ..common.validation import check_module
+from ..frame import FRAMES
 from ..torch_internals import Keywords, Layer
 from ..torch_internals.decorators import taken_as_constant
 from ..warnings import PitfallWarning, show
@@ -66,9 +67,11 @@ class LayerState:
         self._products = 0
         self._traced = torch.compiler.is_dynamo_compiling()
         watched = layer.fp8_watch
-        # Only training changes scales and statistics.
+        # Only training changes scales and statistics, and counts as a pass.
         self.exports = torch.compiler.is_exporting()
-        if self.exports or not torch.is_grad_enabled():
+        measurement = FRAMES.items[-1].measurement
+        is_uncast = measurement is not None and not measurement.of_states
+        if self.exports or is_uncast or not torch.is_grad_enabled():
             self.looks = self.measures = self.checks = False
             return
         if not self._traced:

@@ -23,6 +23,7 @@ from tests.shared import (
     pickled,
     saved,
 )
+from unit_scaling.transforms import unit_scale
 
 pytestmark = filterwarnings("ignore::fp8.warnings.PitfallWarning")
 
@@ -37,6 +38,12 @@ each_optimizer = parametrize("optimizer", OPTIMIZERS)
 def new():
     torch.manual_seed(0)
     return fp8.convert(linears(WIDTH, WIDTH, torch.nn.GELU, WIDTH), "static")
+
+
+def new_pending():
+    """A model that `unit_scale` decides on in its first call, by passes of its own."""
+    torch.manual_seed(0)
+    return fp8.convert(unit_scale(linears(WIDTH, WIDTH, torch.nn.GELU, WIDTH)))
 
 
 def batch(step):
@@ -57,7 +64,14 @@ def file_of(state):
     return load(save(state))
 
 
-def interrupted(optimizer, at, store=saved, backend=None, order=("model", "optimizer")):
+def interrupted(
+    optimizer,
+    at,
+    store=saved,
+    backend=None,
+    order=("model", "optimizer"),
+    new=new,
+):
     """A run to step ``at``, which another model and optimizer resume; that model."""
     model = new()
     one = OPTIMIZERS[optimizer](model)
@@ -79,6 +93,13 @@ def interrupted(optimizer, at, store=saved, backend=None, order=("model", "optim
 def test_resumed_to_the_bit(at, optimizer):
     expected, found = interrupted(optimizer, at)
     assert_same(found.state_dict(), expected.state_dict())
+
+
+@parametrize("at", [1, 3, 13])
+def test_resumed_before_the_first_call_of_a_unit_scaled_model(at):
+    expected, found = interrupted("SGD", at, new=new_pending)
+    assert_same(found.state_dict(), expected.state_dict())
+    assert watch_of(found).step == STEPS + 1
 
 
 @parametrize("at, optimizer", [(3, "SGD"), (13, "AdamW")])
