@@ -503,6 +503,11 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = recorded("codebases")
+    question = (
+        f"held-out loss after {STEPS} steps ({UNET} of U-Nets), and half its range over "
+        f"{len(SEEDS)} seeds; of PPO the reward for each episode that ended. Resumed: whether "
+        "a resumed run ends at the same loss, or what it differs by"
+    )
     for name in args.names.split(";"):
         clone = args.at.resolve() / codebases[name].folder
         if not clone.is_dir():
@@ -512,12 +517,10 @@ def main() -> int:
             rows[name] = [row(codebases[name], clone)]
         except ImportError as error:
             print(f"{name}: skipped, {error}")
-    question = (
-        f"held-out loss after {STEPS} steps ({UNET} of U-Nets), and half its range over "
-        f"{len(SEEDS)} seeds; of PPO the reward for each episode that ended. Resumed: whether "
-        "a resumed run ends at the same loss, or what it differs by"
-    )
-    report("codebases", question, [rows[name][0] for name in codebases if name in rows])
+            continue
+        # After each, as the next one may fail.
+        ordered = [rows[name][0] for name in codebases if name in rows]
+        report("codebases", question, ordered)
     return 0
 
 

@@ -230,7 +230,7 @@ class Watch:
 
     def _reads(self, table: Tensor) -> bool:
         """Whether the values of a table are read after this pass. Reading waits for the device."""
-        if table.is_meta:
+        if table.is_meta or type(table) is not Tensor:  # a fake tensor, of a forecast
             return False
         return self.looks or self.checks or table.device.type == "cpu"
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch._guards import TracingContext
+from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
 import fp8
@@ -229,3 +230,12 @@ def test_compiled_evaluation_does_not_look(mode):
     run(normal(64, WIDTH))
     assert len(graphs) == 2
     assert watch.is_open
+
+
+def test_fake_tensors_of_another_model_are_not_read():
+    """An optimizer of parameters of no converted model steps all, as that of an adapter does."""
+    fake = fp8.convert(linears(WIDTH, WIDTH), "tensor")
+    with FakeTensorMode():
+        fake[0].fp8_watch.add("", torch.device("cpu"))
+    plain = torch.nn.Linear(WIDTH, WIDTH)
+    descend(torch.optim.SGD(plain.parameters()), [plain(normal(64, WIDTH)).sum()])
