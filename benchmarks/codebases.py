@@ -508,17 +508,17 @@ def main() -> int:
         f"{len(SEEDS)} seeds; of PPO the reward for each episode that ended. Resumed: whether "
         "a resumed run ends at the same loss, or what it differs by"
     )
-    for name in args.names.split(";"):
-        clone = args.at.resolve() / codebases[name].folder
-        if not clone.is_dir():
-            print(f"{name}: skipped, {clone} is not there")
-            continue
-        try:
-            rows[name] = [row(codebases[name], clone)]
-        except ImportError as error:
-            print(f"{name}: skipped, {error}")
-            continue
-        # After each, as the next one may fail.
+    try:
+        for name in args.names.split(";"):
+            clone = args.at.resolve() / codebases[name].folder
+            if not clone.is_dir():
+                print(f"{name}: skipped, {clone} is not there")
+                continue
+            try:
+                rows[name] = [row(codebases[name], clone)]
+            except ImportError as error:
+                print(f"{name}: skipped, {error}")
+    finally:  # a script that fails leaves the rows before it
         ordered = [rows[name][0] for name in codebases if name in rows]
         report("codebases", question, ordered)
     return 0
