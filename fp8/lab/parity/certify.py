@@ -66,8 +66,20 @@ NOT_COVERED = (
 """What a certificate says nothing of."""
 
 
-@dataclass(frozen=True)
-class Certificate:
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """What the logits of both sides give, of a `Certificate`."""
+
+    equal: float
+    kl: float
+    ess: float
+    changed: float
+    ratio: float
+    begins: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(_Compared):
     """The result of `certify`. It prints as a table.
 
     Attributes:
@@ -119,12 +131,6 @@ class Certificate:
     tokens: int
     layout: str
     weights: str
-    equal: float
-    kl: float
-    ess: float
-    changed: float
-    ratio: float
-    begins: str
     versions: dict[str, str]
 
     @property
@@ -256,7 +262,7 @@ def certify(
         layout=theirs.layout,
         weights=theirs.differs,
         versions=_versions(model),
-        **found._asdict(),
+        **vars(found),
     )
 
 
@@ -394,17 +400,6 @@ def _difference(ours: nn.Module, theirs: nn.Module, cast: list[str]) -> str:
 
 def _bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-class _Compared(NamedTuple):
-    """The fields of a `Certificate` that the logits of both sides give."""
-
-    equal: float
-    kl: float
-    ess: float
-    changed: float
-    ratio: float
-    begins: str
 
 
 def _compared(
