@@ -39,12 +39,12 @@ def state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     state = {bare_name(name): tensor for name, tensor in model.state_dict().items()}
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
-    named = ((bare_name(name), source) for name, source in (*parameters, *buffers))
-    return {
-        name: (state[name], source)
-        for name, source in named
-        if name in state and not is_history(name)
-    }
+    found = {}
+    for given, source in (*parameters, *buffers):
+        name = bare_name(given)
+        if name in state and not is_history(name):
+            found[name] = (state[name], source)
+    return found
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -135,14 +135,18 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def chosen(model: nn.Module, name_of_layout: str | None) -> Chosen:
-    """The layers to store in low precision. name_of_layout: None for the first one of files that
-    has the recipe of a layer."""
+def chosen(
+    model: nn.Module,
+    state: dict[str, tuple[Tensor, Tensor]],
+    name_of_layout: str | None,
+) -> Chosen:
+    """The layers to store in low precision. state: of the model, as `state_of` returns it.
+    name_of_layout: None for the first one of files that has the recipe of a layer."""
     modules = {bare_name(name): m for name, m in model.named_modules()}
     _check_plain(model)
     uses = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
     found = Chosen()
-    metas = {name: _meta(tensor) for name, (tensor, _) in state_of(model).items()}
+    metas = {name: _meta(tensor) for name, (tensor, _) in state.items()}
     found.names.update(names_in_files(model, metas))
     for name, module in modules.items():
         if is_replacement(module):

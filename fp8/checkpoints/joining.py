@@ -119,13 +119,14 @@ def _join(
         tensors[name] = torch.cat(plain).view(*shape)
         return
     heights = [weight.values.shape[0] for weight in low]
+    tiles_high = [size[0] for size in sizes]
     # Rows that share a scale in all weights, whose last tile may be smaller.
-    rows = math.gcd(*heights, *(size[0] for size in sizes))
+    rows = math.gcd(*heights, *tiles_high)
     scales = []
-    for weight, height, size in zip(low, heights, sizes, strict=True):
+    for weight, height, tile_high in zip(low, heights, tiles_high, strict=True):
         assert weight.scale is not None
         scale = torch.atleast_2d(weight.scale)
-        scale = scale.repeat_interleave(size[0] // rows, 0)
+        scale = scale.repeat_interleave(tile_high // rows, 0)
         scales.append(scale[: height // rows])
     values = [weight.values.view(torch.uint8) for weight in low]
     joined = torch.cat(values).view(*shape)

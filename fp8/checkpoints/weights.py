@@ -155,7 +155,8 @@ class Weights:
     def __init__(self, model: nn.Module, layout: str | None = None) -> None:
         self.model = model = unwrapped(model)
         check_not_overridden("export", model)
-        self._chosen = found = chosen(model, layout)
+        state = state_of(model)
+        self._chosen = found = chosen(model, state, layout)
         self._layers, self._layouts = found.layers, found.layouts
         self.report = Report(found.rows)
         if not self._layers:
@@ -171,7 +172,7 @@ class Weights:
         names = dict.fromkeys([*self._layers, *found.ignored])
         self._fused = targets(names, first_layout)
         self._sharing = sharing(self._layers, first_layout)
-        values = Values(state_of(model), found, is_meta=True)
+        values = Values(state, found, is_meta=True)
         for stack, parts in found.parts.items():
             if first_layout.stacked:
                 self._fused |= dict.fromkeys(parts, of_stack(stack, parts))

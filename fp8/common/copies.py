@@ -113,7 +113,8 @@ class _Copier:
             self._parameter_hooks = [*_hooks_of_parameters(self._roots)]
         self._leading = _Leading({id(part) for part in parts})
         held = (*self._attributes, *self._hooks, *self._parameter_hooks)
-        self._leading.add([*others, *(value for *_, value in held)])
+        values = [value for *_, value in held]
+        self._leading.add([*others, *values])
         self._refuse_registries()
         self._made: Memo = {}
         self._rebounds: set[int] = set()  # ids of what has been completed

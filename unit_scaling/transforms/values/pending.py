@@ -425,7 +425,7 @@ def _check(model: nn.Module, given: Given) -> None:
     """Raises RuntimeError for a first call without values or with others than the parameters'."""
     parts = list(model.modules())
     held = [t for part in parts for _, t in tensors_in(part._parameters)]
-    tensors = [*held, *(t for _, t in tensors_in(given))]
+    tensors = held + [t for _, t in tensors_in(given)]
     replaced = not all(isinstance(p, nn.Parameter) for p in held)
     tagged = any(getattr(part, "mup_tags", None) for part in parts)
     first = next(iter(model._forward_pre_hooks.values()))
